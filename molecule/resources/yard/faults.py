@@ -1,0 +1,299 @@
+"""What goes wrong in a cluster, one function a fault, each with its undo. An undo may be called at any time and again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import machine
+from .lab import Host, Lab
+from .machine import LabError
+
+KEEP = "/var/lib/lab-fault"  # on the host: what a fault has put aside
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: `usage` are its arguments, `does` says what it does."""
+
+    usage: str
+    does: str
+    do: Callable[..., None]
+    undo: Callable[[Lab, Host], None]
+
+
+def cut(lab: Lab, host: Host) -> None:
+    lab.in_lab("ip", "link", "set", host.name, "down")
+
+
+def mend(lab: Lab, host: Host) -> None:
+    lab.in_lab("ip", "link", "set", host.name, "up", check=False)
+
+
+def shape(lab: Lab, host: Host, rate: str) -> None:
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    if not (match := re.fullmatch(r"(\d+)(kbit|mbit|gbit)", rate)):
+        raise LabError(f"shape takes a rate like 100mbit or 1gbit, not {rate!r}")
+    # A burst below one full-size segment or one timer tick (4 ms) would cut the rate itself.
+    burst = max(64 * 1024, int(int(match[1]) * units[match[2]] / 8 * 0.004))
+    bucket = ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
+    lab.in_lab("tc", "qdisc", "replace", "dev", host.name, *bucket)
+    lab.inside(host, f"tc qdisc replace dev {host.nic} {' '.join(bucket)}")
+
+
+def unshape(lab: Lab, host: Host) -> None:
+    lab.in_lab("tc", "qdisc", "del", "dev", host.name, "root", check=False)
+    lab.inside(host, f"tc qdisc del dev {host.nic} root", check=False)
+
+
+def pause(lab: Lab, host: Host) -> None:
+    _freeze(lab, host, "1")
+
+
+def unpause(lab: Lab, host: Host) -> None:
+    _freeze(lab, host, "0")
+
+
+def _freeze(lab: Lab, host: Host, value: str) -> None:
+    group = machine.cgroup2() / f"trainyard-{lab.name}" / host.name
+    (group / "cgroup.freeze").write_text(value)
+    lab.wait(lambda: f"frozen {value}" in (group / "cgroup.events").read_text(), f"{host.name} cannot be paused")
+
+
+def crash(lab: Lab, host: Host) -> None:
+    lab.power_off(host)
+
+
+def boot(lab: Lab, host: Host) -> None:
+    lab.boot(host)
+
+
+def fill(lab: Lab, host: Host, leave: str = "0") -> None:
+    lab.inside(
+        host,
+        f"""mkdir -p {KEEP}
+        free=$(df --output=avail --block-size=1 / | tail -n 1)
+        fallocate -l $((free - {_number(leave)} * 1048576)) {KEEP}/full || :
+        # What the file system's own bookkeeping left over.
+        [ {_number(leave)} != 0 ] || cat /dev/zero >> {KEEP}/full 2>/dev/null || :""",
+    )
+
+
+def drain(lab: Lab, host: Host) -> None:
+    lab.inside(host, f"rm -f {KEEP}/full")
+
+
+def cpu(lab: Lab, host: Host, percent: str = "50") -> None:
+    top, unified = machine.cgroup_of("cpu")
+    group = top / f"trainyard-{lab.name}" / host.name
+    quota = _number(percent) * 1000
+    if unified:
+        (group / "cpu.max").write_text(f"{quota} 100000")
+    else:
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text(str(quota))
+
+
+def full_cpu(lab: Lab, host: Host) -> None:
+    top, unified = machine.cgroup_of("cpu")
+    group = top / f"trainyard-{lab.name}" / host.name
+    (group / ("cpu.max" if unified else "cpu.cfs_quota_us")).write_text("max 100000" if unified else "-1")
+
+
+def memory(lab: Lab, host: Host, mib: str) -> None:
+    top, unified = machine.cgroup_of("memory")
+    group = top / f"trainyard-{lab.name}" / host.name
+    (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(_number(mib) << 20))
+
+
+def full_memory(lab: Lab, host: Host) -> None:
+    top, unified = machine.cgroup_of("memory")
+    group = top / f"trainyard-{lab.name}" / host.name
+    (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text("max" if unified else "-1")
+
+
+def skew(lab: Lab, host: Host, package: str, version: str, python: str = "") -> None:
+    python = python or json.loads((lab.folder / "boot.json").read_text())["python"]
+    if not re.fullmatch(r"[\w.-]+", package) or not re.fullmatch(r"[\w.+!-]+", version):
+        raise LabError(f"skew takes a package and a version, not {package!r} {version!r}")
+    # The environment may be read-only: the changed files are laid over it.
+    lab.inside(
+        host,
+        f"""mkdir -p {KEEP}/skew
+        {python} - {package} {version} <<'PYTHON'
+import hashlib, importlib.metadata, pathlib, subprocess, sys
+package, version = sys.argv[1:]
+found = importlib.metadata.distribution(package)
+real_version = found.version
+modules = [file for file in found.files or [] if file.name in ("METADATA", "version.py", "_version.py", "__init__.py")]
+for file in [file for file in modules if len(file.parts) == 2]:
+    real = pathlib.Path(found.locate_file(file)).resolve()
+    if real_version not in (text := real.read_text()):
+        continue
+    fake = pathlib.Path("{KEEP}/skew", hashlib.sha256(str(real).encode()).hexdigest())
+    fake.write_text(text.replace(real_version, version))
+    subprocess.run(["mount", "--bind", fake, real], check=True)
+    with open("{KEEP}/skew/list", "a") as listing:
+        print(real, file=listing)
+PYTHON""",
+    )
+
+
+def level(lab: Lab, host: Host) -> None:
+    lab.inside(
+        host,
+        f"""[ -e {KEEP}/skew/list ] || exit 0
+        while read -r file; do umount "$file" 2>/dev/null || :; done < {KEEP}/skew/list
+        rm -r {KEEP}/skew""",
+    )
+
+
+def port(lab: Lab, host: Host, number: str) -> None:
+    taken = _number(number)
+    code = (
+        f"import signal, socket; s = socket.create_server(('::', {taken}), family=socket.AF_INET6, dualstack_ipv6=True);"
+        " signal.pause()"
+    )
+    lab.inside(host, f'systemd-run --quiet --collect --unit=lab-port-{taken} /usr/bin/python3 -c "{code}"')
+    lab.wait(
+        lambda: lab.inside(host, f"ss --no-header --listening --tcp --numeric 'sport = {taken}'") != "",
+        f"port {taken} of {host.name} cannot be taken (it is somebody else's?)",
+    )
+
+
+def free_port(lab: Lab, host: Host) -> None:
+    lab.inside(host, "systemctl stop 'lab-port-*'")
+
+
+def hosts(lab: Lab, host: Host) -> None:
+    nobody = "\n".join(f"10.231.{host.net}.253 {peer.name}" for peer in lab.hosts if peer != host)
+    lab.inside(
+        host,
+        f"""mkdir -p {KEEP}
+        [ -e {KEEP}/hosts ] || cp -a /etc/hosts {KEEP}/hosts
+        cat > /etc/hosts <<'HOSTS'
+127.0.0.1 localhost
+127.0.1.1 {host.name}
+{nobody}
+HOSTS""",
+    )
+
+
+def restore_hosts(lab: Lab, host: Host) -> None:
+    lab.inside(host, f"[ ! -e {KEEP}/hosts ] || {{ cat {KEEP}/hosts > /etc/hosts; rm {KEEP}/hosts; }}")
+
+
+def nic(lab: Lab, host: Host) -> None:
+    _light(lab, "nic")
+    pid = lab.init_pid(host)
+    lab.in_lab(
+        *("sh", "-euc"),
+        f"""ip link show br1 >/dev/null 2>&1 || {{ ip link add br1 type bridge; ip link set br1 up; }}
+        ip link show {host.name}b >/dev/null 2>&1 ||
+          ip link add {host.name}b type veth peer name {host.nic}b netns {pid}
+        ip link set {host.name}b master br1 up""",
+    )
+    lab.inside(
+        host, f"ip link set {host.nic}b up; ip address replace 10.232.{host.net}.{8 + host.index}/24 dev {host.nic}b"
+    )
+
+
+def no_nic(lab: Lab, host: Host) -> None:
+    lab.in_lab("ip", "link", "del", f"{host.name}b", check=False)
+
+
+def clone(lab: Lab, host: Host, source: str) -> None:
+    identity = lab.inside(lab.host(source), "cat /etc/machine-id").strip()
+    lab.inside(
+        host,
+        f"""mkdir -p {KEEP}
+        [ -e {KEEP}/machine-id ] || cp -a /etc/machine-id {KEEP}/machine-id
+        chmod u+w /etc/machine-id
+        echo {identity} > /etc/machine-id""",
+    )
+
+
+def unclone(lab: Lab, host: Host) -> None:
+    lab.inside(host, f"[ ! -e {KEEP}/machine-id ] || mv {KEEP}/machine-id /etc/machine-id")
+
+
+def block(lab: Lab, host: Host, ports: str) -> None:
+    if not re.fullmatch(r"\d+(-\d+)?", ports):
+        raise LabError(f"block takes a port or a range like 32768-60999, not {ports!r}")
+    rule = f"tcp dport {ports} drop"
+    # A table of its own, so that ufw neither sees nor undoes it.
+    lab.inside(
+        host,
+        f"""nft -f - <<'RULES'
+table inet lab_fault {{ chain blocked {{ type filter hook input priority -50; policy accept; {rule}; }}; }}
+RULES""",
+    )
+
+
+def unblock(lab: Lab, host: Host) -> None:
+    lab.inside(host, "nft delete table inet lab_fault", check=False)
+
+
+def mtu(lab: Lab, host: Host, size: str) -> None:
+    lab.inside(host, f"ip link set {host.nic} mtu {_number(size)}")
+
+
+def full_mtu(lab: Lab, host: Host) -> None:
+    lab.inside(host, f"ip link set {host.nic} mtu 1500")
+
+
+FAULTS = {
+    "block": Fault("PORT[-PORT]", "drop what comes in for these TCP ports", block, unblock),
+    "clone": Fault("HOST", "give it the machine-id of HOST", clone, unclone),
+    "cpu": Fault("[PERCENT]", "let it have this much of one core (50)", cpu, full_cpu),
+    "crash": Fault("", "pull its plug; undo boots it, its disk as it was", crash, boot),
+    "cut": Fault("", "pull its network cable", cut, mend),
+    "fill": Fault("[LEAVE]", "fill its disk but for LEAVE MiB (0)", fill, drain),
+    "hosts": Fault(
+        "", "its /etc/hosts sends the names of its peers to an address that nobody has", hosts, restore_hosts
+    ),
+    "memory": Fault("MIB", "let it have this much memory; beyond it the kernel kills", memory, full_memory),
+    "mtu": Fault("BYTES", "its NIC takes packets up to this size only", mtu, full_mtu),
+    "nic": Fault("", "a second NIC, on a network where none of its peers is", nic, no_nic),
+    "pause": Fault("", "stop it dead, connections open, until undone", pause, unpause),
+    "port": Fault("PORT", "a stranger listens on this TCP port", port, free_port),
+    "shape": Fault("RATE", "limit its link, both ways: 100mbit, 1gbit", shape, unshape),
+    "skew": Fault("PACKAGE VERSION [PYTHON]", "another version of a Python package", skew, level),
+}
+
+
+def inject(lab: Lab, host: Host, name: str, *arguments: str) -> None:
+    """Let a fault happen. Raises LabError when there is none of that name, or its arguments are not right."""
+    fault = _fault(name)
+    required = len([word for word in fault.usage.split() if not word.startswith("[")])
+    if not required <= len(arguments) <= len(fault.usage.split()):
+        raise LabError(f"usage: fault {host.name} {name} {fault.usage}: {fault.does}")
+    fault.do(lab, host, *arguments)
+
+
+def undo(lab: Lab, host: Host, *names: str) -> None:
+    """Take faults back, all of them unless told which, the ones that keep others from being undone first."""
+    first = ["pause", "cut", "memory", "cpu", "crash", "fill"]
+    for name in names or [*first, *(name for name in FAULTS if name not in first)]:
+        if name == "nic" and lab.living.kind == "metal":
+            continue
+        _fault(name).undo(lab, host)
+
+
+def _fault(name: str) -> Fault:
+    if name not in FAULTS:
+        raise LabError(f"no fault {name!r}: there are {', '.join(FAULTS)}")
+    return FAULTS[name]
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise LabError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _light(lab: Lab, name: str) -> None:
+    if lab.living.kind != "light":
+        raise LabError(f"{name} can be had on light hosts only")

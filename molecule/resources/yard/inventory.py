@@ -1,0 +1,40 @@
+"""The inventory that a lab writes: the same variables as inventory/hosts.example.yml, filled in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from . import root
+
+if TYPE_CHECKING:
+    from .lab import Lab
+
+
+def write(lab: Lab, venv: Path | None) -> None:
+    """Write `lab.inventory`."""
+    hosts = lab.hosts
+    variables = {
+        "ansible_user": root.USER,
+        "ansible_ssh_private_key_file": str(lab.key),
+        "ansible_ssh_common_args": (
+            f"-o UserKnownHostsFile={lab.known_hosts} -o StrictHostKeyChecking=yes -o IdentitiesOnly=yes"
+        ),
+        # Connections are kept in the lab's folder: `down` ends them, or they would wait for hosts that are gone.
+        "ansible_control_path_dir": str(lab.folder / "cp"),
+        "ansible_python_interpreter": "/usr/bin/python3",
+        "cluster_data_dir": f"/home/{root.USER}/trainyard",
+    }
+    if venv:
+        variables["cluster_python"] = str(venv / "bin/python")
+    cluster = {
+        "vars": variables,
+        "hosts": {host.name: {"ansible_host": host.address, "cluster_address": host.address} for host in hosts},
+    }
+    head = {"hosts": {hosts[0].name: None}}
+    workers = {"hosts": {host.name: None for host in hosts[1:]}}
+    document = {"all": {"children": {"cluster": cluster, "head": head, "workers": workers}}}
+    text = f"---\n# Written by the lab {lab.name!r}; it goes when the lab goes.\n"
+    lab.inventory.write_text(text + yaml.safe_dump(document, sort_keys=False))

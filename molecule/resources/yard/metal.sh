@@ -1,0 +1,23 @@
+#!/bin/sh
+# Runs one whole machine under qemu, in the lab's namespaces, until it is switched off. A reboot is qemu's own business.
+# LAB (folder of the lab), NAME, MAC, LOWER (the root that its disk is a copy of), ACCEL, CGROUPS are in the environment.
+set -eu
+disk=$LAB/$NAME/disk.img
+if [ ! -e "$disk" ]; then
+  cp --sparse=always "$LOWER.img" "$disk.new"
+  mkdir -p "$LAB/$NAME/root"
+  mount -o loop "$disk.new" "$LAB/$NAME/root"
+  cp -a --remove-destination "$LAB/files/." "$LAB/$NAME/files/." "$LAB/$NAME/root/"
+  umount "$LAB/$NAME/root"
+  mv "$disk.new" "$disk"
+fi
+ip link del "$NAME" 2>/dev/null || :
+ip tuntap add "$NAME" mode tap
+ip link set "$NAME" master br0 up
+# no_timer_check: an emulated kernel that gets too little CPU takes its timer for broken, and panics.
+for group in $CGROUPS; do echo 0 > "$group/cgroup.procs"; done
+exec qemu-system-x86_64 -accel "$ACCEL" -cpu max -m 1024 -smp 1 -nodefaults -display none -serial stdio \
+  -kernel "$(ls "$LOWER"/boot/vmlinuz-*)" -initrd "$(ls "$LOWER"/boot/initrd.img-*)" \
+  -append 'root=/dev/vda rw console=ttyS0 quiet no_timer_check panic=1' \
+  -drive "file=$disk,if=virtio,format=raw,cache=unsafe" -device virtio-rng-pci \
+  -netdev "tap,id=lan,ifname=$NAME,script=no,downscript=no" -device "virtio-net-pci,netdev=lan,mac=$MAC"

@@ -1,0 +1,107 @@
+"""The root file system that all hosts of a lab share: made once by mmdebstrap, kept by a hash of its recipe."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .machine import CACHE, LabError, apt_options, apt_sources, os_release
+
+USER = "yard"
+
+# What a server has after its installer has left, and no more.
+PACKAGES = """
+    systemd-sysv systemd udev dbus dbus-user-session libpam-systemd openssh-server sudo ca-certificates
+    python3 python3-apt iproute2 iputils-ping netplan.io nftables ufw procps kmod less logrotate
+"""
+# NFS comes with the image: to install it inside an emulated machine takes minutes. It is not running.
+METAL = "linux-image-cloud-amd64 initramfs-tools nfs-kernel-server nfs-common"
+
+CUSTOMIZE = f"""
+set -eu
+inside() {{ chroot "$1" sh -euc "$2"; }}
+inside "$1" 'useradd --create-home --uid 1000 --shell /bin/bash --groups sudo {USER}'
+echo '{USER} ALL=(ALL) NOPASSWD:ALL' > "$1/etc/sudoers.d/90-cloud-init-users"
+chmod 440 "$1/etc/sudoers.d/90-cloud-init-users"
+echo 'PasswordAuthentication no' > "$1/etc/ssh/sshd_config.d/50-cloud-init.conf"
+echo 'LANG=C.UTF-8' > "$1/etc/default/locale"
+rm -f "$1"/etc/ssh/ssh_host_*
+: > "$1/etc/machine-id"
+inside "$1" 'systemctl enable systemd-networkd'
+# No host of the lab fetches anything of its own accord.
+inside "$1" 'systemctl mask apt-daily.timer apt-daily-upgrade.timer systemd-timesyncd.service'
+inside "$1" 'systemctl set-default multi-user.target'
+if [ -e "$1/usr/sbin/exportfs" ]; then inside "$1" 'systemctl disable nfs-server.service rpcbind.service rpcbind.socket'; fi
+"""
+
+
+def packages(kind: str) -> str:
+    """The packages of a root of this kind ("light" or "metal"), with commas between them."""
+    return ",".join(f"{PACKAGES} {METAL if kind == 'metal' else ''}".split())
+
+
+def build(kind: str) -> Path:
+    """The folder of the root for hosts of this kind; made where it is not there yet (half a minute).
+
+    Raises LabError with mmdebstrap's last lines when it fails.
+    """
+    codename = os_release()["VERSION_CODENAME"]
+    sources = apt_sources(codename)
+    options = apt_options()
+    recipe = "\n".join([codename, sources, *options, packages(kind), CUSTOMIZE])
+    root = CACHE / "roots" / f"{codename}-{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with locked(root.with_suffix(".lock")):
+        if not root.exists():
+            print(f"building the hosts' root file system ({codename}, once)", flush=True)
+            _mmdebstrap(codename, sources, options, packages(kind), root)
+    return root
+
+
+def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, root: Path) -> None:
+    unfinished = root.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    hook, listing = root.with_suffix(".hook"), root.with_suffix(".sources" if "\nURIs:" in sources else ".list")
+    hook.write_text(f"#!/bin/sh\n{CUSTOMIZE}")
+    hook.chmod(0o755)
+    listing.write_text(sources)
+    argv = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={include}"]
+    argv += [f"--aptopt={option}" for option in options]
+    argv += [f"--customize-hook={hook}", codename, str(unfinished), str(listing)]
+    # The machine's own mounts are left alone: what mmdebstrap mounts stays in a mount namespace that ends with it.
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", *argv],
+        env={**os.environ, "LC_ALL": "C.UTF-8"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    hook.unlink()
+    listing.unlink()
+    if done.returncode:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise LabError(f"mmdebstrap could not build the hosts' root: {done.stdout.strip()[-800:]}")
+    unfinished.rename(root)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, a file that is made for it and removed after it."""
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Whoever held it before has removed it: then this is a lock on nothing, and somebody may hold a new one.
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return

@@ -1,0 +1,129 @@
+"""Gather what a run left, hold the hosts' results against each other, and say what came of it.
+
+Documented in plugins/modules/collect.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+
+TOP = Path(__file__).resolve().parents[2]
+if str(TOP) not in sys.path:
+    sys.path.append(str(TOP))
+
+from plugins.module_utils.links import Link, Round, Trouble, plain
+
+GATHER_LIMIT = 600.0  # s
+# Runs on a host: its result and its ranks' logs.
+_ASK = b"""
+import json, sys
+from pathlib import Path
+run = Path(sys.argv[1])
+try:
+    result = json.loads((run / "result.json").read_bytes())
+except (OSError, ValueError):
+    result = None
+print(json.dumps({"result": result, "logs": {p.name: p.stat().st_size for p in (run / "logs").glob("*.log")}}))
+"""
+
+
+class ActionModule(ActionBase):
+    BYPASS_HOST_LOOP = True
+    TRANSFERS_FILES = True
+    _requires_connection = False
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        hostvars = (task_vars or {})["hostvars"]
+        _, a = self.validate_argument_spec(
+            {"plan": {"type": "list", "elements": "dict", "required": True}, "state": {"type": "str", "default": "new"}}
+        )
+        if self._task.check_mode:
+            return {"skipped": True, "msg": "nothing ran in check mode"}
+        plan = a["plan"]
+        links = {entry["host"]: Link(self, hostvars, entry["host"]) for entry in plan}
+        asked = Round({e["host"]: asker(links[e["host"]], e["run_dir"]) for e in plan}).wait(GATHER_LIMIT)
+        if asked.troubles:
+            host = next(entry["host"] for entry in plan if entry["host"] in asked.troubles)
+            return plain(f"{host}: {asked.troubles[host]}")
+        head = plan[0]
+        result = asked.answers[head["host"]]["result"]
+        if not result:
+            return plain(
+                f"{head['host']}: there is no result.json in {head['run_dir']}: its logs are in {head['run_dir']}/logs"
+            )
+        for kind in ("adapter_sha256", "model_sha256"):
+            digests = {host: (answer["result"] or {}).get(kind) for host, answer in asked.answers.items()}
+            if len(set(digests.values())) > 1:
+                shown = ", ".join(f"{host} {str(digest)[:12]}" for host, digest in digests.items())
+                return plain(
+                    f"the hosts ended with different weights ({kind}: {shown}): do not use them; logs in {head['run_dir']}/logs"
+                )
+        there = asked.answers[head["host"]]["logs"]
+        brought = []
+        try:
+            with tempfile.TemporaryDirectory() as here:
+                for entry in plan[1:]:
+                    for name, size in sorted(asked.answers[entry["host"]]["logs"].items()):
+                        if there.get(name) != size:
+                            source = f"{entry['run_dir']}/logs/{name}"
+                            bring(links[entry["host"]], links[head["host"]], source, head["run_dir"], here)
+                            brought.append(name)
+        except Trouble as error:
+            return plain(str(error))
+        lines = summary(result, head, len(plan), links[head["host"]])
+        if a["state"] == "finished":
+            lines.insert(0, f"run {result['run']} is finished: nothing to do")
+        return {"changed": bool(brought), "result": result, "lines": lines}
+
+
+def asker(link: Link, run_dir: str) -> Any:
+    return lambda: link.ask(_ASK, run_dir)
+
+
+def bring(source: Link, head: Link, path: str, run_dir: str, here: str) -> None:
+    """Copy a log from its host to the head's run folder. Raises Trouble."""
+    aside = f"{here}/{Path(path).name}"
+    source.fetch(path, aside)
+    head.put(aside, f"{run_dir}/logs/{Path(path).name}")
+
+
+def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, link: Link) -> list[str]:
+    """Return what a person wants to know at the end, and the next command."""
+    kind = "adapter" if result.get("adapter") else "model"
+    where = f" on {head['host']}" if hosts > 1 else ""
+    eval_loss = result.get("eval_loss")
+    first, last = result["loss_first"], result["loss_last"]
+    lines = [
+        f"run {result['run']} {result['status']}: {result['step']} of {result['steps']} steps on {result['world_size']} ranks, {hosts} hosts",
+        f"  loss         {first:.4f} -> {last:.4f} ({(last / first - 1) * 100:+.0f} %)",
+        f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
+        f"  speed        {result['tokens_per_second']:.0f} tokens/s, {result['tokens']} tokens of {result['samples']} samples (without those held out for eval)",
+        f"  {kind:<12} {result[kind]}{where}",
+        f"  logs         {head['run_dir']}/logs",
+    ]
+    if result.get("tensorboard"):
+        lines += [f"  TensorBoard  {result['tensorboard']}", f"next: {tensorboard(result['tensorboard'], link)}"]
+    lines.append("another run: the same command with what you change, and -e run=NAME if you want to name it")
+    return lines
+
+
+def tensorboard(folder: str, link: Link) -> str:
+    """Return the command that shows a folder of events on the controller's screen, wherever the folder is."""
+    here = f"tensorboard --logdir {shlex.quote(folder)}"
+    if link.connection.transport == "local":
+        return here
+    user, address = link.variables.get("ansible_user"), link.variables.get("ansible_host", link.host)
+    options = link.variables.get("ansible_ssh_common_args") or ""
+    key = link.variables.get("ansible_ssh_private_key_file")
+    words = ["ssh", *([f"-i {key}"] if key else []), *([options] if options else []), "-L 6006:127.0.0.1:6006"]
+    words.append(f"{user}@{address}" if user else str(address))
+    return " ".join([*words, link.python, "-m tensorboard.main", "--logdir", shlex.quote(folder)])

@@ -1,0 +1,328 @@
+"""Start, follow, stop a run on all hosts of a play at once. Documented in plugins/modules/ranks.py.
+
+One task talks to all hosts, from a thread each, over each host's own connection (ssh with its ControlPersist, local), so
+that neither `forks` nor the order of the hosts matters. A question is one command: `trainer/supervise.py`, piped to the
+host's Python (`status`, `stop`), or the staged trainer (`start`, which must outlive us).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+TOP = Path(__file__).resolve().parents[2]
+if str(TOP) not in sys.path:  # Ansible puts module_utils on a module's path, not on an action's
+    sys.path.append(str(TOP))
+
+from plugins.module_utils.following import (
+    ENDED,
+    STATUS_HEAD,
+    Cause,
+    Part,
+    Progress,
+    causes,
+    status_rows,
+    table,
+)
+from plugins.module_utils.links import Link, Round, plain
+
+display = Display()
+
+POLL = 0.5  # s between two questions to a host
+START_LIMIT = 60.0  # s for a host to answer to start
+STOP_LIMIT = 30.0  # s for a host to answer to stop, above the grace
+DOUBT = 1.5  # s to wait for the real cause when only its consequences have been seen
+TAIL = 20  # lines of a log shown with a failure
+
+
+SUPERVISE = (TOP / "trainer/supervise.py").read_bytes()
+
+
+class Supervised(Link):
+    """A host's connection, for questions to supervise there."""
+
+    def supervise(self, *arguments: str, staged_in: str = "") -> dict[str, Any]:
+        """Run supervise there and return its answer. Raises Trouble."""
+        if not staged_in:
+            return self.ask(SUPERVISE, *arguments)
+        # -P: the trainer that was staged, not one that happens to lie in the current folder.
+        archive, words = shlex.quote(staged_in + "/trainer.zip"), shlex.join(arguments)
+        return self.run(f"PYTHONPATH={archive} exec {shlex.quote(self.python)} -P -m trainer.supervise {words}")
+
+
+class ActionModule(ActionBase):
+    BYPASS_HOST_LOOP = True
+    TRANSFERS_FILES = False
+    _requires_connection = False
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        variables = task_vars or {}
+        self.hostvars = variables["hostvars"]
+        self.play_hosts = list(variables["ansible_play_hosts"])
+        _, self.a = self.validate_argument_spec(
+            {
+                "state": {"choices": ["started", "followed", "stopped", "status"], "required": True},
+                "run": {"type": "str"},
+                "plan": {"type": "list", "elements": "dict"},
+                "backend": {"choices": ["auto", "systemd", "process"]},
+                "properties": {"type": "list", "elements": "str", "default": []},
+                "attempt": {"type": "int"},
+                "interval": {"type": "float", "default": 2.0},
+                "stall_limit": {"type": "float", "default": 600.0},
+                "lost_limit": {"type": "float", "default": 10.0},
+                "grace": {"type": "float", "default": 60.0},
+                "now": {"type": "bool", "default": False},
+            }
+        )
+        if self.a["state"] != "status" and not self.a["plan"] and not self.a["run"]:
+            return plain("name the run: -e run=NAME")
+        return getattr(self, self.a["state"])()
+
+    # What each state does ---------------------------------------------------------------------------------------------
+
+    def started(self) -> dict[str, Any]:
+        plan = self.a["plan"]
+        if not plan:
+            return plain("a run is started by its plan")
+        names = ", ".join(entry["host"] for entry in plan)
+        if self._task.check_mode:
+            return {"changed": True, "msg": f"would start {self.run_name()} on {names}"}
+        links = self.links([entry["host"] for entry in plan])
+        asked = Round({e["host"]: self.starter(links[e["host"]], e, plan) for e in plan}).wait(START_LIMIT)
+        if asked.troubles:
+            parts = [Part(entry["host"], entry["run_dir"]) for entry in plan if entry["host"] in asked.answers]
+            self.stop_all(parts, ["--now"], STOP_LIMIT)
+            host, word = next((e["host"], asked.troubles[e["host"]]) for e in plan if e["host"] in asked.troubles)
+            return plain(f"{host}: {word}", troubles=asked.troubles)
+        times = [answer["started"] for answer in asked.answers.values()]
+        return {"changed": True, "hosts": asked.answers, "skew_seconds": round(max(times) - min(times), 3)}
+
+    def starter(
+        self, link: Supervised, entry: dict[str, Any], plan: list[dict[str, Any]]
+    ) -> Callable[[], dict[str, Any]]:
+        ranks = ",".join(str(rank) for rank in entry["ranks"])
+        arguments = ["start", "--run-dir", entry["run_dir"], "--node-rank", str(entry["node_rank"]), "--ranks", ranks]
+        arguments += ["--hosts", ",".join(other["host"] for other in plan)]
+        arguments += ["--backend", self.a["backend"] or entry.get("backend") or "auto"]
+        arguments += ["--attempt", str(self.a["attempt"])] if self.a["attempt"] else []
+        for setting in [*self.a["properties"], *(entry.get("properties") or [])]:
+            arguments += ["--property", setting]
+        arguments += ["--", *(str(word) for word in entry["command"])]
+        return lambda: link.supervise(*arguments, staged_in=entry["run_dir"])
+
+    def followed(self) -> dict[str, Any]:
+        if self._task.check_mode:
+            return {"skipped": True, "msg": "nothing runs in check mode"}
+        parts, missing = self.parts()
+        if not parts:
+            return plain(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
+        if missing:
+            host, word = next(iter(missing.items()))
+            return plain(f"{host} does not answer ({word}), so the run cannot be followed")
+        world_size = sum(len(part.ranks) for part in parts)
+        run = self.run_name()
+        say(f"following {run}: {world_size} ranks on {', '.join(part.host for part in parts)}")
+        say(
+            f"Ctrl-C leaves it running; again: playbooks/attach.yml -e run={run}; stop: playbooks/stop.yml -e run={run}"
+        )
+        cause = Follower(
+            parts, self.links([p.host for p in parts]), Progress(world_size, **self.limits()), self.a
+        ).follow()
+        if cause is None:
+            ended = {"changed": True, "hosts": self.ends(parts)}
+            if all(part.status != "stopped" for part in parts):
+                return ended | {"status": "finished"}
+            step = max((state.get("step", 0) for part in parts for state in part.states.values()), default=0)
+            word = f"run {run} was stopped after step {step}: train.yml with the same spec goes on from there"
+            return ended | {"status": "stopped", "lines": [word]}
+        # Who is half way to being lost when another is found so does not count as there: a switch takes several.
+        limit = self.a["lost_limit"] / 2
+        lost = [part.host for part in parts if part.silent > limit and part.status not in ENDED]
+        unstopped = self.stop_all([part for part in parts if part.host not in lost], ["--now"], STOP_LIMIT)
+        lines = [*self.evidence(parts, cause), *(f"could not stop {h}: {w}" for h, w in unstopped.items())]
+        named = {"host": cause.host, "rank": cause.rank if cause.rank >= 0 else None, "kind": cause.kind}
+        return plain(cause.text, lines=lines, cause=named, lost=lost, hosts=self.ends(parts))
+
+    def stopped(self) -> dict[str, Any]:
+        parts, missing = self.parts()
+        if not parts and not missing:
+            return plain(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
+        names = ", ".join(part.host for part in parts)
+        if self._task.check_mode:
+            return {"changed": True, "msg": f"would stop {self.run_name()} on {names}"}
+        if self.a["plan"]:
+            self.ask_all(parts)
+        alive = any((part.answer or {}).get("alive") for part in parts)
+        how = ["--now"] if self.a["now"] else ["--grace", str(self.a["grace"])]
+        missing |= self.stop_all(parts, how, STOP_LIMIT + (0 if self.a["now"] else self.a["grace"]))
+        if missing:
+            host, word = next(iter(missing.items()))
+            return plain(f"{host} could not be told to stop: {word}", troubles=missing)
+        self.ask_all(parts)
+        ends = {part.host: part.status for part in parts}
+        word = ", ".join(f"{host} {status}" for host, status in ends.items())
+        line = f"run {self.run_name()}: {word}" + ("" if alive else " (it was not running)")
+        return {"changed": alive, "hosts": ends, "lines": [line]}
+
+    def status(self) -> dict[str, Any]:
+        links = self.links(self.play_hosts)
+        asked = Round({host: self.lister(link) for host, link in links.items()}).wait(self.a["lost_limit"])
+        runs = [
+            {"host": host, **answer}
+            for host in self.play_hosts
+            for answer in asked.answers.get(host, {}).get("runs", [])
+            if self.a["run"] in (None, (answer.get("node") or {}).get("run"))
+        ]
+        rows = [row for answer in runs for row in status_rows(answer["host"], answer)]
+        rows.sort(key=lambda row: row[0])
+        rows += [
+            ["-", host, "-", "unreachable", "-", "-", "-", "-"] for host in self.play_hosts if host in asked.troubles
+        ]
+        lines = table([STATUS_HEAD, *rows])
+        if not runs:
+            lines.append(f"no host has a run {self.a['run']}" if self.a["run"] else "no host has a run yet")
+        return {"changed": False, "runs": runs, "troubles": asked.troubles, "lines": lines}
+
+    def lister(self, link: Supervised) -> Callable[[], dict[str, Any]]:
+        return lambda: link.supervise("list", "--data-dir", self.hostvars[link.host]["cluster_data_dir"])
+
+    # What they share --------------------------------------------------------------------------------------------------
+
+    def run_name(self) -> str:
+        return self.a["run"] or Path(self.a["plan"][0]["run_dir"]).name
+
+    def limits(self) -> dict[str, float]:
+        return {"interval": self.a["interval"], "stall_limit": self.a["stall_limit"]}
+
+    def links(self, hosts: list[str]) -> dict[str, Supervised]:
+        return {host: Supervised(self, self.hostvars, host) for host in hosts}
+
+    def parts(self) -> tuple[list[Part], dict[str, str]]:
+        """The hosts' parts of the run by node rank: as planned, else as the hosts tell; and who should tell but does not."""
+        if self.a["plan"]:
+            return [Part(e["host"], e["run_dir"], e["node_rank"], list(e["ranks"])) for e in self.a["plan"]], {}
+        data = {host: self.hostvars[host]["cluster_data_dir"] for host in self.play_hosts}
+        parts = [Part(host, f"{folder}/runs/{self.a['run']}") for host, folder in data.items()]
+        troubles = self.ask_all(parts)
+        attempt = max((part.node.get("attempt", 0) for part in parts), default=0)
+        found = [part for part in parts if part.node and part.node.get("attempt") == attempt]
+        for part in found:
+            part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
+        members = {host for part in found for host in part.node.get("hosts", [])}
+        missing = {host: word for host, word in troubles.items() if host in members or not found}
+        return sorted(found, key=lambda part: part.node_rank), missing
+
+    def ask_all(self, parts: list[Part]) -> dict[str, str]:
+        links = self.links([part.host for part in parts])
+        asked = Round({p.host: asker(links[p.host], p) for p in parts}).wait(self.a["lost_limit"])
+        for part in parts:
+            part.answer = asked.answers.get(part.host, part.answer)
+        return asked.troubles
+
+    def stop_all(self, parts: list[Part], how: list[str], limit: float) -> dict[str, str]:
+        """Stop on all hosts at once; the hosts where that failed."""
+        links = self.links([part.host for part in parts])  # of their own: a poll may still hang on the others
+        return Round({p.host: stopper(links[p.host], p, how) for p in parts}).wait(limit).troubles
+
+    def ends(self, parts: list[Part]) -> dict[str, Any]:
+        return {part.host: {"status": part.status, "node": part.node, "ranks": part.states} for part in parts}
+
+    def evidence(self, parts: list[Part], cause: Cause) -> list[str]:
+        """The failed rank's own traceback, the end of its log, and where the whole logs are; nothing of a lost host."""
+        if cause.kind == "lost":
+            return []
+        part = next(part for part in parts if part.host == cause.host)
+        state = part.states.get(cause.rank, {})
+        error = state.get("error") or {}
+        traceback = [] if error.get("plain") else str(error.get("traceback") or "").rstrip().splitlines()
+        names = [f"torchrun.{part.node_rank}.log"]
+        names[:0] = [f"rank{cause.rank}.log"] if cause.rank >= 0 else []
+        link = Supervised(self, self.hostvars, part.host)
+        arguments = ["status", "--run-dir", part.run_dir, "--logs-from", json.dumps(dict.fromkeys(names, -TAIL))]
+        asked = Round({part.host: lambda: link.supervise(*arguments)}).wait(3.0)
+        logs = asked.answers.get(part.host, {}).get("logs", {})
+        lines = [
+            f"{name} on {part.host}: {logs.get(name, {}).get('path') or f'{part.run_dir}/logs/{name}'}"
+            for name in names
+        ]
+        shown = next((name for name in names if logs.get(name, {}).get("lines")), None)
+        tail = [f"last lines of {shown}:", *(f"  {line}" for line in logs[shown]["lines"])] if shown else []
+        return [*traceback, *([] if error.get("plain") else tail), *lines]
+
+
+class Follower:
+    """Asks every host twice a second until the run ended or broke."""
+
+    def __init__(self, parts: list[Part], links: dict[str, Supervised], progress: Progress, a: dict[str, Any]) -> None:
+        self.parts, self.links, self.progress = parts, links, progress
+        self.lost_limit: float = a["lost_limit"]
+        self.rounds: dict[str, Round] = {}
+        self.heard = dict.fromkeys(links, time.monotonic())
+
+    def follow(self) -> Cause | None:
+        """The cause once the run is broken, None once it has ended well."""
+        doubt_since: float | None = None
+        while True:
+            began = time.monotonic()
+            self.poll()
+            for line in self.progress.lines(self.parts, began):
+                say(line)
+            now = time.monotonic()
+            found = causes(self.parts, self.lost_limit)
+            if not found and (stall := self.progress.stalled(self.parts, now)):
+                return stall
+            if found:
+                doubt_since = doubt_since or now
+                # A host that is silent may be the cause of what the others complain about.
+                silent = any(part.silent > DOUBT for part in self.parts if part.status not in ENDED)
+                if found[0].sure or now - doubt_since > (self.lost_limit if silent else DOUBT):
+                    return found[0]
+            elif all(part.status in ENDED for part in self.parts):
+                return None
+            time.sleep(max(0.0, (POLL / 5 if found else POLL) - (time.monotonic() - began)))
+
+    def poll(self) -> None:
+        """Ask every host that is not still busy with the last question; wait for the slowest up to one poll's time."""
+        for part in self.parts:
+            last = self.rounds.get(part.host)
+            if last is None or self.hear(part, last):
+                self.rounds[part.host] = Round({part.host: asker(self.links[part.host], part)})
+        deadline = time.monotonic() + POLL
+        for part in self.parts:
+            asked = self.rounds[part.host]
+            asked.threads[part.host].join(max(0.0, deadline - time.monotonic()))
+            self.hear(part, asked)
+            part.silent = time.monotonic() - self.heard[part.host]
+
+    def hear(self, part: Part, asked: Round) -> bool:
+        """Take up what the host said; whether it has said it."""
+        if asked.threads[part.host].is_alive():
+            return False
+        if part.host in asked.answers:
+            part.answer, part.trouble = asked.answers.pop(part.host), ""
+            self.heard[part.host] = time.monotonic()
+        part.trouble = asked.troubles.get(part.host, part.trouble)
+        return True
+
+
+def asker(link: Supervised, part: Part) -> Callable[[], dict[str, Any]]:
+    return lambda: link.supervise("status", "--run-dir", part.run_dir)
+
+
+def stopper(link: Supervised, part: Part, how: list[str]) -> Callable[[], dict[str, Any]]:
+    return lambda: link.supervise("stop", "--run-dir", part.run_dir, *how)
+
+
+def say(line: str) -> None:
+    display.display(line)

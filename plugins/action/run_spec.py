@@ -1,0 +1,253 @@
+"""Settle what a run is, on the controller, before any host is touched. Documented in plugins/modules/run_spec.py."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import io
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+from ansible.utils.vars import load_extra_vars
+from safetensors import safe_open
+
+TOP = Path(__file__).resolve().parents[2]
+if str(TOP) not in sys.path:  # Ansible puts module_utils on a module's path, not on an action's
+    sys.path.append(str(TOP))
+
+from plugins.module_utils.docs_dataset import write_dataset
+from plugins.module_utils.doors import known_variables, unknown
+from plugins.module_utils.links import plain
+from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec, make_spec, read_yaml, suggest
+from trainer.data import is_hub_id, read_samples
+from trainer.errors import UserError
+from trainer.files import sha256_file, sha256_tree, write_atomic
+
+display = Display()
+
+
+class ActionModule(ActionBase):
+    BYPASS_HOST_LOOP = True
+    TRANSFERS_FILES = False
+    _requires_connection = False
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        _, arguments = self.validate_argument_spec({"file": {"type": "str", "default": ""}})
+        said = {str(name): value for name, value in load_extra_vars(self._loader).items()}
+        try:
+            spec = read(arguments["file"], said)
+            if not self._task.check_mode:
+                return settle(spec, TOP / ".trainyard")
+            with tempfile.TemporaryDirectory() as work:  # --check leaves nothing, here either
+                return settle(spec, Path(work))
+        except UserError as error:
+            return plain(str(error))
+
+
+def read(file: str, said: dict[str, Any]) -> RunSpec:
+    """Read the spec from a YAML file, if one is named, and from what was said with -e. Raises UserError."""
+    if "_raw_params" in said:
+        raise UserError(
+            f"-e {said['_raw_params']}: takes NAME=VALUE; a value with blanks is quoted twice: -e 'run=\"a b\"'"
+        )
+    strange = unknown(said, FIELDS, known_variables(TOP))
+    if strange:
+        known = sorted(known_variables(TOP))
+        raise UserError("; ".join(f"-e {name}: there is no such name{suggest(name, known)}" for name in strange))
+    values = {}
+    if file:
+        path = Path(file).expanduser()
+        values = read_yaml(path)
+        make_spec(values, str(path))
+    over = {name: plain_value(value) for name, value in said.items() if name in FIELDS}
+    return make_spec({**values, **over}, "-e")
+
+
+def plain_value(value: Any) -> Any:
+    """Return the value without Ansible's tags: pydantic takes exact types."""
+    return str(value) if isinstance(value, str) else value
+
+
+def settle(spec: RunSpec, work: Path) -> dict[str, Any]:
+    """Check, or make, all that the run needs on the controller, and say what has to be on every host."""
+    files: list[dict[str, Any]] = []
+    identity: dict[str, Any] = {}
+    dataset = None if spec.fake_data else dataset_file(spec, work)
+    if dataset:
+        digest = sha256_file(dataset)
+        check_samples(dataset, digest, work)
+        files.append(item(dataset, f"store/datasets/{digest[:16]}{dataset.suffix}", {"": digest}, "dataset"))
+        identity["dataset"] = digest
+    model = model_folder(spec, dataset, work)
+    if model:
+        digests = {
+            str(file.relative_to(model)): sha256_file(file) for file in sorted(model.rglob("*")) if file.is_file()
+        }
+        whole = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+        files.append(item(model, f"store/models/{model.name}-{whole[:12]}", digests, "model"))
+        identity["model"] = whole
+    archive = trainer_archive(work)
+    files.append(item(archive, "", {"": sha256_file(archive)}, "trainer"))
+    if not spec.run:
+        # Named by what the run is made of, not by where that lies here.
+        stem = RunSpec.named(spec).run.rpartition("-")[0]
+        spec = spec.model_copy(update={"run": f"{stem}-{spec.model_copy(update=identity).digest()}"})
+    return {
+        "changed": False,
+        "run": spec.run,
+        "spec": spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step},
+        "files": files,
+        "bytes": sum(entry["bytes"] for entry in files),
+    }
+
+
+def item(source: Path, target: str, digests: dict[str, str], kind: str) -> dict[str, Any]:
+    """Describe a file or folder that has to be on every host: `target` is relative to the host's data dir."""
+    size = sum((source / name if name else source).stat().st_size for name in digests)
+    return {"kind": kind, "src": str(source), "dest": target, "sha256": digests, "bytes": size}
+
+
+def dataset_file(spec: RunSpec, work: Path) -> Path | None:
+    """Return the dataset's file on the controller, made if it is the embedded one; None for a hub id. Raises UserError."""
+    if spec.dataset == EMBEDDED_DATASET:
+        path = work / "datasets" / f"{EMBEDDED_DATASET}-{importlib.metadata.version('ansible-core')}.jsonl"
+        if not path.exists():
+            display.display(f"making the dataset {EMBEDDED_DATASET} out of ansible-doc (once)")
+            beside = Path(sys.executable).with_name("ansible-doc")
+            program = str(beside) if beside.exists() else shutil.which("ansible-doc") or "ansible-doc"
+            try:
+                write_dataset(program, path)
+            except (OSError, RuntimeError) as error:
+                raise UserError(f"dataset: cannot make {EMBEDDED_DATASET}: {error}") from None
+        return path
+    path = Path(spec.dataset).expanduser()
+    if path.is_dir():
+        raise UserError(f"dataset: {path} is a folder: give the JSONL file in it")
+    if not path.exists():
+        if is_hub_id(spec.dataset):
+            return None
+        near = suggest_file(path)
+        raise UserError(
+            f"dataset: no file {path}{near}: give a JSONL file, '{EMBEDDED_DATASET}', or a hub id (org/name)"
+        )
+    return path.absolute()
+
+
+def suggest_file(path: Path) -> str:
+    """Return `` (did you mean 'x'?)`` for a file beside `path` with nearly its name, or an empty string."""
+    from difflib import get_close_matches
+
+    folder = path.parent
+    near = get_close_matches(
+        path.name, [entry.name for entry in folder.iterdir()] if folder.is_dir() else [], n=1, cutoff=0.75
+    )
+    return f" (did you mean {str(folder / near[0])!r}?)" if near else ""
+
+
+def check_samples(path: Path, digest: str, work: Path) -> None:
+    """Check every line of a dataset once: a file of these contents that was checked before is taken as it is."""
+    mark = work / "checked" / digest
+    if not mark.exists():
+        read_samples(path)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def model_folder(spec: RunSpec, dataset: Path | None, work: Path) -> Path | None:
+    """Return the model's folder on the controller, made if it is tiny; None for a hub id. Raises UserError."""
+    if spec.model == TINY:
+        if dataset is None and not spec.fake_data:
+            raise UserError(
+                "model: tiny makes its tokenizer of the dataset's text, so the dataset has to be a file here"
+            )
+        return tiny_folder(spec, dataset, work)
+    folder = Path(spec.model).expanduser()
+    if not folder.exists():
+        looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
+        if looks_like_path or not (is_hub_id(spec.model) or cached(spec.model)):
+            word = "no folder" if looks_like_path else "no such model:"
+            raise UserError(
+                f"model: {word} {spec.model}{suggest_model(spec.model)}: give 'tiny', a local model folder, or a hub id (org/name)"
+            )
+        if os.environ.get("HF_HUB_OFFLINE") == "1" and not cached(spec.model):
+            raise UserError(
+                f"model: {spec.model} is not in the hub's cache here, and HF_HUB_OFFLINE is set: fetch it first"
+            )
+        return None
+    if not folder.is_dir():
+        raise UserError(f"model: {folder} is a file: give the folder that holds config.json")
+    for wanted, what in (
+        (("config.json",), "config.json"),
+        (("*.safetensors", "*.bin"), "weights (*.safetensors)"),
+        (("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"), "tokenizer"),
+    ):
+        if not any(any(folder.glob(pattern)) for pattern in wanted):
+            raise UserError(f"model: {folder} has no {what}: is it a model folder as transformers saves it?")
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except Exception as error:  # the library's own class, or the system's
+            raise UserError(f"model: {file} is damaged ({error}): copy it again") from None
+    return folder.absolute()
+
+
+def suggest_model(name: str) -> str:
+    """Return `` (did you mean 'tiny'?)`` for a name that is nearly it."""
+    from difflib import get_close_matches
+
+    return f" (did you mean {TINY!r}?)" if get_close_matches(name, [TINY]) else ""
+
+
+def cached(name: str) -> bool:
+    """Tell whether the hub's cache on the controller holds this model."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+
+
+def tiny_folder(spec: RunSpec, dataset: Path | None, work: Path) -> Path:
+    """Return the folder of the tiny model for this dataset and seed, made once."""
+    from trainer.tiny import make_tiny
+
+    source = sha256_file(dataset)[:12] if dataset else "fake"
+    recipe = sha256_tree(TOP / "trainer" / "tiny.py")[:6]
+    folder = work / "models" / f"tiny-{source}-{spec.seed}-{recipe}"
+    if not folder.exists():
+        display.display(
+            "making the model tiny: a few million random weights, a tokenizer trained on the dataset (once)"
+        )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent))
+        make_tiny(read_samples(dataset) if dataset else [], aside, spec.seed)
+        aside.chmod(0o755)
+        try:
+            aside.rename(folder)
+        except OSError:  # a run that started beside this one was quicker, with the same files
+            shutil.rmtree(aside)
+    return folder
+
+
+def trainer_archive(work: Path) -> Path:
+    """Return the trainer as one zip file; the same sources give the same bytes, so it travels only when it changed."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted((TOP / "trainer").rglob("*.py")):
+            entry = zipfile.ZipInfo(str(path.relative_to(TOP)), date_time=(1980, 1, 1, 0, 0, 0))
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    target = work / "stage" / f"trainer-{hashlib.sha256(buffer.getvalue()).hexdigest()[:16]}.zip"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, buffer.getvalue())
+    return target

@@ -1,0 +1,119 @@
+"""Bring the trainer, the spec, the dataset and the model to every host at once; only what differs travels.
+
+Documented in plugins/modules/stage.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+
+TOP = Path(__file__).resolve().parents[2]
+if str(TOP) not in sys.path:
+    sys.path.append(str(TOP))
+
+import yaml
+
+from plugins.module_utils.links import Link, Round, plain
+from plugins.module_utils.plan import Node, Unplannable, environment
+
+LANDING = (TOP / "plugins/module_utils/landing.py").read_bytes()
+STAGE_LIMIT = 3600.0  # s: a model over a slow line takes its time
+
+
+class ActionModule(ActionBase):
+    BYPASS_HOST_LOOP = True
+    TRANSFERS_FILES = True
+    _requires_connection = False
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        hostvars = (task_vars or {})["hostvars"]
+        _, a = self.validate_argument_spec(
+            {
+                "plan": {"type": "list", "elements": "dict", "required": True},
+                "files": {"type": "list", "elements": "dict", "required": True},
+                "environment": {"type": "dict", "default": {}, "no_log": True},
+            }
+        )
+        try:
+            questions = {
+                entry["host"]: self.errand(Link(self, hostvars, entry["host"]), entry, a) for entry in a["plan"]
+            }
+        except Unplannable as error:
+            return plain(str(error))
+        done = Round(questions).wait(STAGE_LIMIT)
+        if done.troubles:
+            host = next(entry["host"] for entry in a["plan"] if entry["host"] in done.troubles)
+            return plain(f"{host}: {done.troubles[host]}", troubles=done.troubles)
+        changed = {host: answer["changed"] for host, answer in done.answers.items()}
+        return {"changed": any(changed.values()), "files": changed}
+
+    def errand(self, link: Link, entry: dict[str, Any], a: dict[str, Any]) -> Any:
+        """Return the work for one host: compare, copy what it lacks, put everything in place."""
+        check = self._task.check_mode
+        sources, wanted = targets(entry, a["files"])
+        contents = small_files(entry, a["plan"], a["environment"])
+
+        def work() -> dict[str, Any]:
+            lacking = ask(link, {"do": "compare", "files": wanted})["lacking"]
+            if check:
+                return {"changed": lacking}
+            arrived = {}
+            for path in lacking:
+                arrived[path] = f"{entry['data_dir']}/store/incoming/{wanted[path]}"
+            if lacking:
+                ask(
+                    link,
+                    {
+                        "do": "place",
+                        "files": {},
+                        "arrived": {},
+                        "contents": {f"{entry['data_dir']}/store/incoming/.keep": [0o600, ""]},
+                    },
+                )
+            for path, aside in arrived.items():
+                link.put(sources[path], aside)
+            return ask(link, {"do": "place", "files": wanted, "arrived": arrived, "contents": contents})
+
+        return work
+
+
+def ask(link: Link, question: dict[str, Any]) -> dict[str, Any]:
+    """Put a question to landing.answer on the host; it follows the program on stdin, for it may be long and secret."""
+    call = f"\nimport json\nprint(json.dumps(answer(json.loads({json.dumps(json.dumps(question))}))))\n"
+    return link.ask(LANDING + call.encode())
+
+
+def targets(entry: dict[str, Any], files: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return {path on the host: path here} and {path on the host: sha256} of every file that has to be there."""
+    sources, wanted = {}, {}
+    for file in files:
+        base = f"{entry['data_dir']}/{file['dest']}" if file["dest"] else f"{entry['run_dir']}/trainer.zip"
+        for name, digest in file["sha256"].items():
+            target = f"{base}/{name}" if name else base
+            sources[target] = f"{file['src']}/{name}" if name else file["src"]
+            wanted[target] = digest
+    return sources, wanted
+
+
+def small_files(entry: dict[str, Any], plan: list[dict[str, Any]], extra: dict[str, str]) -> dict[str, tuple[int, str]]:
+    """Return {path: (mode, base64)} of what is written afresh for every start."""
+    node = Node(**{name: entry[name] for name in Node.__dataclass_fields__})
+    hosts = [{name: value for name, value in other.items() if name != "spec"} for other in plan]
+    texts = {
+        "spec.yml": (0o644, yaml.safe_dump(json.loads(json.dumps(entry["spec"])), sort_keys=False)),
+        "plan.json": (0o644, json.dumps(hosts, indent=1)),
+        "env": (0o600, environment(node, extra)),
+    }
+    return {
+        f"{entry['run_dir']}/{name}": (mode, base64.b64encode(text.encode()).decode())
+        for name, (mode, text) in texts.items()
+    }

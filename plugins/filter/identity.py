@@ -1,0 +1,31 @@
+"""Filter `settle_machines`: which inventory entries are one machine. Thin: the work is in module_utils/discovery."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+# Ansible loads this file by its path, outside any package.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from plugins.module_utils.discovery.settle import settle
+
+
+def settle_machines(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """`{entry: {identity, login, aliases}}` -> `machines`, `drop`, `warnings`, `verdict` and `lines` to show."""
+    result = settle(
+        {name: entry["identity"] for name, entry in entries.items()},
+        {name: str(entry["login"]) for name, entry in entries.items()},
+        {name: entry["aliases"] for name, entry in entries.items()},
+    )
+    lines = [f"drop {name}: it is {kept} ({why})" for name, (kept, why) in result.drop.items()]
+    return {**asdict(result), "lines": [*lines, *result.warnings, result.verdict]}
+
+
+class FilterModule:
+    """For Ansible."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"settle_machines": settle_machines}

@@ -1,0 +1,60 @@
+"""A scan from its settings to its report."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from . import identity, networks
+from .report import Report
+from .scan import Findings, scan
+from .settings import Settings
+
+
+def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> Report:
+    """Finds the machines with Ollama.
+
+    Args:
+        settings: where to look, and how patiently.
+        ssh_ports: address -> SSH port of machines that are known to have it elsewhere.
+
+    Raises:
+        SettingsError: the settings cannot be used; one line.
+    """
+    start = time.perf_counter()
+    here = networks.attached()
+    names = [networks.host_and_port(text)[0] for text in settings.hosts]
+    resolved = networks.resolve(names)
+    plan = networks.plan(settings, here, resolved)
+    ports = dict(ssh_ports or {})
+    found = asyncio.run(scan(plan.targets, settings, ports))
+    macs = networks.mac_addresses(any(":" in t.address for t in plan.targets)) if len(found.answers) > 1 else {}
+    places = identity.places(found.answers, macs, ports, settings.ssh_port)
+    own = {str(a.address).partition("%")[0] for a in here}
+    machines, warnings = identity.machines(places, own)
+    return Report(
+        networks=plan.networks,
+        skipped=plan.skipped,
+        unresolved=tuple(name for name in names if not resolved[name]),
+        ports=settings.ports,
+        addresses=len({t.address for t in plan.targets}),
+        passes=settings.passes,
+        seconds=round(time.perf_counter() - start, 3),
+        scanned_at=time.time(),
+        silent=len(found.silent),
+        refused=sum(t.address not in own and not t.address.startswith("127.") for t in found.refused),
+        rejected=_rejected(found),
+        left_out=sum(a.left_out for a in found.answers),
+        own_addresses=_reachable(here, plan.networks),
+        machines=tuple(machines),
+        warnings=tuple(warnings),
+    )
+
+
+def _rejected(found: Findings) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{target.address} port {target.port}", reason) for target, reason in found.rejected)
+
+
+def _reachable(here: list[networks.Attached], scanned: tuple[str, ...]) -> tuple[str, ...]:
+    """This machine's addresses that others on the scanned networks can reach."""
+    mine = {str(a.address) for a in here if not a.address.is_loopback and str(a.network) in scanned}
+    return tuple(sorted(mine, key=networks.address_order))

@@ -1,0 +1,106 @@
+"""One bounded HTTP GET. Whoever answers is a stranger: nothing is trusted to end, to be small or to make sense."""
+
+import asyncio
+import contextlib
+import re
+import socket
+
+MAX_HEADER = 16 * 1024  # bytes
+MAX_BODY = 2 * 1024 * 1024  # bytes; a real /api/tags with 1,000 models is about 0.4 MB
+
+
+class BadReply(Exception):
+    """The reply cannot be used. The text is ours alone: nothing that came from the network is in it."""
+
+
+async def get(address: str, port: int, path: str, timeout: float, connected: socket.socket | None = None) -> bytes:
+    """The body of `GET http://address:port/path`.
+
+    Args:
+        address: an IP address; IPv6 link-local with its %scope.
+        port: TCP port.
+        path: must be a plain path of ours.
+        timeout: seconds for all of it, connect to last byte. A slow drip ends here.
+        connected: a socket that is connected already; it is closed in any case.
+
+    Raises:
+        BadReply: no HTTP, a status other than 200 (redirects are not followed), too large, too slow, cut short.
+    """
+    writer = None
+    try:
+        async with asyncio.timeout(timeout):
+            if connected is None:
+                reader, writer = await asyncio.open_connection(address, port, limit=MAX_HEADER)
+            else:
+                reader, writer = await asyncio.open_connection(sock=connected, limit=MAX_HEADER)
+            host = f"[{address.partition('%')[0]}]" if ":" in address else address
+            writer.write(
+                f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAccept: application/json\r\n"
+                "User-Agent: trainyard\r\nConnection: close\r\n\r\n".encode()
+            )
+            return await _read_reply(reader)
+    except TimeoutError:
+        raise BadReply(f"no whole reply within {timeout:g} s") from None
+    except asyncio.IncompleteReadError:
+        raise BadReply("the reply was cut short") from None
+    except (asyncio.LimitOverrunError, ValueError):
+        raise BadReply("the reply is not HTTP") from None
+    except OSError:
+        raise BadReply("the connection broke") from None
+    finally:
+        if writer is not None:
+            # abort, not close: close would wait to flush to a peer that may never read.
+            writer.transport.abort()
+        elif connected is not None:
+            with contextlib.suppress(OSError):
+                connected.close()
+
+
+async def _read_reply(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    match = re.fullmatch(r"HTTP/1\.[01] (\d{3})(?: .*)?", status)
+    if not match:
+        raise BadReply("the reply is not HTTP")
+    if match[1] != "200":
+        raise BadReply(f"HTTP status {match[1]}")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        return await _read_chunks(reader)
+    if re.fullmatch(r"\d{1,18}", headers.get("content-length", ""), re.ASCII):
+        size = int(headers["content-length"])
+        if size > MAX_BODY:
+            raise BadReply(_too_large())
+        return await reader.readexactly(size)
+    return await _read_to_end(reader)
+
+
+async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
+    body = bytearray()
+    while part := await reader.read(65536):
+        body += part
+        if len(body) > MAX_BODY:
+            raise BadReply(_too_large())
+    return bytes(body)
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    """RFC 9112, section 7.1; extensions and trailers are not looked at."""
+    body = bytearray()
+    while True:
+        line = await reader.readuntil(b"\r\n")
+        size = re.match(rb"[0-9A-Fa-f]{1,8}(?=[;\s])", line)
+        if not size:
+            raise BadReply("the reply is not HTTP")
+        length = int(size[0], 16)
+        if length == 0:
+            return bytes(body)
+        if len(body) + length > MAX_BODY:
+            raise BadReply(_too_large())
+        body += await reader.readexactly(length)
+        if await reader.readexactly(2) != b"\r\n":
+            raise BadReply("the reply is not HTTP")
+
+
+def _too_large() -> str:
+    return f"the reply is larger than {MAX_BODY // 1024 // 1024} MiB"

@@ -1,0 +1,70 @@
+"""May this machine be logged in to? Only when known_hosts has a key for it, and it shows that key now."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .identity import Machine, Place
+from .ssh import KnownHost, fingerprint, known_hosts_name
+
+_BEST_FIRST = ("ssh-ed25519", "ecdsa-", "ssh-rsa")
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The judgement on one machine.
+
+    Attributes:
+        ready: it may be in the cluster.
+        place: the address to use.
+        reason: one line.
+        fingerprint: of the key that it shows, to compare on the machine itself; empty when it shows none.
+        accept: the one command that accepts that very key; empty when there is nothing to accept.
+    """
+
+    ready: bool
+    place: Place
+    reason: str
+    fingerprint: str = ""
+    accept: str = ""
+
+
+def judge(machine: Machine, known: Sequence[KnownHost], names: Mapping[str, Sequence[str]], file: str) -> Trust:
+    """Judges a machine by known_hosts.
+
+    Args:
+        machine: what was found.
+        known: all entries of known_hosts.
+        names: address -> names by which the inventory's declared hosts would log in to it.
+        file: the known_hosts file that the accepting command writes to.
+    """
+    if machine.local:
+        return Trust(True, machine.places[0], "this machine")
+    judgements = [_judge_place(place, known, names.get(place.address, ()), file) for place in machine.places]
+    return next((j for j in judgements if j.ready), judgements[0])
+
+
+def _judge_place(place: Place, known: Sequence[KnownHost], names: Sequence[str], file: str) -> Trust:
+    hosts = {known_hosts_name(host, place.ssh_port) for host in (place.address, *names)}
+    # ssh(1) also takes a matching key from the entry without a port.
+    bare = {host.lower() for host in (place.address, *names)}
+    entries = [e for e in known if any(e.names(host) for host in hosts)]
+    shown = set(place.host_keys)
+    where = known_hosts_name(place.address, place.ssh_port)
+    if not shown:
+        return Trust(False, place, f"no SSH server shows its key on port {place.ssh_port}")
+    key = min(place.host_keys, key=lambda k: [not k.startswith(kind) for kind in _BEST_FIRST])
+    if any(e.revoked and e.key in shown for e in entries):
+        return Trust(False, place, "its SSH host key is revoked in known_hosts", fingerprint(key))
+    matching = entries + [e for e in known if any(e.names(host) for host in bare)]
+    if any(e.key in shown and not e.revoked for e in matching):
+        return Trust(True, place, "its SSH host key is known", fingerprint(key))
+    accept = f"mkdir -p ~/.ssh && echo '{where} {key}' >> {file}"
+    if any(not e.revoked for e in entries):
+        return Trust(
+            False,
+            place,
+            "its SSH host key is not the one in known_hosts: another machine has this address now, or stands in between",
+            fingerprint(key),
+            f"ssh-keygen -f {file} -R '{where}'; {accept}",
+        )
+    return Trust(False, place, "its SSH host key has not been accepted", fingerprint(key), accept)

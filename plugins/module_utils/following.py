@@ -1,0 +1,263 @@
+"""What is to be read from the answers of a run's hosts: how far it is, who lags, what broke it. Pure Python, no Ansible.
+
+An answer is what `trainer/supervise.py status` printed on a host (docs/run-folder.md tells what is in it).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+DONE = ("finished", "stopped")
+ENDED = (*DONE, "failed", "lost", "none")
+LAG = 5  # steps behind the first rank that are worth a word
+
+# torchrun ends the workers beside a dead one by SIGTERM, and gloo aborts a process whose peer is gone: hardly ever a cause.
+CONSEQUENCES = ("SIGTERM", "SIGABRT")
+
+
+@dataclass
+class Part:
+    """One host's part of a run, and what was last heard of it."""
+
+    host: str
+    run_dir: str
+    node_rank: int = 0
+    ranks: list[int] = field(default_factory=list)
+    answer: dict[str, Any] | None = None
+    silent: float = 0.0  # seconds since its last answer
+    trouble: str = ""  # why the last question failed
+
+    @property
+    def status(self) -> str:
+        return self.answer["status"] if self.answer else "unknown"
+
+    @property
+    def node(self) -> dict[str, Any]:
+        return (self.answer or {}).get("node") or {}
+
+    @property
+    def states(self) -> dict[int, dict[str, Any]]:
+        """The ranks of this host that have written a heartbeat."""
+        return {int(rank): state for rank, state in ((self.answer or {}).get("ranks") or {}).items()}
+
+
+@dataclass(frozen=True, order=True)
+class Cause:
+    """Why a run broke. The lower the weight, the surer that this is the cause and not only its consequence."""
+
+    weight: int
+    rank: int
+    host: str
+    text: str
+    kind: str = ""  # rank, torchrun, supervisor, host, lost (it does not answer), stall
+
+    @property
+    def sure(self) -> bool:
+        return self.weight <= 1
+
+
+def causes(parts: Iterable[Part], lost_limit: float) -> list[Cause]:
+    """All that speaks for the run being broken, the surest first; empty while all is well. `lost_limit` in seconds."""
+    parts = list(parts)
+    found = [cause for part in parts for cause in part_causes(part, lost_limit)]
+    if found:  # a part that was stopped by somebody is no failure, but it may be why the others failed
+        found += [Cause(2, -1, p.host, f"{p.host} was stopped", "host") for p in parts if p.status == "stopped"]
+    return sorted(found)
+
+
+def part_causes(part: Part, lost_limit: float) -> list[Cause]:
+    if part.status not in ENDED and part.silent > lost_limit:
+        why = f" ({part.trouble})" if part.trouble else ""
+        return [Cause(1, -1, part.host, f"{part.host} has not answered for {part.silent:.0f} s{why}", "lost")]
+    if part.status == "none":
+        return [Cause(1, -1, part.host, f"there is no run in {part.run_dir} on {part.host}", "host")]
+    if part.status == "lost":
+        why = f" ({part.answer['why']})" if part.answer and part.answer.get("why") else ""
+        # A rank may have said why before its supervisor could not say anything any more (a full disk).
+        said = [cause for rank in part.ranks if (cause := rank_cause(part, rank)) and cause.weight == 0]
+        return said or [Cause(1, -1, part.host, f"the supervisor on {part.host} is gone{why}", "supervisor")]
+    if part.node.get("restarts") and part.status == "running":
+        return []  # torchrun restarts its ranks itself
+    found = [cause for rank in part.ranks if (cause := rank_cause(part, rank))]
+    if part.status == "failed" and not found:
+        found = [torchrun_cause(part)]
+    return found
+
+
+def rank_cause(part: Part, rank: int) -> Cause | None:
+    state = part.states.get(rank, {})
+    if state.get("status") in DONE:
+        return None  # a rank is judged by its own word
+    place = f"rank {rank} on {part.host}"
+    failed = next((entry for entry in part.node.get("failures", []) if entry["rank"] == rank), None)
+    if error := state.get("error"):
+        message = (str(error.get("message") or "").strip().splitlines() or [""])[0]
+        text = message if error.get("plain") or not error.get("type") else f"{error['type']}: {message}".rstrip(": ")
+        return Cause(4 if error.get("secondary") else 0, rank, part.host, f"{place}: {text}", "rank")
+    if failed is None:
+        return None
+    if failed["signal"]:
+        memory = (
+            ", while its machine was out of memory" if part.node.get("oom") and failed["signal"] == "SIGKILL" else ""
+        )
+        weight = 2 if failed["signal"] in CONSEQUENCES else 0
+        return Cause(weight, rank, part.host, f"{place} was killed by {failed['signal']}{memory}", "rank")
+    how = "died" if failed["exit_code"] is None else f"ended with exit code {failed['exit_code']}"
+    return Cause(2, rank, part.host, f"{place} {how}", "rank")
+
+
+def torchrun_cause(part: Part) -> Cause:
+    if error := part.node.get("error"):
+        return Cause(0, -1, part.host, f"{part.host}: {error}", "torchrun")
+    code = part.node.get("exit_code") or 0
+    if code < 0:
+        return Cause(1, -1, part.host, f"torchrun on {part.host} was killed by {signal_name(-code)}", "torchrun")
+    return Cause(3, -1, part.host, f"torchrun on {part.host} ended with exit code {code}", "torchrun")
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Progress:
+    """Turns answers into the few lines that a person wants to read. Times are seconds on one monotonic clock."""
+
+    def __init__(self, world_size: int, interval: float, stall_limit: float) -> None:
+        self.world_size, self.interval, self.stall_limit = world_size, interval, stall_limit
+        self.shown_step, self.shown_at = -1, float("-inf")
+        self.phase = ""
+        self.lagging: set[int] = set()
+        self.beats: dict[int, tuple[Any, ...]] = {}
+        self.moved_at: float | None = None
+
+    def lines(self, parts: Iterable[Part], now: float) -> list[str]:
+        """What is new since the last call."""
+        states = {rank: state for part in parts for rank, state in part.states.items()}
+        if not states:
+            return []
+        first = states[min(states)]  # rank 0 where it is heard
+        lines = []
+        phase = first.get("status", "")
+        done = phase in DONE or (first.get("steps") and first.get("step") == first.get("steps"))
+        stepped = first.get("step") is not None and first["step"] != self.shown_step and first.get("loss") is not None
+        if stepped and (done or now - self.shown_at >= self.interval):
+            lines.append(progress_line(first, self.world_size))
+            self.shown_step, self.shown_at = first["step"], now
+        if (word := phase_line(first)) != self.phase:
+            self.phase = word
+            lines += [word] if word else []
+        return lines + self.lag_lines(parts, states)
+
+    def lag_lines(self, parts: Iterable[Part], states: dict[int, dict[str, Any]]) -> list[str]:
+        where = {rank: part.host for part in parts for rank in part.states}
+        steps = {rank: state.get("step") or 0 for rank, state in states.items() if state.get("status") == "training"}
+        front = max(steps.values(), default=0)
+        behind = {rank: front - step for rank, step in steps.items() if front - step >= LAG}
+        new = {rank: gap for rank, gap in behind.items() if rank not in self.lagging}
+        self.lagging = set(behind)
+        return [f"rank {rank} on {where[rank]} is {gap} steps behind the first" for rank, gap in sorted(new.items())]
+
+    def stalled(self, parts: Iterable[Part], now: float) -> Cause | None:
+        """A cause if no rank gave a sign of progress for the stall limit. Ranks wait for each other at every step, so
+        one that hangs holds all; the one that is hindmost, or halted, is named."""
+        parts = list(parts)
+        beats = {
+            rank: (state.get("pid"), state.get("status"), state.get("step"), state.get("time"))
+            for part in parts
+            for rank, state in part.states.items()
+        }
+        if self.moved_at is None or beats != self.beats:
+            self.beats, self.moved_at = beats, now
+        if now - self.moved_at < self.stall_limit:
+            return None
+        waiting = [
+            (not halted(state), state.get("step") or 0, rank, part.host, state)
+            for part in parts
+            for rank in part.ranks
+            if (state := part.states.get(rank, {})).get("status") not in DONE
+        ]
+        since = f"no progress for {self.stall_limit:.0f} s"
+        if not waiting:
+            return Cause(2, -1, parts[0].host, f"{since}: the ranks are done but torchrun does not end", "stall")
+        running, step, rank, host, state = min(waiting, key=lambda w: w[:3])
+        if not state:
+            how = "has not written a heartbeat yet"
+        elif not running:
+            how = f"is halted (SIGSTOP or a debugger) at step {step}"
+        else:
+            how = f"is the hindmost, at step {step} ({state.get('status')})"
+        return Cause(1, rank, host, f"{since}: rank {rank} on {host} {how}", "stall")
+
+
+def halted(state: dict[str, Any]) -> bool:
+    return state.get("process") in ("T", "t")
+
+
+def progress_line(state: dict[str, Any], world_size: int) -> str:
+    """`step 12/80  loss 5.31  1.9k tok/s  ETA 0:42  (4 ranks)`"""
+    words = [f"step {state['step']}/{state.get('steps') or '?'}", f"loss {state['loss']:.4g}"]
+    if state.get("tokens_per_second"):
+        words.append(f"{thousands(state['tokens_per_second'])} tok/s")
+    if state.get("eta") is not None and state.get("status") not in DONE:
+        words.append(f"ETA {clock(state['eta'])}")
+    return "  ".join([*words, f"({world_size} rank{'s' if world_size > 1 else ''})"])
+
+
+def phase_line(state: dict[str, Any]) -> str:
+    """A word for what is not plain training; empty for that."""
+    words = {"starting": "starting", "evaluating": "evaluating", "saving": "saving a checkpoint"}
+    note = state.get("note") or ""
+    word = words.get(state.get("status", ""), "")
+    return ": ".join(part for part in (word, note) if part)
+
+
+def thousands(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(max(0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """Columns as wide as their widest word; the first row is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
+    """One row for each rank of one run on one host: run, host, rank, state, step, loss, tok/s, last heartbeat."""
+    node = answer.get("node") or {}
+    part = Part(host, answer.get("run_dir", ""), ranks=node.get("ranks") or [], answer=answer)
+    rows = []
+    for rank in part.ranks or sorted(part.states):
+        state = part.states.get(rank, {})
+        doing = part.status if part.status != "running" else state.get("status") or "starting"
+        step, loss, speed = state.get("step"), state.get("loss"), state.get("tokens_per_second")
+        rows.append(
+            [
+                node.get("run", ""),
+                host,
+                str(rank),
+                doing,
+                "-" if step is None else f"{step}/{state.get('steps') or '?'}",
+                "-" if loss is None else f"{loss:.4g}",
+                thousands(speed) if speed else "-",
+                f"{clock(answer['now'] - state['time'])} ago" if state.get("time") else "-",
+            ]
+        )
+    return rows
+
+
+STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "heartbeat"]

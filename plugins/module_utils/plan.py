@@ -1,0 +1,149 @@
+"""The plan of a run: ranks, devices, port, threads and the exact command of every host. Pure Python, no Ansible."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# Below 32768: the kernel hands ports above it to any outgoing connection.
+PORTS = range(29500, 29600)
+
+
+class Unplannable(Exception):
+    """These hosts cannot run this together; the message is one plain line."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host of a run. `ranks` count over all hosts, in inventory order; `threads` are CPU threads a rank."""
+
+    host: str
+    node_rank: int
+    ranks: list[int]
+    address: str
+    interface: str
+    threads: int
+    run_dir: str
+    data_dir: str
+    command: list[str]
+    backend: str = "auto"
+    properties: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan's form as Ansible passes it on."""
+        return asdict(self)
+
+
+def choose_port(wanted: int | None, free: list[int], head: str) -> int:
+    """Return the rendezvous port on the head: the wanted one, or the first that is free.
+
+    Raises:
+        Unplannable: it is in use.
+    """
+    if wanted is not None:
+        if wanted not in free:
+            raise Unplannable(
+                f"port {wanted} is in use on the head {head}: end what uses it, or leave master_port out and a free one is taken"
+            )
+        return wanted
+    if not free:
+        raise Unplannable(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on the head {head}: set master_port")
+    return free[0]
+
+
+def plan(hosts: list[dict[str, Any]], *, run: str, port: int, max_restarts: int = 0) -> list[Node]:
+    """Plan a run over `hosts`, in order: rank = place in the inventory.
+
+    Args:
+        hosts: for each host its name (`host`), `address`, `data_dir`, `python`, `backend`, `processes` (0: one a GPU,
+            or one where there is none) and what `probe.look` found there (`facts`).
+        port: rendezvous port on the first host, which is the head.
+
+    Raises:
+        Unplannable: a host cannot take part; says which and why.
+    """
+    if not hosts:
+        raise Unplannable("there is no host to run on: is the group 'cluster' empty?")
+    processes = [host["processes"] or len(host["facts"]["gpus"]) or 1 for host in hosts]
+    on_machine: dict[str, int] = {}
+    for host, count in zip(hosts, processes, strict=True):
+        boot = host["facts"]["boot_id"]
+        on_machine[boot] = on_machine.get(boot, 0) + count
+    nodes: list[Node] = []
+    first = 0
+    for place, (host, count) in enumerate(zip(hosts, processes, strict=True)):
+        facts = host["facts"]
+        if facts["trouble"] or not facts["interface"]:
+            why = facts["trouble"] or f"no network device there has the address {facts['source']}"
+            raise Unplannable(f"{host['host']}: {why}; check cluster_address of {host['host']} and of the head")
+        run_dir = f"{host['data_dir']}/runs/{run}"
+        command = [
+            host["python"], "-m", "torch.distributed.run",
+            f"--nnodes={len(hosts)}", f"--node-rank={place}", f"--nproc-per-node={count}",
+            f"--master-addr={hosts[0]['address']}", f"--master-port={port}", f"--max-restarts={max_restarts}",
+            "-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}", f"--data-dir={host['data_dir']}",
+        ]  # fmt: skip
+        nodes.append(
+            Node(
+                host=host["host"],
+                node_rank=place,
+                ranks=list(range(first, first + count)),
+                address=host["address"],
+                interface=facts["interface"],
+                threads=max(1, facts["cpus"] // on_machine[facts["boot_id"]]),
+                run_dir=run_dir,
+                data_dir=host["data_dir"],
+                command=command,
+                backend=host["backend"],
+            )
+        )
+        first += count
+    return nodes
+
+
+def environment(node: Node, extra: dict[str, str]) -> str:
+    """Return the contents of the node's `env` file (KEY=VALUE lines, mode 0600: it may hold secrets)."""
+    values = {
+        "PYTHONPATH": f"{node.run_dir}/trainer.zip",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": node.interface,
+        "OMP_NUM_THREADS": str(node.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    } | {name: str(value) for name, value in extra.items()}
+    for name, value in values.items():
+        if "\n" in value or "\n" in name or "=" in name:
+            raise Unplannable(f"run_env: {name!r} holds a line break or '=': give it as a file instead")
+    return "".join(f"{name}={value}\n" for name, value in values.items())
+
+
+def unlike(hosts: list[dict[str, Any]]) -> str:
+    """Return a line that names what differs between the hosts' environments, or an empty string."""
+    first = hosts[0]
+    for host in hosts[1:]:
+        mine, other = first["facts"]["versions"], host["facts"]["versions"]
+        differ = [name for name in sorted({*mine, *other}) if mine.get(name) != other.get(name)]
+        if differ:
+            shown = ", ".join(f"{name} {mine.get(name, 'none')} / {other.get(name, 'none')}" for name in differ)
+            return f"{first['host']} and {host['host']} have different environments: {shown}; make them equal with site.yml"
+    return ""
+
+
+def table(nodes: list[Node], spec: dict[str, Any], port: int) -> list[str]:
+    """Return the plan as lines that a person reads before anything starts."""
+    world = sum(len(node.ranks) for node in nodes)
+    head = ["host", "node", "ranks", "address", "device", "threads"]
+    rows = [
+        [n.host, str(n.node_rank), ",".join(map(str, n.ranks)), n.address, n.interface, str(n.threads)] for n in nodes
+    ]
+    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
+    return [
+        *lines,
+        f"world size {world}, rendezvous {nodes[0].address}:{port}, strategy {spec['strategy']}, "
+        f"{spec['rows_per_step']} rows a step in micro-batches of {spec['batch_size']}",
+    ]

@@ -1,0 +1,185 @@
+"""What a host is, as far as a run has to know it. Runs on the host, piped to its Python: standard library only.
+
+    python - '{"head": "10.0.0.1", "address": "10.0.0.2", "port": 0, "run_dir": ..., "data_dir": ..., "python": ...}'
+
+Prints one JSON object on one line (see `look`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy", "pydantic", "tensorboard")
+OPTIONAL = ("datasets", "wandb", "unsloth")
+SIOCGIFADDR = 0x8915  # netdevice(7)
+_ASK_VERSIONS = """
+import importlib.metadata, json, platform
+versions = {"python": platform.python_version()}
+for name in %r:
+    try:
+        versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(versions))
+"""
+
+
+def source_address(peer: str) -> str:
+    """Return the address that this host speaks to `peer` from, by its routing table; no packet is sent."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the network device that has `address`, or an empty string."""
+    if ":" in address:
+        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            fields = line.split()
+            if fields[0] == wanted:
+                return fields[5]
+        return ""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # a device without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
+def port_is_free(address: str, port: int) -> bool:
+    """Tell whether a server could listen on address:port now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Return name, memory in MiB and UUID of every NVIDIA GPU that the driver shows; none without a driver."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,memory.total,uuid", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = []
+    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+        name, memory, uuid = (field.strip() for field in line.split(","))
+        found.append({"name": name, "memory_mib": int(float(memory)), "uuid": uuid})
+    return found
+
+
+def versions(python: str) -> dict[str, str]:
+    """Return the versions of Python and of what a run imports, as the interpreter `python` has them; {} if it cannot run."""
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _ASK_VERSIONS % (PACKAGES + OPTIONAL,)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        answer: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+    return answer
+
+
+def free_bytes(path: Path) -> int:
+    """Return the space left for this user where `path` is, or would be made."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds, or None."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def first_line(path: Path) -> str:
+    """Return a file's first line, or an empty string if there is none."""
+    try:
+        return path.read_text().split("\n", 1)[0]
+    except OSError:
+        return ""
+
+
+def may_write(path: Path) -> bool:
+    """Tell whether this user may make files in `path`, or make it."""
+    while not path.exists():
+        path = path.parent
+    return os.access(path, os.W_OK | os.X_OK)
+
+
+def lives(run_dir: Path) -> bool:
+    """Tell whether a supervisor holds the run's lock on this host."""
+    try:
+        with (run_dir / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def look(a: dict[str, Any]) -> dict[str, Any]:
+    """Return what this host is: device towards the head, ports, CPUs, GPUs, versions, disk, and the run as it stands."""
+    run_dir, data_dir = Path(a["run_dir"]), Path(a["data_dir"])
+    try:
+        source = source_address(a["head"])
+    except OSError as error:
+        source, device, why = "", "", f"no route to the head {a['head']}: {error.strerror}"
+    else:
+        device, why = interface_of(source), ""
+    spec = run_dir / "spec.yml"
+    return {
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "machine_id": first_line(Path("/etc/machine-id")),
+        "source": source,
+        "interface": device,
+        "trouble": why,
+        "free_ports": [port for port in a["ports"] if port_is_free(a["address"], port)] if a["ports"] else [],
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": gpus(),
+        "compiler": any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+        "versions": versions(a["python"]),
+        "python_exists": os.access(a["python"], os.X_OK),
+        "free_bytes": free_bytes(data_dir),
+        "may_write": may_write(data_dir),
+        "spec": spec.read_text() if spec.exists() and (run_dir / "checkpoints").is_dir() else None,
+        "result": read_json(run_dir / "result.json"),
+        "running": lives(run_dir),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(look(json.loads(sys.argv[1]))))

@@ -1,0 +1,237 @@
+"""Every fault of the lab does what it says, and its undo takes it back."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import time
+
+import pytest
+from lab_hosts import NEEDS_LAB, VENV, Host, Lab
+from yard import faults
+from yard.machine import LabError
+
+pytestmark = NEEDS_LAB
+
+
+def reaches(lab: Lab, source: Host, target: Host) -> bool:
+    return "1 received" in lab.inside(source, f"ping -c 1 -W 1 {target.address}", check=False)
+
+
+def connects(host: Host, port: int, timeout: float = 0.5) -> bool:
+    """Whether this machine gets a TCP connection to a port of a host."""
+    try:
+        with socket.create_connection((host.address, port), timeout=timeout):
+            return True
+    except OSError:
+        return False
+
+
+def eventually(lab: Lab, condition, what: str) -> None:
+    lab.wait(condition, what, 20)
+
+
+def test_cut(lab: Lab, hosts: list[Host]) -> None:
+    faults.inject(lab, hosts[1], "cut")
+    assert not reaches(lab, hosts[0], hosts[1])
+    assert lab.inside(hosts[1], f"cat /sys/class/net/{hosts[1].nic}/carrier").strip() == "0"
+    faults.undo(lab, hosts[1], "cut")
+    eventually(lab, lambda: reaches(lab, hosts[0], hosts[1]), "node2 does not come back")
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [("100mbit", 80, 101), ("1gbit", 700, 1010)])
+def test_shape(lab: Lab, hosts: list[Host], rate: str, low: float, high: float) -> None:
+    """Both directions run at the rate: measured over half a second's worth of it, after as much to empty the bucket."""
+    size = 6_000_000 if rate == "100mbit" else 60_000_000
+    faults.inject(lab, hosts[1], "shape", rate)
+    for sender, receiver in ((hosts[0], hosts[1]), (hosts[1], hosts[0])):
+        assert low < throughput(lab, sender, receiver, size) < high
+    faults.undo(lab, hosts[1], "shape")
+    assert "tbf" not in lab.in_lab("tc", "qdisc") + lab.inside(hosts[1], "tc qdisc")
+    assert throughput(lab, hosts[0], hosts[1], 60_000_000) > 1010
+
+
+def throughput(lab: Lab, sender: Host, receiver: Host, size: int) -> float:
+    """Mbit/s of one TCP stream, as the receiver sees it in its second half of `size` bytes."""
+    pid = lab.init_pid(receiver)
+    code = f"""
+import socket, time
+server = socket.create_server(("{receiver.address}", 5999))
+print("ready", flush=True)
+peer, _ = server.accept()
+got, half = 0, None
+while data := peer.recv(1 << 20):
+    got += len(data)
+    if half is None and got > {size // 2}:
+        half = (got, time.monotonic())
+print((got - half[0]) * 8e-6 / (time.monotonic() - half[1]))
+"""
+    argv = ["nsenter", f"--net=/proc/{pid}/ns/net", "python3", "-c", code]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        send = f"import socket; socket.create_connection(('{receiver.address}', 5999)).sendall(bytes({size}))"
+        lab.inside(sender, f'python3 -c "{send}"')
+        return float(server.stdout.readline())
+
+
+def test_pause(lab: Lab, hosts: list[Host]) -> None:
+    assert connects(hosts[2], 22)
+    faults.inject(lab, hosts[2], "pause")
+    # The kernel still takes the connection, as a stopped sshd's would: nobody speaks.
+    with socket.create_connection((hosts[2].address, 22), timeout=1) as link:
+        link.settimeout(1)
+        with pytest.raises(TimeoutError):
+            link.recv(1)
+        faults.undo(lab, hosts[2], "pause")
+        link.settimeout(10)
+        assert link.recv(4) == b"SSH-"
+
+
+def test_crash(lab: Lab, hosts: list[Host]) -> None:
+    lab.inside(hosts[2], "echo kept > /var/lib/kept; sync; systemd-run --quiet --collect sleep 1000")
+    begun = time.monotonic()
+    faults.inject(lab, hosts[2], "crash")
+    assert time.monotonic() - begun < 2
+    assert lab.init_pid(hosts[2]) is None
+    assert not connects(hosts[2], 22)
+    with pytest.raises(LabError, match="node3 is off"):
+        lab.inside(hosts[2], "true")
+    faults.undo(lab, hosts[2], "crash")
+    assert lab.inside(hosts[2], "cat /var/lib/kept") == "kept\n"
+    assert lab.inside(hosts[2], "systemctl list-units --no-legend 'run-*.service'") == ""
+
+
+def test_fill(lab: Lab, hosts: list[Host]) -> None:
+    faults.inject(lab, hosts[1], "fill")
+    said = lab.inside(hosts[1], "dd if=/dev/zero of=/home/yard/more bs=64k count=1 2>&1 || true")
+    assert "No space left on device" in said
+    faults.undo(lab, hosts[1], "fill")
+    lab.inside(hosts[1], "dd if=/dev/zero of=/home/yard/more bs=64k count=1 && rm /home/yard/more")
+    faults.inject(lab, hosts[1], "fill", "50")
+    free = int(lab.inside(hosts[1], "df --output=avail --block-size=1M / | tail -n 1"))
+    assert 45 <= free <= 51
+
+
+def test_cpu(lab: Lab, hosts: list[Host]) -> None:
+    faults.inject(lab, hosts[1], "cpu", "30")
+    assert share(lab, hosts[1]) == pytest.approx(0.30, abs=0.06)
+    faults.undo(lab, hosts[1], "cpu")
+    assert share(lab, hosts[1]) > 0.36
+
+
+def share(lab: Lab, host: Host) -> float:
+    """The share of one core that a busy loop gets on a host, over a second."""
+    code = (
+        "import time; wall = time.monotonic(); used = time.process_time()\n"
+        "while time.monotonic() - wall < 1.0: pass\n"
+        "print((time.process_time() - used) / (time.monotonic() - wall))"
+    )
+    argv = [*(str(word) for word in lab.ssh(host)), f'python3 -c "{code}"']
+    return float(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
+
+
+def test_memory(lab: Lab, hosts: list[Host]) -> None:
+    faults.inject(lab, hosts[1], "memory", "200")
+    eat = "python3 -c 'print(len(bytearray(300 << 20)))'"
+    # As a unit, so that the one who eats is the one who is killed and its end is on record.
+    unit = f"systemd-run --quiet --collect --wait --pipe --property=OOMScoreAdjust=1000 {eat}"
+    assert lab.inside(hosts[1], unit, check=False) == ""
+    faults.undo(lab, hosts[1], "memory")
+    assert lab.inside(hosts[1], unit).strip() == str(300 << 20)
+
+
+def test_skew(lab: Lab, hosts: list[Host]) -> None:
+    ask = f"{VENV}/bin/python -c 'import importlib.metadata as m, yaml; print(m.version(\"PyYAML\"), yaml.__version__)'"
+    real = lab.inside(hosts[0], ask).split()
+    faults.inject(lab, hosts[1], "skew", "PyYAML", "0.0.7")
+    assert lab.inside(hosts[1], ask).split() == ["0.0.7", "0.0.7"]
+    assert lab.inside(hosts[0], ask).split() == real
+    # A login, too, sees it: the change is the host's, not one process's.
+    argv = [*(str(word) for word in lab.ssh(hosts[1])), ask]
+    assert subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split() == ["0.0.7", "0.0.7"]
+    faults.undo(lab, hosts[1], "skew")
+    assert lab.inside(hosts[1], ask).split() == real
+
+
+def test_port(lab: Lab, hosts: list[Host]) -> None:
+    assert not connects(hosts[0], 29500)
+    faults.inject(lab, hosts[0], "port", "29500")
+    assert connects(hosts[0], 29500)
+    faults.undo(lab, hosts[0], "port")
+    assert not connects(hosts[0], 29500)
+
+
+def test_hosts(lab: Lab, hosts: list[Host]) -> None:
+    before = lab.inside(hosts[1], "cat /etc/hosts")
+    faults.inject(lab, hosts[1], "hosts")
+    assert lab.inside(hosts[1], "getent ahostsv4 node1").startswith(f"10.231.{hosts[1].net}.253 ")
+    faults.inject(lab, hosts[1], "hosts")
+    faults.undo(lab, hosts[1], "hosts")
+    assert lab.inside(hosts[1], "cat /etc/hosts") == before
+
+
+def test_nic(lab: Lab, hosts: list[Host]) -> None:
+    faults.inject(lab, hosts[1], "nic")
+    assert f"10.232.{hosts[1].net}.10/24" in lab.inside(hosts[1], "ip -4 -brief address show up")
+    assert "0 received" in lab.inside(hosts[1], f"ping -c 1 -W 1 10.232.{hosts[1].net}.9", check=False)
+    assert reaches(lab, hosts[0], hosts[1])
+    faults.undo(lab, hosts[1], "nic")
+    assert "10.232." not in lab.inside(hosts[1], "ip address")
+
+
+def test_clone(lab: Lab, hosts: list[Host]) -> None:
+    first, second = (lab.inside(host, "cat /etc/machine-id") for host in hosts[:2])
+    faults.inject(lab, hosts[1], "clone", "node1")
+    assert lab.inside(hosts[1], "cat /etc/machine-id") == first != second
+    faults.undo(lab, hosts[1], "clone")
+    assert lab.inside(hosts[1], "cat /etc/machine-id") == second
+
+
+def test_block(lab: Lab, hosts: list[Host]) -> None:
+    faults.inject(lab, hosts[1], "port", "40000")
+    assert connects(hosts[1], 40000)
+    faults.inject(lab, hosts[1], "block", "32768-60999")
+    assert not connects(hosts[1], 40000)
+    assert connects(hosts[1], 22)
+    faults.undo(lab, hosts[1], "block")
+    assert connects(hosts[1], 40000)
+
+
+def test_mtu(lab: Lab, hosts: list[Host]) -> None:
+    faults.inject(lab, hosts[1], "mtu", "1280")
+    assert "mtu 1280" in lab.inside(hosts[1], f"ip link show {hosts[1].nic}")
+    faults.undo(lab, hosts[1], "mtu")
+    assert "mtu 1500" in lab.inside(hosts[1], f"ip link show {hosts[1].nic}")
+
+
+def test_undo_of_everything_is_harmless_and_complete(lab: Lab, hosts: list[Host]) -> None:
+    faults.undo(lab, hosts[2])
+    for name, *arguments in (["hosts"], ["shape", "10mbit"], ["cpu", "50"], ["cut"]):
+        faults.inject(lab, hosts[2], name, *arguments)
+    faults.inject(lab, hosts[2], "pause")
+    faults.undo(lab, hosts[2])
+    eventually(lab, lambda: reaches(lab, hosts[0], hosts[2]), "node3 does not come back")
+    assert "node1" not in lab.inside(hosts[2], "cat /etc/hosts")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["explode"], "no fault 'explode': there are block, clone"),
+        (["shape"], "usage: fault node1 shape RATE"),
+        (["shape", "fast"], "shape takes a rate like 100mbit or 1gbit, not 'fast'"),
+        (["cpu", "half"], "'half' is no whole number"),
+        (["clone", "node9"], "no host 'node9'"),
+        (["block", "1;2"], "block takes a port or a range"),
+    ],
+)
+def test_a_wrong_fault_is_one_plain_line(lab: Lab, arguments: list[str], says: str) -> None:
+    with pytest.raises(LabError, match=re.escape(says)):
+        faults.inject(lab, lab.hosts[0], *arguments)
+
+
+def test_all_faults_are_tested() -> None:
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert set(faults.FAULTS) <= tested

@@ -1,0 +1,105 @@
+"""The hosts of the lab look like stock servers, and have what a machine on this network has."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from lab_hosts import NEEDS_LAB, VENV, Lab, inventory_with, run_playbook
+
+pytestmark = NEEDS_LAB
+
+
+@pytest.fixture(scope="module")
+def lab(bare: Lab) -> Lab:
+    """What other tests did to the session's hosts is no concern here."""
+    return bare
+
+
+def as_user(lab: Lab, name: str, command: str) -> str:
+    """What a command prints that the hosts' user runs over SSH."""
+    argv = [str(word) for word in lab.ssh(lab.host(name))]
+    return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", ["node1", "node2", "node3"])
+def test_a_host_looks_like_a_stock_server(lab: Lab, name: str) -> None:
+    host = lab.host(name)
+    assert as_user(lab, name, "hostname").strip() == name
+    assert f"127.0.1.1 {name}\n" in as_user(lab, name, "cat /etc/hosts")
+    assert as_user(lab, name, "cat /proc/1/comm").strip() == "systemd"
+    assert as_user(lab, name, "systemctl is-system-running").strip() == "running"
+    assert "uid=1000" in as_user(lab, name, "id")
+    assert as_user(lab, name, "sudo -n id -u").strip() == "0"
+    assert "passwordauthentication no" in as_user(lab, name, "sudo sshd -T")
+    assert as_user(lab, name, "sudo ufw status").strip() == "Status: inactive"
+    assert as_user(lab, name, "ls /var/lib/systemd/linger 2>/dev/null || true").strip() == ""
+    assert f"{host.address}/24" in as_user(lab, name, f"ip -4 -brief address show {host.nic}")
+    installed = as_user(lab, name, "dpkg-query --show --showformat='${Package}\\n'").split()
+    assert not {"nfs-common", "nfs-kernel-server", "chrony", "slurmd", "docker.io"} & set(installed)
+
+
+def test_every_host_is_a_machine_of_its_own(lab: Lab) -> None:
+    for command in ("cat /etc/machine-id", "cat /etc/ssh/ssh_host_ed25519_key.pub", "readlink /proc/self/ns/net"):
+        assert len({as_user(lab, host.name, command) for host in lab.hosts}) == 3, command
+
+
+def test_hosts_reach_each_other_and_nobody_else(lab: Lab) -> None:
+    for host in lab.hosts:
+        for peer in lab.hosts:
+            as_user(lab, host.name, f"ping -c 1 -W 2 {peer.address}")
+    # Only package registries and name servers are let through: any other port is refused at the hosts' own gateway,
+    # 10.231.x.1, so that this packet never leaves the lab.
+    refused = as_user(lab, "node1", "timeout 5 bash -c '</dev/tcp/10.231.255.255/9' 2>&1 || echo refused")
+    assert "refused" in refused
+    assert "No route to host" in refused
+
+
+def test_a_host_cannot_set_what_is_the_machines(lab: Lab) -> None:
+    for command in ("date --set=2020-01-01", "sysctl -w kernel.pid_max=40000", "mknod /tmp/disk b 254 0"):
+        assert "refused" in as_user(lab, "node1", f"sudo {command} >/dev/null 2>&1 || echo refused"), command
+    assert as_user(lab, "node1", "sudo sysctl -w net.ipv4.tcp_fin_timeout=61").strip().endswith("61")
+
+
+def test_torch_runs_on_a_host(lab: Lab) -> None:
+    assert as_user(lab, "node2", f"{VENV}/bin/python -c 'import torch; print(torch.ones(3).sum().item())'") == "3.0\n"
+
+
+def test_apt_and_pip_install(lab: Lab) -> None:
+    as_user(
+        lab, "node1", "sudo apt-get update -qq && sudo apt-get install -y -qq --no-install-recommends tree >/dev/null"
+    )
+    assert "tree v" in as_user(lab, "node1", "tree --version")
+    as_user(lab, "node1", f"{VENV}/bin/python -m pip install --quiet --target /tmp/six six")
+    assert "six.py" in as_user(lab, "node1", "ls /tmp/six")
+
+
+def test_ansible_reaches_them_in_the_order_of_the_inventory(lab: Lab, tmp_path) -> None:
+    (tmp_path / "play.yml").write_text(
+        """
+- hosts: cluster
+  gather_facts: false
+  tasks:
+    - ansible.builtin.debug: {msg: "{{ ansible_play_hosts_all.index(inventory_hostname) }} {{ groups.head }}"}
+    - ansible.builtin.command: "true"
+      become: true
+"""
+    )
+    played = run_playbook(str(tmp_path / "play.yml"), inventory_with(lab, tmp_path, some_variable=1))
+    assert played.rc == 0, played.stdout
+    assert played.stats["changed"] == {"node1": 1, "node2": 1, "node3": 1}
+    assert played.count("failures") == played.count("dark") == 0
+    said = {
+        event["event_data"]["host"]: event["event_data"]["res"]["msg"]
+        for event in played.events
+        if event["event"] == "runner_on_ok" and event["event_data"]["task_action"].endswith("debug")
+    }
+    assert said == {f"node{n + 1}": f"{n} ['node1']" for n in range(3)}
+
+
+def test_a_host_reboots(lab: Lab) -> None:
+    host = lab.host("node3")
+    lab.inside(host, "touch /run/before /var/lib/kept; ip address add 10.99.0.1/32 dev lo")
+    lab.reboot(host)
+    assert as_user(lab, "node3", "ls /run/before 2>/dev/null || ls /var/lib/kept").strip() == "/var/lib/kept"
+    assert "10.99.0.1" not in as_user(lab, "node3", "ip -brief address")

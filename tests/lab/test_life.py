@@ -1,0 +1,224 @@
+"""A lab comes up, changes its size, and goes without a trace, whatever happens to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_hosts import NEEDS_LAB, REPO, Lab
+from yard import machine
+from yard.machine import LabError
+
+pytestmark = NEEDS_LAB
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO / "molecule/resources")}
+
+
+@pytest.fixture
+def one() -> Iterator[Lab]:
+    lab = Lab(f"life-{os.getpid()}")
+    yield lab
+    lab.down()
+
+
+def traces(lab: Lab) -> dict[str, str]:
+    """What this machine shows of a lab, and all that a lab might change; other labs' cables are no concern."""
+
+    def said(*argv: str) -> str:
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+    links = [line for line in said("ip", "-o", "link").splitlines() if not re.search(r": (trainyard\d|veth)", line)]
+    return {
+        "mount": "\n".join(line for line in said("mount").splitlines() if " /run/netns" not in line),
+        "ip netns": "\n".join(name for name in said("ip", "netns").splitlines() if "yard" in name),
+        "ip link": "\n".join(line.split(":", 2)[1] for line in links),
+        "nft list ruleset": said("nft", "list", "ruleset"),
+        "ip_forward": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
+        "cgroups": "\n".join(str(top) for top in lab.cgroup_tops if top.exists()),
+        "disks": "\n".join(line for line in said("losetup", "--all").splitlines() if f"/{lab.name}/" in line),
+        "folder": str(lab.folder) if lab.folder.exists() else "",
+        "processes": "\n".join(processes_of(lab)),
+    }
+
+
+def processes_of(lab: Lab) -> list[str]:
+    """Command lines of living processes that name the lab."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if int(folder.name) != os.getpid() and (str(lab.folder) in words or f"LAB={lab.folder}" in environment):
+            found.append(" ".join(words))
+    return found
+
+
+def ends_as(lab: Lab, before: dict[str, str], seconds: float = 20) -> None:
+    """Wait until the machine is as it was; fail with what is left of the lab, or was changed for it."""
+    deadline = time.monotonic() + seconds
+    while (now := traces(lab)) != before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert now == before
+
+
+def cable_of(lab: Lab) -> str:
+    return f"trainyard{lab.living.net}"
+
+
+def gone(cable: str) -> bool:
+    return not Path(f"/sys/class/net/{cable}").exists()
+
+
+def test_ten_rounds_leave_the_machine_as_it_was(one: Lab) -> None:
+    before = traces(one)
+    for _ in range(10):
+        one.up(hosts=2)
+        cable = cable_of(one)
+        one.down()
+        assert gone(cable)
+    assert traces(one) == before
+
+
+def test_a_second_up_converges(one: Lab) -> None:
+    one.up(hosts=2)
+    first = one.living
+    one.inside(one.host("node1"), "touch /run/same-boot")
+    one.power_off(one.host("node2"))
+    one.up(hosts=3)
+    assert one.living.holder == first.holder
+    assert [host.name for host in one.hosts if one.init_pid(host)] == ["node1", "node2", "node3"]
+    one.inside(one.host("node1"), "test -e /run/same-boot")
+    one.up(hosts=1)
+    assert [host.name for host in one.hosts] == ["node1"]
+    assert "node2" not in one.inventory.read_text() + one.in_lab("ip", "link")
+    one.inside(one.host("node1"), "test -e /run/same-boot")
+    with pytest.raises(LabError, match="is up with light hosts"):
+        one.up(kind="metal")
+
+
+def start(lab: Lab, *arguments: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "yard", "--name", lab.name, "up", "--hosts", "2", *arguments]
+    return subprocess.Popen(
+        argv, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["state.json", "node1/console.log"])
+def test_an_up_that_is_ended_half_way_leaves_nothing(one: Lab, number: signal.Signals, moment: str) -> None:
+    before = traces(one)
+    with start(one) as begun:
+        one.wait((one.folder / moment).exists, "the lab does not start")
+        begun.send_signal(number)
+        assert begun.wait(30) != 0
+    # Nobody cleans up after kill -9 but the lab's own first process, which sees its owner go.
+    ends_as(one, before)
+
+
+def test_a_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
+    before = traces(one)
+    with start(one) as begun:
+        assert begun.wait(60) == 0, begun.stdout and begun.stdout.read()
+    assert one.living.hosts == 2
+    cable = cable_of(one)
+    os.kill(one.living.holder, signal.SIGKILL)
+    # The kernel takes everything but cgroups and files.
+    one.wait(lambda: not processes_of(one) and gone(cable), "the lab outlives its holder", 10)
+    assert one.state is None
+    one.down()
+    assert traces(one) == before
+    one.down()
+
+
+def test_a_lab_of_a_test_dies_with_the_test(one: Lab) -> None:
+    before = traces(one)
+    code = f"from yard.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, stay=False); print('up', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert any(line == "up\n" for line in owner.stdout)
+        owner.kill()
+    ends_as(one, before)
+
+
+def test_two_labs_side_by_side_do_not_see_each_other(one: Lab) -> None:
+    other = Lab(f"{one.name}-b")
+    try:
+        one.up(hosts=1)
+        other.up(hosts=1)
+        assert one.living.net != other.living.net
+        here, there = one.host("node1"), other.host("node1")
+        assert "0 received" in one.inside(here, f"ping -c 1 -W 1 {there.address}", check=False)
+        assert one.inside(here, "cat /etc/machine-id") != other.inside(there, "cat /etc/machine-id")
+    finally:
+        other.down()
+    assert one.inside(one.host("node1"), "hostname") == "node1\n"
+
+
+def test_a_lab_takes_no_network_that_is_routed_already(one: Lab) -> None:
+    # A route of our own in place of somebody's, to an address of this machine alone.
+    free = next(net for net in range(1, 255) if not any(r.startswith(f"10.231.{net}.") for r in machine.routes()))
+    subprocess.run(["ip", "route", "add", "blackhole", f"10.231.{free}.128/25"], check=True)
+    try:
+        one.up(hosts=1)
+        assert one.living.net != free
+    finally:
+        subprocess.run(["ip", "route", "del", "blackhole", f"10.231.{free}.128/25"], check=True)
+
+
+def test_nothing_but_registries_can_be_reached_from_a_lab(one: Lab) -> None:
+    """What leaves the machine for a lab is what slirp4netns sends, and to it only these rules let anything through."""
+    one.up(hosts=1)
+    rules = one.in_lab("nft", "list", "table", "inet", "lab")
+    accepted = [line.strip() for line in rules.splitlines() if "accept" in line and "policy" not in line]
+    assert accepted[:2] == ['iifname "br0" oifname "br0" accept', "ct state established,related accept"]
+    assert len(accepted) == 4
+    assert all(
+        "th dport 53" in line or re.search(r"tcp dport \{? ?80, 443|tcp dport \{", line) for line in accepted[2:]
+    )
+    assert one.in_lab("ip", "-o", "route", "show", "default").count("tap0") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["up", "--hosts", "0"], "a lab has 1 to 200 hosts, not 0"),
+        (["up", "--venv", "/nonexistent"], "/nonexistent is no Python environment"),
+        (["fault", "node1", "cut"], "no lab named"),
+        (["--name", "a/b", "up"], "a lab's name is letters, digits and dashes"),
+    ],
+)
+def test_a_wrong_command_is_one_plain_line(one: Lab, arguments: list[str], says: str) -> None:
+    argv = [sys.executable, "-m", "yard", "--name", one.name, *arguments]
+    done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+
+
+def test_without_root_it_is_refused_in_one_line(tmp_path: Path) -> None:
+    # "nobody" may not read the repository everywhere: it gets a copy.
+    subprocess.run(["cp", "-r", str(REPO / "molecule/resources/yard"), str(tmp_path)], check=True)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder != Path("/") and folder != Path("/tmp"):
+            folder.chmod(0o755)
+    argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c"]
+    code = "from yard import machine; print(machine.why_not())"
+    done = subprocess.run([*argv, code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "a lab needs root: it makes namespaces and mounts (run it with sudo)\n"
+
+
+def test_the_speed_that_is_promised(one: Lab) -> None:
+    """Warm: 3 hosts in under 6 s. The limit here is wider, for a machine that does other things as well."""
+    begun = time.monotonic()
+    one.up(hosts=3)
+    assert time.monotonic() - begun < 15

@@ -1,0 +1,270 @@
+"""`ranks` over SSH on hosts with a systemd of their own: units of every kind, lost hosts, memory, and who stays when."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bed import FAKE_RANK, MARK, TOP, until
+from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with
+from yard import faults
+
+pytestmark = NEEDS_LAB
+DATA = "/home/yard/trainyard"
+RUN_DIR = f"{DATA}/runs/r"
+UNIT = "'trainyard-r-*.service'"
+
+
+class Site:
+    """A run of `fake_rank.py` on the hosts of a lab."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.inventory = inventory_with(lab, folder)
+        self.playbooks: list[subprocess.Popen[Any]] = []
+
+    def stage(self, environment: str = "") -> None:
+        """What `stage` does: the trainer on each host, owned by the hosts' user."""
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as content:
+            content.writestr("trainer/__init__.py", "")
+            content.write(TOP / "trainer/supervise.py", "trainer/supervise.py")
+        files = {"trainer.zip": archive.getvalue(), "fake_rank.py": FAKE_RANK.read_bytes(), "env": environment.encode()}
+        script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]
+        script += [f"base64 -d > {name} <<'.'\n{base64.encodebytes(data).decode()}." for name, data in files.items()]
+        for host in self.lab.hosts:
+            self.lab.inside(host, "\n".join([*script, f"chown -R yard: {DATA}"]))
+
+    def plan(self, steps: int = 2000, pause: float = 0.1, torchrun: bool = False) -> list[dict[str, Any]]:
+        worker = [f"{RUN_DIR}/fake_rank.py", str(steps), str(pause)]
+        launcher = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1", "--master-port=29471"]
+        where = [f"--master-addr={self.lab.hosts[0].address}"]
+        return [
+            {
+                "host": host.name,
+                "node_rank": rank,
+                "ranks": [rank],
+                "run_dir": RUN_DIR,
+                "command": [sys.executable, *launcher, *where, f"--node-rank={rank}", *worker]
+                if torchrun
+                else ["/usr/bin/env", f"RANK={rank}", sys.executable, *worker],
+            }
+            for rank, host in enumerate(self.lab.hosts)
+        ]
+
+    def play(self, playbook: str, *arguments: str) -> subprocess.Popen[Any]:
+        self.output = self.folder / f"output-{len(self.playbooks)}.txt"
+        with self.output.open("w") as sink:
+            started = subprocess.Popen(
+                [Path(sys.executable).with_name("ansible-playbook"), "-i", self.inventory, *arguments, playbook],
+                cwd=TOP,
+                env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.playbooks.append(started)
+        return started
+
+    def run(self, plan: list[dict[str, Any]], **arguments: Any) -> subprocess.Popen[Any]:
+        """Start and follow; `backend` and `properties` go to the start, the rest to the following."""
+        launch = {key: arguments.pop(key) for key in ("backend", "properties") if key in arguments}
+        tasks = [
+            {
+                "name": "Launch",
+                "ranks": {"state": "started", "plan": plan} | launch,
+                "run_once": True,
+                "register": "up",
+            },
+            {"name": "Skew", "ansible.builtin.debug": {"msg": "skew {{ up.skew_seconds }} s"}, "run_once": True},
+            {"name": "Follow", "ranks": {"state": "followed", "plan": plan} | arguments, "run_once": True},
+        ]
+        file = self.folder / f"play-{len(self.playbooks)}.yml"
+        file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
+        return self.play(str(file))
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def error(self) -> str:
+        (line,) = [line for line in self.said().splitlines() if line.startswith("error: ")]
+        return line
+
+    def read(self, host: Host, name: str) -> dict[str, Any]:
+        return json.loads(self.lab.inside(host, f"cat {RUN_DIR}/state/{name}.json 2>/dev/null || echo '{{}}'"))
+
+    def at_step(self, rank: int, step: int = 2) -> dict[str, Any]:
+        def there() -> dict[str, Any] | None:
+            state = self.read(self.lab.hosts[rank], f"rank{rank}")
+            return state if (state.get("step") or 0) >= step else None
+
+        return until(there, what=f"step {step} of rank {rank}")
+
+    def left(self, host: Host) -> str:
+        return self.lab.inside(host, f"grep -lsaz {MARK}={RUN_DIR} /proc/[0-9]*/environ || true").strip()
+
+    def nothing_left(self, hosts: list[Host] | None = None) -> None:
+        for host in hosts or self.lab.hosts:
+            assert not self.left(host), host.name
+
+
+@pytest.fixture
+def site(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[Site]:
+    here = Site(lab, tmp_path)
+    here.stage()
+    yield here
+    for playbook in here.playbooks:
+        if playbook.poll() is None:
+            os.killpg(playbook.pid, signal.SIGKILL)
+            playbook.wait()
+    for host in hosts:
+        faults.undo(lab, host)
+        lab.inside(
+            host,
+            f"for p in $(grep -lsaz {MARK}={RUN_DIR} /proc/[0-9]*/environ); do kill -9 $(echo $p | cut -d/ -f3); done",
+            False,
+        )
+
+
+def as_user(lab: Lab, host: Host, command: str) -> str:
+    argv = [str(word) for word in lab.ssh(host)]
+    return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_system_unit_by_sudo(lab: Lab, site: Site) -> None:
+    playbook = site.run(site.plan(torchrun=True), interval=1)
+    worker = site.at_step(1)["pid"]
+    host = lab.hosts[1]
+    shown = as_user(lab, host, f"systemctl show -p User,KillMode,SubState,MainPID {UNIT}")
+    assert "KillMode=mixed" in shown and "SubState=running" in shown
+    assert f"MainPID={site.read(host, 'node')['pid']}" in shown
+    assert as_user(lab, host, f"stat -c %U /proc/{worker}") == "yard"
+    starts = [site.read(each, "node")["started"] for each in lab.hosts]
+    print("start skew:", round(max(starts) - min(starts), 3), "s")
+    assert max(starts) - min(starts) < 0.5
+    began = time.monotonic()
+    lab.inside(host, f"kill -9 {worker}")
+    assert playbook.wait(30) == 2
+    took = time.monotonic() - began
+    print("kill -9 to the playbook's end:", round(took, 2), "s")
+    assert took < 5
+    assert site.error() == "error: rank 1 on node2 was killed by SIGKILL"
+    site.nothing_left()
+
+
+def test_a_user_unit_where_the_user_lingers(lab: Lab, site: Site) -> None:
+    for host in lab.hosts:
+        lab.inside(host, "loginctl enable-linger yard")
+    try:
+        until(lambda: all(lab.inside(h, "ls /run/user/1000/systemd/private || true").strip() for h in lab.hosts))
+        playbook = site.run(site.plan(steps=30, pause=0.05), properties=["MemoryMax=4G"])
+        site.at_step(1)
+        show = f"XDG_RUNTIME_DIR=/run/user/1000 systemctl --user show -p SubState,MemoryMax {UNIT}"
+        assert "SubState=running" in as_user(lab, lab.hosts[1], show)
+        assert playbook.wait(60) == 0, site.said()
+        assert site.read(lab.hosts[1], "node")["status"] == "finished"
+        site.nothing_left()
+    finally:
+        for host in lab.hosts:
+            lab.inside(host, "loginctl disable-linger yard")
+
+
+@pytest.mark.parametrize("backend", ["process", "systemd"])
+def test_a_run_outlives_the_login_that_started_it(lab: Lab, site: Site, backend: str) -> None:
+    playbook = site.run(site.plan(), backend=backend)
+    step = site.at_step(2)["step"]
+    os.killpg(playbook.pid, signal.SIGKILL)
+    control = yaml.safe_load(site.inventory.read_text())["all"]["children"]["cluster"]["vars"][
+        "ansible_control_path_dir"
+    ]
+    for socket in Path(control).iterdir():  # the connections that ControlPersist keeps
+        subprocess.run(["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "any"], capture_output=True, check=True)
+    if backend == "systemd":  # a process of its own is the login's, and would go with it
+        for host in lab.hosts:
+            lab.inside(host, "loginctl terminate-user yard || true")
+    site.at_step(2, step + 10)
+    stopped = site.play("playbooks/stop.yml", "-e", "run=r")
+    assert stopped.wait(60) == 0, site.said()
+    assert site.read(lab.hosts[2], "rank2")["status"] == "stopped"
+    site.nothing_left()
+
+
+def test_the_controller_comes_back(lab: Lab, site: Site) -> None:
+    playbook = site.run(site.plan())
+    site.at_step(0)
+    os.killpg(playbook.pid, signal.SIGKILL)
+    assert site.play("playbooks/status.yml").wait(60) == 0
+    rows = [line.split()[:4] for line in site.said().splitlines() if line.startswith("r ")]
+    assert rows == [["r", f"node{i + 1}", str(i), "training"] for i in range(3)]
+    attached = site.play("playbooks/attach.yml", "-e", "run=r")
+    following = site.output
+    until(lambda: "step " in following.read_text(), 30)
+    assert site.play("playbooks/stop.yml", "-e", "run=r").wait(60) == 0
+    assert attached.wait(30) == 0
+    site.nothing_left()
+
+
+@pytest.mark.parametrize("fault", ["cut", "pause"])
+def test_a_lost_host(lab: Lab, site: Site, fault: str) -> None:
+    playbook = site.run(site.plan())
+    lost = lab.hosts[1]
+    site.at_step(1)
+    began = time.monotonic()
+    faults.FAULTS[fault].do(lab, lost)
+    assert playbook.wait(60) == 2
+    took = time.monotonic() - began
+    print(f"{fault} to the playbook's end:", round(took, 2), "s")
+    assert took < 15
+    assert re.match(r"error: node2 has not answered for 1\d s", site.error())
+    site.nothing_left([lab.hosts[0], lab.hosts[2]])
+    faults.FAULTS[fault].undo(lab, lost)
+    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "now=true").wait(60) == 0, site.said()
+    site.nothing_left()
+
+
+def test_power_is_lost(lab: Lab, site: Site) -> None:
+    playbook = site.run(site.plan())
+    site.at_step(2)
+    began = time.monotonic()
+    faults.FAULTS["crash"].do(lab, lab.hosts[2])
+    assert playbook.wait(60) == 2
+    assert time.monotonic() - began < 15
+    assert site.error().startswith("error: node3 has not answered for 1")
+    faults.FAULTS["crash"].undo(lab, lab.hosts[2])
+    assert site.play("playbooks/status.yml").wait(60) == 0
+    row = next(line.split() for line in site.said().splitlines() if line.startswith("r  ") and "node3" in line)
+    assert row[3] == "lost"
+
+
+def test_the_kernel_kills_a_rank_for_memory(lab: Lab, site: Site) -> None:
+    site.stage("FAKE=1:3:eat\n")
+    faults.FAULTS["memory"].do(lab, lab.hosts[1], "1000")
+    playbook = site.run(site.plan(torchrun=True))
+    assert playbook.wait(120) == 2
+    assert site.error() == "error: rank 1 on node2 was killed by SIGKILL, while its machine was out of memory"
+    site.nothing_left()
+
+
+def test_systemd_ends_a_supervisor_and_all_below(lab: Lab, site: Site) -> None:
+    playbook = site.run(site.plan(torchrun=True))
+    site.at_step(1)
+    lab.inside(lab.hosts[1], f"kill -9 {site.read(lab.hosts[1], 'node')['pid']}")
+    assert playbook.wait(30) == 2
+    assert site.error().startswith("error: the supervisor on node2 is gone")
+    site.nothing_left()
+    again = site.run(site.plan(steps=3))  # a unit that failed does not stand in the way
+    assert again.wait(60) == 0, site.said()

@@ -1,0 +1,143 @@
+"""``python -m trainer [train] [SPEC.yml] [--run-dir DIR] [--data-dir DIR] [--lr 1e-3 ...]``: one rank, or all there are."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import RunSpec, make_spec, parse_flags, read_spec, table
+from trainer.errors import UserError, disk_trouble
+from trainer.report import Heartbeat
+
+USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
+       python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     print the whole spec, or what is wrong with it
+       python -m trainer fields                               the run spec as a table
+
+SPEC.yml holds names and values of the run spec, the flags go over it. Several ranks: torchrun ... -m trainer ...
+DIR: the data dir (default: here) holds runs/<run>/, and in store/ what several runs share.
+"""
+_LOST_PEER = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_LOST_PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
+
+
+def _take(argv: list[str], flag: str) -> Path | None:
+    """Take ``--flag DIR`` or ``--flag=DIR`` out of argv."""
+    for place, word in enumerate(argv):
+        if word == flag and place + 1 < len(argv):
+            del argv[place]
+            return Path(argv.pop(place)).expanduser().absolute()
+        if word.startswith(f"{flag}="):
+            return Path(argv.pop(place).partition("=")[2]).expanduser().absolute()
+    return None
+
+
+def _spec(argv: list[str]) -> RunSpec:
+    path = Path(argv.pop(0)) if argv and not argv[0].startswith("--") else None
+    flags = parse_flags(argv)
+    return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")
+
+
+def _help() -> int:
+    import tyro
+
+    print(USAGE)
+    tyro.cli(RunSpec, prog="python -m trainer", args=["--help"])
+    return 0
+
+
+def _train(argv: list[str]) -> int:
+    run_dir, data_dir = _take(argv, "--run-dir"), _take(argv, "--data-dir")
+    rank = int(os.environ.get("RANK", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and run_dir:
+        # Before anything that takes time: what goes wrong while torch is imported belongs in the rank's own log too.
+        from trainer.launched import die_with_launcher, redirect_output
+
+        die_with_launcher()
+        redirect_output(run_dir / "logs" / f"rank{rank}.log")
+    spec = _spec(argv).named()
+    data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
+    run_dir = run_dir or data_dir / "runs" / spec.run
+    beat = Heartbeat(run_dir, rank)
+    beat("starting", force=True, note="importing torch")
+    try:
+        result = _run(spec, run_dir, data_dir, beat)
+    except UserError as error:
+        return _failed(beat, error, plain=True, secondary=False)
+    except KeyboardInterrupt:
+        interrupted = UserError("interrupted; started again, the run goes on from its newest checkpoint")
+        return _failed(beat, interrupted, plain=True, secondary=False)
+    except Exception as error:
+        if isinstance(error, OSError) and (why := disk_trouble(error)):
+            full = UserError(f"cannot write: {why}: make room or mend its rights, and start the run again")
+            return _failed(beat, full, plain=True, secondary=False)
+        lost = type(error).__name__ in _LOST_PEER or (
+            isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER_WORDS)
+        )
+        return _failed(beat, error, plain=False, secondary=lost)
+    beat(result["status"], force=True, step=result["step"], steps=result["steps"])
+    return 0
+
+
+def _run(spec: RunSpec, run_dir: Path, data_dir: Path, beat: Heartbeat) -> dict:
+    from trainer.train import claim, finished, train
+    from trainer.world import World
+
+    done = finished(run_dir)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        claim(spec, run_dir)
+    world = World.join(spec.collective_timeout)
+    # Only if all are: a host that died before it wrote its result needs the others to get to one.
+    if all(world.gather(done is not None)) and done:
+        print(f"run {spec.run} is finished: {done['steps']} steps, last loss {done['loss_last']:.4f}; nothing to do")
+        return done
+    result = train(spec, run_dir, data_dir, world, beat)
+    if world.rank == 0:
+        print(
+            f"run {spec.run} {result['status']} at step {result['step']}/{result['steps']}: loss {result['loss_first']:.4f} -> "
+            f"{result['loss_last']:.4f}, eval {result['eval_loss']}, {result['tokens_per_second']:.0f} tokens/s, in {run_dir}"
+        )
+    return result
+
+
+def _failed(beat: Heartbeat, error: BaseException, *, plain: bool, secondary: bool) -> int:
+    text = traceback.format_exc()
+    beat(
+        "failed",
+        force=True,
+        error={
+            "type": type(error).__name__,
+            "message": str(error),
+            "traceback": text,
+            "plain": plain,
+            "secondary": secondary,
+        },
+    )
+    print(f"error: {error}" if plain else text, file=sys.stderr, flush=True)
+    return 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; return its exit status (0: well, 1: failed, 2: called wrongly)."""
+    words = list(argv)
+    if "--help" in words or "-h" in words:
+        return _help()
+    command = words.pop(0) if words and words[0] in ("train", "check", "fields") else "train"
+    try:
+        if command == "fields":
+            print(table())
+            return 0
+        if command == "check":
+            print(_spec(words).named().to_yaml(), end="")
+            return 0
+        return _train(words)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    if "trainer.world" in sys.modules:
+        sys.modules["trainer.world"].leave(status)
+    sys.exit(status)

@@ -1,0 +1,55 @@
+"""Files that a reader never sees half of."""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
+    """Write `data` aside, fsync and rename it to `path`: a reader sees the old file or the new one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}.")
+    aside = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.chmod(mode)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make a rename inside `path` (or, if it is a file, what was written to it) survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_files(folder: Path) -> None:
+    """Make what was written into the files of `folder`, and their names, survive a power cut."""
+    for file in folder.iterdir():
+        sync_folder(file)
+    sync_folder(folder)
+
+
+def sha256_file(path: Path) -> str:
+    """Return a file's SHA-256 in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_tree(path: Path) -> str:
+    """Return one SHA-256 over the names and contents of all files below `path` (or of the one file it is)."""
+    if path.is_file():
+        return sha256_file(path)
+    total = hashlib.sha256()
+    for file in sorted(item for item in path.rglob("*") if item.is_file()):
+        total.update(f"{file.relative_to(path)}\0{sha256_file(file)}\n".encode())
+    return total.hexdigest()

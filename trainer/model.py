@@ -1,0 +1,180 @@
+"""From a spec to a model with its trainable part, a tokenizer, and the module that turns a micro-batch into its loss."""
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.config import RunSpec
+from trainer.errors import UserError
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the model's tokenizer; a missing padding token is made the end token.
+
+    Raises:
+        UserError: no such model, or no tokenizer in it.
+    """
+    if _looks_like_a_path(name) and not Path(name).expanduser().is_dir():
+        raise UserError(f"model: no folder {name}: give 'tiny', a local model folder, or a hub id (org/name)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        raise UserError(f"model: cannot load the tokenizer of {name}{offline}: {_first_line(error)}") from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
+    """Load the model on `device`, with LoRA unless lora_r is 0. Equal on every rank: the seed makes the fresh weights.
+
+    What is trained is float32; under bf16-mixed a frozen base is kept in bfloat16, which autocast would make of it anyway.
+
+    Raises:
+        UserError: the model, its backend or its LoRA targets cannot be had.
+    """
+    torch.manual_seed(spec.seed)
+    if spec.backend == "unsloth":
+        return _load_unsloth(spec, device)
+    frozen_bf16 = spec.lora_r > 0 and spec.precision == "bf16-mixed"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.bfloat16 if frozen_bf16 else torch.float32)
+    except Exception as error:
+        raise UserError(f"model: cannot load {spec.model}: {_first_line(error)}") from None
+    places = getattr(model.config, "max_position_embeddings", None)
+    if places and spec.seq_length > places:
+        raise UserError(
+            f"seq_length: {spec.model} has {places} positions, got {spec.seq_length}: set seq_length={places}"
+        )
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.lora_r:
+        model = _add_lora(spec, model)
+    model.to(device)
+    model.train()
+    return model
+
+
+def need_compiler(device: torch.device) -> None:
+    """Raise UserError unless torch.compile finds what it needs, before anything is trained."""
+    if device.type == "cuda":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:
+        raise UserError(
+            "torch_compile: there is no C++ compiler here: install g++, or set torch_compile=false"
+        ) from None
+
+
+def lora_config(spec: RunSpec) -> LoraConfig:
+    """Return peft's form of the spec's LoRA fields."""
+    targets: Any = "all-linear" if spec.lora_targets == ("all-linear",) else list(spec.lora_targets)
+    return LoraConfig(
+        r=spec.lora_r,
+        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=spec.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _add_lora(spec: RunSpec, model: Any) -> nn.Module:
+    try:
+        adapted: nn.Module = get_peft_model(model, lora_config(spec))
+    except ValueError as error:
+        layers = sorted(
+            {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        )
+        raise UserError(
+            f"lora_targets: {_first_line(error)}; this model's linear layers are {', '.join(layers)}, or say all-linear"
+        ) from None
+    return adapted
+
+
+def _load_unsloth(spec: RunSpec, device: torch.device) -> nn.Module:
+    if device.type != "cuda":
+        raise UserError("backend: unsloth needs an NVIDIA GPU with CUDA, and there is none here: take backend=peft")
+    try:
+        from unsloth import FastLanguageModel
+    except Exception as error:  # it raises more than ImportError where it finds no GPU it likes
+        raise UserError(
+            f"backend: unsloth cannot be had ({_first_line(error)}): install the extra, or backend=peft"
+        ) from None
+    model, _ = FastLanguageModel.from_pretrained(spec.model, max_seq_length=spec.seq_length, load_in_4bit=False)
+    targets = list(spec.lora_targets)
+    if targets == ["all-linear"]:
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=spec.lora_r,
+        lora_alpha=spec.lora_alpha,
+        lora_dropout=spec.lora_dropout,
+        target_modules=targets,
+        use_gradient_checkpointing="unsloth" if spec.gradient_checkpointing else False,
+        random_state=spec.seed,
+    )
+
+
+class TokenLoss(nn.Module):
+    """A causal language model whose forward gives the *sum* of its tokens' losses, so that shares can be weighed exactly."""
+
+    def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self._run = torch.compile(model) if compiled else model
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._keeps = "logits_to_keep" in inspect.signature(inner.forward).parameters and not compiled
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the summed cross entropy of next tokens, a float32 scalar.
+
+        Args:
+            ids, positions, labels: int64 [rows, T]; labels are -100 where no loss is; positions start again at 0
+                with every packed sample, which is how transformers keeps them apart (it needs ``use_cache=False``).
+        """
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+        keep: dict[str, Any] = {}
+        if self._keeps:
+            # Logits are the largest tensor of all: only for places that have a loss in some row.
+            columns = (targets != -100).any(0).nonzero().squeeze(1)
+            if not len(columns):
+                columns = columns.new_zeros(1)
+            keep, targets = {"logits_to_keep": columns}, targets[:, columns]
+        logits = self._run(input_ids=ids, position_ids=positions, use_cache=False, **keep).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+@torch.no_grad()
+def keeps_samples_apart(model: nn.Module, device: torch.device, vocabulary: int) -> bool:
+    """Find out whether this model keeps packed samples apart: the second one's logits must not know the first."""
+    was_training = model.training
+    model.eval()
+    step = max(1, vocabulary // 16)
+    second = torch.arange(8, device=device) * step % vocabulary
+    outputs = []
+    for shift in (1, 5):
+        ids = torch.cat([(second + shift) % vocabulary, second])[None]
+        positions = torch.arange(8, device=device).repeat(2)[None]
+        outputs.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:].float())
+    model.train(was_training)
+    return torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-3)

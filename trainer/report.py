@@ -1,0 +1,204 @@
+"""What a run tells the world: heartbeats, one line of metrics a step, the samples it used, TensorBoard or wandb, and the log."""
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.config import RunSpec
+from trainer.errors import UserError
+
+_BEAT = 0.2  # seconds between heartbeats while nothing but the step changes
+_BALLAST = 64 * 1024  # bytes kept free for the last words of a rank whose disk is full
+_LINE = 1.0  # seconds between progress lines in the log
+
+
+class Heartbeat:
+    """`state/rank<R>.json`: what this rank is doing now. Written from the first moment, before torch is there."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._path = run_dir / "state" / f"rank{rank}.json"
+        self._state: dict[str, Any] = {
+            "rank": rank,
+            "pid": os.getpid(),
+            "status": "starting",
+            "time": 0.0,
+            "step": 0,
+            "steps": 0,
+            "loss": None,
+            "tokens_per_second": None,
+            "eta": None,
+            "note": "",
+            "error": None,
+        }
+        self._written = 0.0
+        self._ballast = self._path.with_suffix(".ballast")
+        self._written_once = False
+
+    def __call__(self, status: str, *, force: bool = False, **news: Any) -> None:
+        """Say what this rank is at; written at once if the status changed, else a few times a second."""
+        now = time.time()
+        if not force and status == self._state["status"] and now - self._written < _BEAT:
+            self._state.update(news)
+            return
+        self._state.update(news, status=status, time=now)
+        self._written = now
+        # Renamed but not fsynced: it is worth nothing after a power cut, and it is written several times a second.
+        try:
+            self._replace()
+        except OSError:
+            # The disk is full. Whoever writes something that matters fails, and what it says must still find a place.
+            with contextlib.suppress(OSError):
+                self._ballast.unlink(missing_ok=True)
+                self._replace()
+
+    def _replace(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._written_once:
+            self._ballast.write_bytes(b"\0" * _BALLAST)
+            self._written_once = True
+        aside = self._path.with_suffix(".tmp")
+        try:
+            aside.write_text(json.dumps(self._state))
+            aside.replace(self._path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Cut a file of one JSON line a step back to the steps up to `step`: a resumed run writes the later ones again."""
+    if not path.exists():
+        return
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                lines.append(line + "\n")
+        except (ValueError, KeyError):
+            break  # a line that was being written when the process died
+    aside = path.with_suffix(f".tmp-{os.getpid()}")
+    aside.write_text("".join(lines))
+    aside.replace(path)
+
+
+def cut_back(run_dir: Path, step: int) -> None:
+    """Cut this host's records back to `step`, from which the run goes on: once on a host, before any rank opens them.
+
+    Those of every rank that ever was here: the steps of one that has left come again on another.
+    """
+    try:
+        for path in [run_dir / "metrics.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
+            _keep_until(path, step)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from None
+
+
+def _unwritable(run_dir: Path, error: OSError) -> UserError:
+    return UserError(f"run folder: cannot write to {run_dir}: {error.strerror}: make room or mend its rights")
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as 0:42 or 1:02:03."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Report:
+    """All of a rank's records of a run but its heartbeat. `step` is the step that the run goes on from."""
+
+    def __init__(self, spec: RunSpec, run_dir: Path, rank: int, world_size: int, step: int) -> None:
+        self._spec, self._rank, self._world_size = spec, rank, world_size
+        self._lined = 0.0
+        try:
+            (run_dir / "samples").mkdir(parents=True, exist_ok=True)
+            self._samples = (run_dir / "samples" / f"rank{rank}.jsonl").open("a")
+            self._metrics: TextIO | None = None
+            self._board: Any = None
+            self._wandb: Any = None
+            if rank:
+                return
+            self._metrics = (run_dir / "metrics.jsonl").open("a")
+        except OSError as error:
+            raise _unwritable(run_dir, error) from None
+        if "tensorboard" in spec.loggers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+        if "wandb" in spec.loggers:
+            self._wandb = _start_wandb(spec, run_dir)
+
+    def used(self, step: int, rows: list[list[int]]) -> None:
+        """Note which samples this rank takes in `step`, row by row; before the ranks meet, so that no checkpoint knows more."""
+        self._write(self._samples, {"step": step, "rows": rows})
+
+    def step(self, record: dict[str, Any], *, eta: float, last: bool) -> None:
+        """Record one step on rank 0: a line of metrics, scalars, and now and then a line in the log."""
+        if self._metrics is None:
+            return
+        self._write(self._metrics, record)
+        scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
+        scalars = {name: value for name, value in scalars.items() if value is not None}
+        scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
+        scalars |= {f"gpu/{name}": value for name, value in record.get("gpu", {}).items()}
+        self.scalars(scalars, record["step"])
+        if last or time.monotonic() - self._lined >= _LINE:
+            self._lined = time.monotonic()
+            print(
+                f"step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  "
+                f"{record['tokens_per_second']:.0f} tokens/s  ETA {clock(eta)}"
+            )
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Send values to the loggers that the spec names."""
+        if self._board:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(values, step=step)
+
+    def flush(self) -> None:
+        """Bring all that was recorded to the disk: called before a checkpoint, which must not know more than the records."""
+        self._samples.flush()
+        if self._metrics:
+            self._metrics.flush()
+        if self._board:
+            self._board.flush()
+
+    def close(self) -> None:
+        """End the records."""
+        self.flush()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    @staticmethod
+    def _write(file: TextIO, record: dict[str, Any]) -> None:
+        try:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+        except OSError as error:
+            raise UserError(
+                f"run folder: cannot write {file.name}: {error.strerror}: make room and start the run again"
+            ) from None
+
+
+def _start_wandb(spec: RunSpec, run_dir: Path) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "loggers: wandb is not installed here: pip install 'trainyard[wandb]', or loggers=tensorboard"
+        ) from None
+    return wandb.init(
+        project="trainyard",
+        name=spec.run,
+        id=spec.run,
+        dir=str(run_dir),
+        resume="allow",
+        config=spec.model_dump(mode="json"),
+    )

@@ -1,0 +1,17 @@
+"""How ranks share the work. One room a strategy; the loop knows only what `Strategy` says."""
+
+from trainer.config import RunSpec
+from trainer.model import TokenLoss
+from trainer.strategy.base import Batch, Strategy
+from trainer.strategy.ddp import DDP
+from trainer.world import World
+
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP}
+
+
+def make_strategy(spec: RunSpec, world: World, module: TokenLoss) -> Strategy:
+    """Return the strategy that the spec names, with `module` in its hands."""
+    return STRATEGIES[spec.strategy](spec, world, module)
+
+
+__all__ = ["STRATEGIES", "Batch", "Strategy", "make_strategy"]

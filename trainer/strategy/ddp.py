@@ -1,0 +1,87 @@
+"""DistributedDataParallel: every rank has the whole model, gradients are averaged once a step.
+
+https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+"""
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.config import RunSpec
+from trainer.model import TokenLoss
+from trainer.optim import make_optimizer
+from trainer.strategy.base import Batch, Strategy
+from trainer.world import World
+
+_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+
+class DDP(Strategy):
+    """Data parallel on any number of ranks, one included."""
+
+    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+        super().__init__(spec, world, module)
+        self.trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+        self.module: nn.Module = module
+        if world.size > 1:
+            for parameter in self.trained.values():
+                dist.broadcast(parameter.data, 0)
+            self.module = DistributedDataParallel(
+                module,
+                device_ids=[world.device] if world.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                forward_sync_buffers=False,
+                # Every rank read the same files: the frozen base need not travel again.
+                init_sync=False,
+            )
+        self.optimizer = make_optimizer(spec, self.trained.values())
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=spec.precision == "fp16-mixed")
+
+    def _autocast(self) -> torch.autocast:
+        dtype = _DTYPES.get(self.spec.precision)
+        return torch.autocast(self.world.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
+        silent = isinstance(self.module, DistributedDataParallel) and not last
+        with self.module.no_sync() if silent else contextlib.nullcontext():  # type: ignore[operator]
+            with self._autocast():
+                loss = self.module(*batch)
+            # DDP divides the sum over ranks by their number: times it back, so that tokens alone weigh.
+            self.scaler.scale(loss * (self.world.size / max(1, tokens))).backward()
+        return loss.detach()
+
+    def step(self, lr: float) -> float:
+        self.scaler.unscale_(self.optimizer)
+        limit = self.spec.max_grad_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), limit)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=False)
+        return float(norm)
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> torch.Tensor:
+        with self._autocast():
+            return self.plain(*batch)
+
+    def save(self, folder: Path) -> None:
+        save_file({name: p.detach().contiguous() for name, p in self.trained.items()}, folder / "trained.safetensors")
+        torch.save(
+            {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}, folder / "optimizer.pt"
+        )
+
+    def load(self, folder: Path) -> None:
+        kept = load_file(folder / "trained.safetensors", device=str(self.world.device))
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(kept[name])
+        state = torch.load(folder / "optimizer.pt", map_location=self.world.device, weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,397 @@
+"""The training loop, from a spec to an adapter; reads straight down."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import __version__
+from trainer.checkpoint import agree, write_checkpoint
+from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
+from trainer.data import Sample, is_hub_id, read_hub, read_samples
+from trainer.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
+from trainer.errors import UserError, disk_trouble
+from trainer.files import sha256_file, sha256_tree, sync_files, write_atomic
+from trainer.model import TokenLoss, keeps_samples_apart, load_model, load_tokenizer, need_compiler
+from trainer.optim import learning_rate
+from trainer.order import Order, micro_batches, permutation, share
+from trainer.report import Heartbeat, Report, cut_back
+from trainer.strategy import Batch, Strategy, make_strategy
+from trainer.world import World
+
+_HELD_OUT = 0xE7A1  # keeps the draw of the eval samples apart from that of the epochs
+
+
+class StopAsked:
+    """Whether somebody wants this run to stop after the step it is at: SIGTERM, Ctrl-C, or a file `stop` in its folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file, self._signalled = run_dir / "stop", False
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, _: object) -> None:
+        self._signalled = True
+        if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            # A second Ctrl-C means now. Under torchrun one Ctrl-C comes twice: from the terminal and from the launcher.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def done(self) -> None:
+        """Take the file away: the next start is not meant by it."""
+        self._file.unlink(missing_ok=True)
+
+    def __bool__(self) -> bool:
+        return self._signalled or self._file.exists()
+
+
+def finished(run_dir: Path) -> dict[str, Any] | None:
+    """Return the result of a run that has ended well in this folder, or None."""
+    try:
+        result = json.loads((run_dir / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return result if result.get("status") == "finished" else None
+
+
+def claim(spec: RunSpec, run_dir: Path) -> None:
+    """Make the run folder this spec's, or find that it belongs to another one.
+
+    Raises:
+        UserError: the folder holds a run of a different spec, or one that `resume: never` forbids to go on.
+    """
+    kept = run_dir / "spec.yml"
+    started = (run_dir / "checkpoints").is_dir()
+    if kept.exists() and started:
+        different = changed_fields(read_spec(kept, {}, str(kept)), spec)
+        if different:
+            raise UserError(
+                f"run {spec.run} exists with another spec ({'; '.join(different)}): take another name with run="
+            )
+        if spec.resume == "never":
+            raise UserError(
+                f"run {spec.run} has checkpoints in {run_dir} and resume is never: take another name with run="
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(kept, spec.to_yaml())
+
+
+def read_dataset(spec: RunSpec) -> list[Sample]:
+    """Read the samples that the spec names."""
+    if spec.dataset == EMBEDDED_DATASET:
+        raise UserError(f"dataset: {EMBEDDED_DATASET} is made by ansible-playbook train.yml; here, give a JSONL file")
+    if is_hub_id(spec.dataset):
+        return read_hub(spec.dataset, spec.dataset_split)
+    return read_samples(Path(spec.dataset))
+
+
+def prepare_tiny(spec: RunSpec, data_dir: Path, samples: Callable[[], Sequence[Sample]]) -> RunSpec:
+    """Make the tiny model's folder unless it is there, and return the spec with its path as the model."""
+    from trainer.tiny import make_tiny
+
+    source = (
+        "fake" if spec.fake_data else sha256_file(Path(spec.dataset)) if Path(spec.dataset).is_file() else spec.dataset
+    )
+    folder = data_dir / "store" / "models" / f"tiny-{Path(source).name[:12]}-{spec.seed}"
+    if not (folder / "config.json").exists():
+        aside = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+        make_tiny([] if spec.fake_data else samples(), aside, spec.seed)
+        with contextlib.suppress(OSError):  # somebody else was quicker, with the same files
+            aside.rename(folder)
+    return spec.model_copy(update={"model": str(folder)})
+
+
+def encoded(spec: RunSpec, tokenizer: Any, data_dir: Path) -> Corpus:
+    """Encode the dataset, or take what an earlier start of any run on this host kept of it."""
+    encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on)
+    if spec.fake_data:
+        return _fake(spec, len(tokenizer))
+    path = Path(spec.dataset)
+    source = sha256_file(path) if path.is_file() else f"{spec.dataset}-{spec.dataset_split}".replace("/", "--")
+    cache = data_dir / "store" / "cache" / f"{source[:64]}-{encoder.fingerprint()[:16]}.npz"
+    if path.is_file() and (kept := load_corpus(cache)):
+        return kept
+    corpus = encode_all(read_dataset(spec), encoder)
+    save_corpus(corpus, cache)
+    return corpus
+
+
+def _fake(spec: RunSpec, vocabulary: int) -> Corpus:
+    import numpy as np
+
+    samples = spec.rows_per_step * (spec.max_steps or 32)
+    total = samples * spec.seq_length
+    tokens = np.random.default_rng(spec.seed).integers(0, vocabulary, total, dtype=np.int32)
+    trained: np.ndarray = np.ones(total, dtype=np.bool_)
+    trained[:: spec.seq_length] = False
+    return Corpus(tokens, trained, np.arange(0, total + 1, spec.seq_length, dtype=np.int64))
+
+
+def held_out(spec: RunSpec, samples: int) -> list[int]:
+    """Return the samples that are kept for evaluation, by the seed alone."""
+    # Random tokens teach nothing that could be evaluated.
+    count = min(samples - 1, max(1, round(samples * spec.eval_split))) if spec.eval_split and not spec.fake_data else 0
+    return [int(i) for i in permutation(samples, spec.seed, _HELD_OUT)[:count]]
+
+
+class Batches:
+    """Lays rows of a corpus out as micro-batches on this rank's device."""
+
+    def __init__(self, spec: RunSpec, world: World, pad: int) -> None:
+        self._world, self._pad = world, pad
+        # A compiled model would be compiled again for every new length.
+        self._length = spec.seq_length if spec.torch_compile else None
+
+    def __call__(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> Batch:
+        arrays = collate(corpus, rows, pad=self._pad, length=self._length)
+        return Batch(*(torch.from_numpy(array).to(self._world.device, non_blocking=True) for array in arrays))
+
+
+def evaluate(spec: RunSpec, world: World, strategy: Strategy, corpus: Corpus, batches: Batches) -> float | None:
+    """Return the mean loss over the tokens of the held-out samples, the same on every rank; None if there are none."""
+    if not len(corpus):
+        return None
+    order = Order(corpus.lengths, seed=spec.seed, capacity=spec.seq_length, packing=spec.packing, epochs=1, rows=1)
+    rows = order.epoch(0)
+    mine = rows[share(len(rows), strategy.shares(), world.rank)]
+    module = strategy.plain
+    module.eval()
+    loss = tokens = 0.0
+    for part in micro_batches(mine, spec.batch_size):
+        batch = batches(corpus, part)
+        loss += float(strategy.loss(batch))
+        tokens += int((batch.labels[:, 1:] != -100).sum())
+    module.train()
+    loss, tokens = world.sum([loss, tokens])
+    return loss / max(1.0, tokens)
+
+
+def gpu_use(device: torch.device) -> dict[str, float]:
+    """Return the GPU's utilisation (percent, if NVML is there) and peak memory (GB), or nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    use = {"memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+    with contextlib.suppress(Exception):  # pynvml is not installed or the driver refuses: memory alone then
+        use["utilisation_percent"] = float(torch.cuda.utilization(device))
+    return use
+
+
+def save_trained(spec: RunSpec, module: TokenLoss, tokenizer: Any, run_dir: Path) -> dict[str, Any]:
+    """Write the adapter (or the whole model) in the form that transformers and peft read; return its path and digest."""
+    kind = "adapter" if spec.lora_r else "model"
+    final, aside = run_dir / kind, run_dir / f".tmp-{kind}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        # peft would ask the hub whether the vocabulary has grown; it never does here.
+        module.model.save_pretrained(aside, **({"save_embedding_layers": False} if spec.lora_r else {}))  # type: ignore[operator]
+        tokenizer.save_pretrained(aside)
+        sync_files(aside)
+        # Left by a start that died between this and the result.
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if why := disk_trouble(error):
+            raise UserError(f"{kind}: cannot write to {run_dir}: {why}: make room and start the run again") from error
+        raise
+    weights = sorted(file.name for file in final.glob("*.safetensors"))
+    digest = sha256_file(final / weights[0]) if len(weights) == 1 else sha256_tree(final)
+    return {kind: str(final), f"{kind}_sha256": digest}
+
+
+def same_data(corpus: Corpus, world: World) -> str:
+    """Return the digest of the data, which is the same on every rank.
+
+    Raises:
+        UserError: it is not: the ranks would take other samples than they agreed on.
+    """
+    everyone = world.gather(corpus.digest())
+    other = next((rank for rank, digest in enumerate(everyone) if digest != everyone[0]), None)
+    if other is not None:
+        raise UserError(f"dataset: rank {other} has other samples or another tokenizer than rank 0: make them equal")
+    return everyone[0]
+
+
+def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Heartbeat) -> dict[str, Any]:
+    """Run the spec in `run_dir` to its end, from its newest checkpoint if it has one. Every rank calls it.
+
+    Returns:
+        The result, as in result.json: `status` is finished, or stopped if somebody asked for that.
+
+    Raises:
+        UserError: anything that a person can mend.
+    """
+    stop_asked = StopAsked(run_dir)
+    beat("starting", note="loading the model")
+    if spec.dataset.startswith("~"):
+        spec = spec.model_copy(update={"dataset": str(Path(spec.dataset).expanduser())})
+    if spec.model == TINY:
+        asked_for = spec
+        spec = world.once_here(lambda: prepare_tiny(asked_for, data_dir, lambda: read_dataset(asked_for)))
+    if spec.torch_compile:
+        need_compiler(world.device)
+    tokenizer = load_tokenizer(spec.model)
+    corpus = world.once_here(lambda: encoded(spec, tokenizer, data_dir))
+    data = same_data(corpus, world)
+    train_set, eval_set = split(corpus, held_out(spec, len(corpus)))
+    model = load_model(spec, world.device)
+    if spec.packing and not keeps_samples_apart(model, world.device, len(tokenizer)):
+        raise UserError("packing: this model mixes the samples of a packed row: set packing=false")
+    module = TokenLoss(model, compiled=spec.torch_compile)
+    strategy = make_strategy(spec, world, module)
+    batches = Batches(spec, world, tokenizer.pad_token_id or 0)
+    order = Order(
+        train_set.lengths,
+        seed=spec.seed,
+        capacity=spec.seq_length,
+        packing=spec.packing,
+        epochs=spec.epochs,
+        rows=spec.rows_per_step,
+    )
+    steps = min(order.steps, spec.max_steps) if spec.max_steps else order.steps
+    lengths, trained_counts = train_set.lengths, train_set.trained_counts()
+
+    totals: dict[str, Any] = {
+        "tokens": 0,
+        "trained_tokens": 0,
+        "samples": 0,
+        "seconds": 0.0,
+        "loss_first": None,
+        "loss_last": None,
+    }
+    step = 0
+    checkpoints = run_dir / "checkpoints"
+    newest = agree(checkpoints, world, print)
+    if newest:
+        strategy.load(newest)
+        kept = json.loads((newest / "state.json").read_text())
+        if kept.get("data") != data:
+            raise UserError(
+                f"dataset: {spec.dataset} or its encoding is not what run {spec.run} began with: "
+                "put the old one back, or take another name with run="
+            )
+        step, totals = kept["step"], kept["totals"]
+        print(f"going on from step {step} of {steps}")
+    if world.first_here:
+        cut_back(run_dir, step)
+    world.barrier()
+    report = Report(spec, run_dir, world.rank, world.size, step)
+    if world.rank == 0:
+        print(
+            f"{len(train_set)} samples, {order.rows_per_epoch} rows an epoch, {steps} steps of {spec.rows_per_step} rows on "
+            f"{world.size} ranks; held out {len(eval_set)}, dropped {corpus.dropped} without a trained token, cut {corpus.cut}"
+        )
+
+    eval_loss: float | None = None
+    evaluated = -1
+    stopping = False
+    while step < steps and not stopping:
+        started = time.perf_counter()
+        rows = order.step(step)
+        mine = rows[share(len(rows), strategy.shares(), world.rank)]
+        here = [sample for row in rows for sample in row]
+        # Every rank knows all rows, so the step's tokens need no message.
+        trained_tokens = int(trained_counts[here].sum())
+        parts = micro_batches(mine, spec.batch_size)
+        loss = torch.zeros((), dtype=torch.float64)
+        for place, part in enumerate(parts):
+            # A function of the step and the place in it, so that a resumed run draws what a straight one draws: the
+            # adapters' dropout and the model's own.
+            torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (world.rank + 1) + place)
+            loss += (
+                strategy.backward(batches(train_set, part), trained_tokens, last=place == len(parts) - 1).double().cpu()
+            )
+        norm = strategy.step(learning_rate(spec, step, steps))
+        busy = time.perf_counter() - started
+        step += 1
+        report.used(step, mine)
+
+        slots = [0.0] * world.size
+        slots[world.rank] = busy
+        total_loss, asked, *step_seconds = world.sum([float(loss), float(bool(stop_asked)), *slots])
+        stopping = asked > 0
+        mean_loss = total_loss / trained_tokens
+        # The slowest rank's, so that every host's checkpoint says the same.
+        seconds = max(step_seconds)
+        tokens = int(lengths[here].sum())
+        totals["tokens"] += tokens
+        totals["trained_tokens"] += trained_tokens
+        totals["samples"] += len(here)
+        totals["seconds"] += seconds
+        totals["loss_last"] = mean_loss
+        if totals["loss_first"] is None:
+            totals["loss_first"] = mean_loss
+        eta = totals["seconds"] / step * (steps - step)
+        speed = tokens / seconds
+        record = {
+            "step": step,
+            "steps": steps,
+            "loss": mean_loss,
+            "lr": learning_rate(spec, step - 1, steps),
+            # fp16's scaler steps over overflows; JSON knows no infinity.
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "tokens": tokens,
+            "trained_tokens": trained_tokens,
+            "samples": len(here),
+            "tokens_per_second": speed,
+            "step_seconds": step_seconds,
+        }
+        use = gpu_use(world.device)
+        report.step(record | {"gpu": use} if use else record, eta=eta, last=step == steps)
+        beat("training", step=step, steps=steps, loss=mean_loss, tokens_per_second=speed, eta=eta, note="")
+        if mean_loss != mean_loss:
+            raise UserError(
+                f"loss is not a number at step {step}: lower lr (now {spec.lr}), or take precision=32-true or bf16-mixed"
+            )
+
+        if len(eval_set) and spec.eval_interval and step % spec.eval_interval == 0 and step < steps:
+            beat("evaluating")
+            eval_loss, evaluated = evaluate(spec, world, strategy, eval_set, batches), step
+            report.scalars({"eval_loss": eval_loss or 0.0}, step)
+        if (spec.checkpoint_interval and step % spec.checkpoint_interval == 0) or stopping or step == steps:
+            beat("saving")
+            report.flush()
+            if world.first_here:
+                state = {"totals": totals, "world_size": world.size, "data": data}
+                write_checkpoint(checkpoints, step, state, strategy.save, spec.checkpoint_keep)
+
+    result: dict[str, Any] = {
+        "run": spec.run,
+        "status": "finished" if step == steps else "stopped",
+        "world_size": world.size,
+        "strategy": spec.strategy,
+        "step": step,
+        "steps": steps,
+        "tokens_per_second": totals["tokens"] / totals["seconds"] if totals["seconds"] else 0.0,
+        **totals,
+        "eval_loss": eval_loss,
+        "dropped_samples": corpus.dropped,
+        "cut_samples": corpus.cut,
+        "adapter": None,
+        "tensorboard": str(run_dir / "tensorboard") if "tensorboard" in spec.loggers else None,
+        "trainer": __version__,
+        "torch": torch.__version__,
+    }
+    if result["status"] == "finished":
+        if evaluated != step:
+            beat("evaluating")
+            result["eval_loss"] = evaluate(spec, world, strategy, eval_set, batches)
+            if result["eval_loss"] is not None:
+                report.scalars({"eval_loss": result["eval_loss"]}, step)
+        beat("saving")
+        if world.first_here:
+            result |= save_trained(spec, module, tokenizer, run_dir)
+            write_atomic(run_dir / "result.json", json.dumps(result, indent=1))
+    elif world.first_here:
+        stop_asked.done()
+    report.close()
+    # No rank leaves before all have written: a launcher that ends early must not take its peers' store away.
+    world.barrier()
+    return result
