@@ -104,8 +104,10 @@ def write_dataset(ansible_doc: str, path: Path) -> int:
         RuntimeError: ansible-doc cannot be run, or gave too little.
     """
     with tempfile.NamedTemporaryFile(suffix=".cfg") as empty:
-        # An empty config: the plugins of a project in this folder are none of ansible-core's documentation.
-        environment = os.environ | {"ANSIBLE_CONFIG": empty.name, "LC_ALL": "C.UTF-8", "ANSIBLE_FORCE_COLOR": "0"}
+        # An empty config, and nothing of who called us: neither a project's plugins nor ansible-runner's escape codes may
+        # get into what ansible-core says of itself.
+        environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+        environment |= {"ANSIBLE_CONFIG": empty.name, "LC_ALL": "C.UTF-8", "ANSIBLE_FORCE_COLOR": "0"}
         done = subprocess.run(
             [ansible_doc, "--metadata-dump", "--no-fail-on-errors"],
             stdin=subprocess.DEVNULL,
