@@ -11,13 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
-
 TOP = Path(__file__).resolve().parents[2]
 if str(TOP) not in sys.path:
     sys.path.append(str(TOP))
 
-from plugins.module_utils.links import Link, Round, Trouble, plain
+from plugins.module_utils.links import AllHosts, Link, Round, Trouble, plain
 
 GATHER_LIMIT = 600.0  # s
 # Runs on a host: its result and its ranks' logs.
@@ -33,13 +31,7 @@ print(json.dumps({"result": result, "logs": {p.name: p.stat().st_size for p in (
 """
 
 
-class ActionModule(ActionBase):
-    BYPASS_HOST_LOOP = True
-    TRANSFERS_FILES = True
-    _requires_connection = False
-    _supports_check_mode = True
-    _supports_async = False
-
+class ActionModule(AllHosts):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         hostvars = (task_vars or {})["hostvars"]

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 TOP = Path(__file__).resolve().parents[2]
@@ -32,7 +31,7 @@ from plugins.module_utils.following import (
     status_rows,
     table,
 )
-from plugins.module_utils.links import Link, Round, plain
+from plugins.module_utils.links import AllHosts, Link, Round, plain
 
 display = Display()
 
@@ -58,13 +57,7 @@ class Supervised(Link):
         return self.run(f"PYTHONPATH={archive} exec {shlex.quote(self.python)} -P -m trainer.supervise {words}")
 
 
-class ActionModule(ActionBase):
-    BYPASS_HOST_LOOP = True
-    TRANSFERS_FILES = False
-    _requires_connection = False
-    _supports_check_mode = True
-    _supports_async = False
-
+class ActionModule(AllHosts):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables = task_vars or {}

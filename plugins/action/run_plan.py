@@ -18,7 +18,7 @@ if str(TOP) not in sys.path:
 
 import yaml
 
-from plugins.module_utils.links import Link, Round, plain
+from plugins.module_utils.links import AllHosts, Link, Round, plain
 from plugins.module_utils.plan import PORTS, Unplannable, choose_port, plan, table, unlike
 from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
 
@@ -27,13 +27,7 @@ PROBE_LIMIT = 60.0  # s for a host to say what it is
 MARGIN = 200 << 20  # bytes that a run writes besides what is staged: logs, events, checkpoints of a small adapter
 
 
-class ActionModule(ActionBase):
-    BYPASS_HOST_LOOP = True
-    TRANSFERS_FILES = False
-    _requires_connection = False
-    _supports_check_mode = True
-    _supports_async = False
-
+class ActionModule(AllHosts):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables = task_vars or {}

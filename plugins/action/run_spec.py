@@ -13,7 +13,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 from ansible.utils.vars import load_extra_vars
 from safetensors import safe_open
@@ -24,7 +23,7 @@ if str(TOP) not in sys.path:  # Ansible puts module_utils on a module's path, no
 
 from plugins.module_utils.docs_dataset import write_dataset
 from plugins.module_utils.doors import known_variables, unknown
-from plugins.module_utils.links import plain
+from plugins.module_utils.links import AllHosts, plain
 from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec, make_spec, read_yaml, suggest
 from trainer.data import is_hub_id, read_samples
 from trainer.errors import UserError
@@ -33,13 +32,7 @@ from trainer.files import sha256_file, sha256_tree, write_atomic
 display = Display()
 
 
-class ActionModule(ActionBase):
-    BYPASS_HOST_LOOP = True
-    TRANSFERS_FILES = False
-    _requires_connection = False
-    _supports_check_mode = True
-    _supports_async = False
-
+class ActionModule(AllHosts):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         _, arguments = self.validate_argument_spec({"file": {"type": "str", "default": ""}})

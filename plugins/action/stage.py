@@ -11,28 +11,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
-
 TOP = Path(__file__).resolve().parents[2]
 if str(TOP) not in sys.path:
     sys.path.append(str(TOP))
 
 import yaml
 
-from plugins.module_utils.links import Link, Round, plain
+from plugins.module_utils.links import AllHosts, Link, Round, plain
 from plugins.module_utils.plan import Node, Unplannable, environment
 
 LANDING = (TOP / "plugins/module_utils/landing.py").read_bytes()
 STAGE_LIMIT = 3600.0  # s: a model over a slow line takes its time
 
 
-class ActionModule(ActionBase):
-    BYPASS_HOST_LOOP = True
-    TRANSFERS_FILES = True
-    _requires_connection = False
-    _supports_check_mode = True
-    _supports_async = False
-
+class ActionModule(AllHosts):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         hostvars = (task_vars or {})["hostvars"]

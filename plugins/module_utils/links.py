@@ -18,6 +18,16 @@ from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
 
 
+class AllHosts(ActionBase):
+    """An action that runs on the controller, once for all hosts of the play."""
+
+    BYPASS_HOST_LOOP = True
+    TRANSFERS_FILES = False
+    _requires_connection = False
+    _supports_check_mode = True
+    _supports_async = False
+
+
 class Trouble(Exception):
     """A host did not answer, or answered that it cannot; the message is one plain line."""
 
