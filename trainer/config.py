@@ -63,6 +63,7 @@ def _field(
 
 Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 Logger = Literal["tensorboard", "wandb", "none"]
+Wire = Annotated[Literal["32", "bf16"], BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))]
 
 
 class RunSpec(BaseModel):
@@ -157,6 +158,11 @@ class RunSpec(BaseModel):
         16, "rank of the adapters; 0: full fine-tuning", ge=0, le=4096, also=["lora", "lora_rank", "r", "rank"]
     )
     lora_alpha: float = _field(32.0, "adapters are scaled by lora_alpha / lora_r", gt=0, also=["alpha"])
+    quantize: Literal["none", "nf4"] = _field(
+        "none",
+        "nf4: the frozen base in 4 bits under LoRA (QLoRA); needs bitsandbytes, and is slow on a CPU",
+        also=["load_in_4bit", "quantization", "bnb_4bit_quant_type"],
+    )
     lora_dropout: float = _field(0.0, "dropout before the adapters", ge=0, lt=1, also=["dropout"])
     lora_targets: Words = _field(
         ("all-linear",),
@@ -169,6 +175,14 @@ class RunSpec(BaseModel):
         "of the arithmetic; what is trained is kept in float32",
         also=["dtype", "bf16", "fp16", "mixed_precision"],
     )
+    optimizer: Literal["adamw", "adamw8bit"] = _field(
+        "adamw", "adamw8bit keeps its two moments in 8 bits; needs bitsandbytes", also=["optim"]
+    )
+    kernels: Literal["auto", "torch"] = _field(
+        "auto",
+        "auto: liger kernels and flash attention on CUDA where they are installed; torch: neither",
+        also=["use_liger_kernel", "attn_implementation"],
+    )
     gradient_checkpointing: bool = _field(
         False,
         "compute activations again in the backward pass instead of keeping them",
@@ -176,6 +190,9 @@ class RunSpec(BaseModel):
     )
     torch_compile: bool = _field(False, "torch.compile the model; needs a C++ compiler on every node", also=["compile"])
     strategy: Literal["ddp"] = _field("ddp", "how ranks share the work", also=["distributed_strategy", "parallelism"])
+    gradient_wire: Wire = _field(
+        "32", "bits of a gradient between ranks: bf16 halves the bytes and rounds what it sends", also=["ddp_comm_hook"]
+    )
     seed: int = _field(1, "of order, dropout and fresh weights", ge=0, lt=2**32, also=["random_seed"])
     eval_split: float = _field(
         0.05,
@@ -250,6 +267,8 @@ class RunSpec(BaseModel):
             raise ValueError(f"loggers: 'none' goes with no other, got {','.join(self.loggers)}")
         if self.backend == "unsloth" and not self.lora_r:
             raise ValueError("backend: unsloth is for LoRA here, got lora_r 0: take backend=peft for full fine-tuning")
+        if self.quantize != "none" and not self.lora_r:
+            raise ValueError(f"quantize: {self.quantize} is for LoRA, got lora_r 0: 4-bit weights cannot be trained")
         return self
 
     @property

@@ -1,18 +1,19 @@
 """From a spec to a model with its trainable part, a tokenizer, and the module that turns a micro-batch into its loss."""
 
-import inspect
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
+from trainer.optim import bitsandbytes
 
 
 def _first_line(error: BaseException) -> str:
@@ -54,8 +55,14 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     if spec.backend == "unsloth":
         return _load_unsloth(spec, device)
     frozen_bf16 = spec.lora_r > 0 and spec.precision == "bf16-mixed"
+    how: dict[str, Any] = {"dtype": torch.bfloat16 if frozen_bf16 else torch.float32}
+    fast = levers(spec, device)
+    if "flash attention" in fast:
+        how["attn_implementation"] = "flash_attention_2"
+    if spec.quantize == "nf4":
+        how |= _four_bits(spec, device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.bfloat16 if frozen_bf16 else torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(spec.model, **how)
     except Exception as error:
         raise UserError(f"model: cannot load {spec.model}: {_first_line(error)}") from None
     places = getattr(model.config, "max_position_embeddings", None)
@@ -63,13 +70,42 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
         raise UserError(
             f"seq_length: {spec.model} has {places} positions, got {spec.seq_length}: set seq_length={places}"
         )
+    if "liger" in fast:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        # The loss is summed here, over tokens that have one: liger's own would take the mean.
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    if spec.quantize == "nf4":
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
         model = _add_lora(spec, model)
-    model.to(device)
+    if spec.quantize == "none":
+        model.to(device)
     model.train()
     return model
+
+
+def levers(spec: RunSpec, device: torch.device) -> list[str]:
+    """Return which faster kernels this process takes: those that are installed, on CUDA alone, unless kernels=torch."""
+    if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
+        return []
+    # Flash attention knows 16-bit numbers only.
+    wanted = {"liger": "liger_kernel"} | ({"flash attention": "flash_attn"} if spec.precision == "bf16-mixed" else {})
+    return [name for name, package in wanted.items() if importlib.util.find_spec(package)]
+
+
+def _four_bits(spec: RunSpec, device: torch.device) -> dict[str, Any]:
+    """Return how from_pretrained makes the frozen base NF4, as QLoRA does (https://arxiv.org/abs/2305.14314)."""
+    bitsandbytes("quantize: nf4")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if spec.precision == "bf16-mixed" else torch.float32,
+    )
+    return {"quantization_config": quantization, "device_map": {"": device}}
 
 
 def need_compiler(device: torch.device) -> None:
@@ -142,8 +178,19 @@ class TokenLoss(nn.Module):
         super().__init__()
         self.model = model
         self._run = torch.compile(model) if compiled else model
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._keeps = "logits_to_keep" in inspect.signature(inner.forward).parameters and not compiled
+        self._places: torch.Tensor | None = None
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # Flash attention tells packed samples apart by their positions in one long row only.
+        self._one_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
+        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+        if head is not None and not compiled:
+            head.register_forward_pre_hook(self._pick)
+
+    def _pick(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Hand the model's head only the places that have a loss: logits are the largest tensor of all."""
+        if self._places is None:
+            return hidden
+        return (hidden[0].flatten(0, -2)[self._places][None],)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the summed cross entropy of next tokens, a float32 scalar.
@@ -152,16 +199,20 @@ class TokenLoss(nn.Module):
             ids, positions, labels: int64 [rows, T]; labels are -100 where no loss is; positions start again at 0
                 with every packed sample, which is how transformers keeps them apart (it needs ``use_cache=False``).
         """
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-        keep: dict[str, Any] = {}
-        if self._keeps:
-            # Logits are the largest tensor of all: only for places that have a loss in some row.
-            columns = (targets != -100).any(0).nonzero().squeeze(1)
-            if not len(columns):
-                columns = columns.new_zeros(1)
-            keep, targets = {"logits_to_keep": columns}, targets[:, columns]
-        logits = self._run(input_ids=ids, position_ids=positions, use_cache=False, **keep).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()
+        places = (targets != -100).nonzero().squeeze(1)
+        if not len(places):
+            places = places.new_zeros(1)
+        if self._one_row:
+            ids, positions = ids.view(1, -1), positions.view(1, -1)
+        self._places = places
+        try:
+            logits = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits.flatten(0, 1)
+        finally:
+            self._places = None
+        if len(logits) == len(targets):  # a model whose head is not called as a module, or a compiled one
+            places = torch.arange(len(targets), device=places.device)
+        return F.cross_entropy(logits.float(), targets[places], ignore_index=-100, reduction="sum")
 
 
 @torch.no_grad()
@@ -169,12 +220,14 @@ def keeps_samples_apart(model: nn.Module, device: torch.device, vocabulary: int)
     """Find out whether this model keeps packed samples apart: the second one's logits must not know the first."""
     was_training = model.training
     model.eval()
+    flash = getattr(getattr(model, "config", None), "_attn_implementation", "") == "flash_attention_2"
     step = max(1, vocabulary // 16)
     second = torch.arange(8, device=device) * step % vocabulary
     outputs = []
     for shift in (1, 5):
         ids = torch.cat([(second + shift) % vocabulary, second])[None]
         positions = torch.arange(8, device=device).repeat(2)[None]
-        outputs.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:].float())
+        with torch.autocast(device.type, torch.bfloat16, enabled=flash):
+            outputs.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:].float())
     model.train(was_training)
     return torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-3)

@@ -162,7 +162,9 @@ def check(hosts: list[dict[str, Any]], staged: int) -> None:
 
 def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_staged: bool) -> None:
     """Check that every host has what the spec asks for beyond the usual. Raises Unplannable."""
+    eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
     needs = {
+        "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
         "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",

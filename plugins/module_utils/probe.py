@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy", "pydantic", "tensorboard")
-OPTIONAL = ("datasets", "wandb", "unsloth")
+OPTIONAL = ("datasets", "wandb", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn")
 SIOCGIFADDR = 0x8915  # netdevice(7)
 _ASK_VERSIONS = """
 import importlib.metadata, json, platform
