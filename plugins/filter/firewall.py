@@ -1,0 +1,75 @@
+"""Filters for the firewall: who the peers are, and what they may reach. Thin: the rules are in module_utils/ufw."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from pathlib import Path
+from typing import Any
+
+# Ansible loads this file by its path, outside any package.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from plugins.module_utils.ufw import wanted
+
+
+def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
+    """Return `{host: address that its peers reach it at}` in the order of the inventory."""
+    return {
+        host: str(hostvars[host].get("cluster_address") or hostvars[host].get("ansible_host") or host) for host in hosts
+    }
+
+
+def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], allow: list[dict[str, Any]]) -> list[str]:
+    """Return a plain line for each thing that cannot be opened."""
+    problems = []
+    for host, address in peers.items():
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            problems.append(
+                f"cluster_address of {host} is {address!r}, takes the IP address that its peers reach it at"
+            )
+    for name, entries in (("firewall_openings", openings), ("firewall_allow", allow)):
+        for entry in entries:
+            try:
+                wanted(str(entry["port"]), entry.get("proto", "tcp"), str(entry.get("source", "any")), "")
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+    return problems
+
+
+def firewall_rules(
+    peers: dict[str, str], host: str, openings: list[dict[str, Any]], allow: list[dict[str, Any]]
+) -> list[dict[str, str]]:
+    """Return the rules of `host` for M(ufw_rules): all TCP and the openings from every peer, and a person's own.
+
+    gloo and NCCL listen on random high ports, so single ports would not do. TCP openings are said by that already.
+    """
+    rules = []
+    for peer, address in peers.items():
+        if address == peers.get(host):
+            continue
+        rules.append({"proto": "tcp", "source": address, "why": f"peer {peer}"})
+        rules += [
+            {"port": str(opening["port"]), "proto": "udp", "source": address, "why": f"{opening['why']}, peer {peer}"}
+            for opening in openings
+            if opening.get("proto") == "udp"
+        ]
+    for entry in allow:
+        source = {"port": str(entry["port"]), "source": str(entry.get("source", "any"))}
+        rules.append(
+            {**source, "proto": entry.get("proto", "tcp"), "why": str(entry.get("why", "")) or "firewall_allow"}
+        )
+    return rules
+
+
+class FilterModule:
+    """For Ansible."""
+
+    def filters(self) -> dict[str, Any]:
+        return {
+            "cluster_addresses": cluster_addresses,
+            "firewall_problems": firewall_problems,
+            "firewall_rules": firewall_rules,
+        }

@@ -1,0 +1,176 @@
+"""The role `firewall` on real hosts: who gets in, who does not, and that it can be taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+HIGH = 40123  # a port as gloo and NCCL draw them
+CONNECT = """
+import socket, sys
+source, target, *ports = sys.argv[1:]
+for port in ports:
+    try:
+        socket.create_connection((target, int(port)), 0.7, source_address=(source, 0)).close()
+        print(port)
+    except OSError:
+        pass
+"""
+STOCK = (
+    "sha256sum $(find /etc/ufw /etc/default -type f | sort); ufw status verbose; ls -A /var/lib/trainyard/ 2>&1 || :"
+)
+REMOVE = """
+- hosts: cluster
+  gather_facts: false
+  tasks:
+    - ansible.builtin.include_role: {name: firewall, tasks_from: remove}
+"""
+
+
+@pytest.fixture
+def inventory(lab: Lab, tmp_path: Path) -> Any:
+    """Write an inventory of these hosts, with variables of single hosts on top."""
+
+    def write(names: list[str], **variables: dict[str, Any]) -> Path:
+        document = yaml.safe_load(lab.inventory.read_text())
+        children = document["all"]["children"]
+        for group in children.values():
+            group["hosts"] = {name: of for name, of in group["hosts"].items() if name in names}
+        for name, more in variables.items():
+            children["cluster"]["hosts"][name].update(more)
+        (tmp_path / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
+        return tmp_path / "inventory.yml"
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def stock(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The hosts' firewalls as they came, and again after the test."""
+    take_away(lab, hosts, tmp_path)
+    lab.inside(hosts[0], "mkdir -p /var/lib/trainyard")
+    before = {host.name: lab.inside(host, STOCK) for host in hosts}
+    yield before
+    for host in hosts:
+        lab.inside(host, "ufw --force disable; systemctl stop test-listener trainyard-firewall-fuse.timer", check=False)
+    take_away(lab, hosts, tmp_path)
+
+
+def take_away(lab: Lab, hosts: list[Host], folder: Path) -> None:
+    """Take away what this test or one before it has left."""
+    if any("before.json" in lab.inside(host, "ls /var/lib/trainyard/firewall 2>&1 || :") for host in hosts):
+        assert remove(lab, folder, lab.inventory).rc == 0
+
+
+def remove(lab: Lab, folder: Path, inventory: Path) -> Played:
+    (folder / "remove.yml").write_text(REMOVE)
+    return run_playbook(str(folder / "remove.yml"), inventory)
+
+
+def firewall(inventory: Path, *arguments: str) -> Played:
+    return run_playbook("site.yml", inventory, {}, "--tags", "firewall", *arguments)
+
+
+def listen(lab: Lab, host: Host) -> list[str]:
+    """Have ports of a run and of Ollama listen on a host, and return all ports that do."""
+    ports = (11434, 29500, HIGH, 8080)
+    code = "import signal, socket; s = [socket.create_server(('::', p), family=socket.AF_INET6, dualstack_ipv6=True)"
+    code += f" for p in {ports}]; signal.pause()"
+    lab.inside(host, f'systemd-run --quiet --collect --unit=test-listener /usr/bin/python3 -c "{code}"')
+    ask = "ss --no-header --listening --tcp --numeric | awk '{print $4}' | sed 's/.*://' | sort -un"
+    lab.wait(
+        lambda: {str(port) for port in ports} <= set(lab.inside(host, ask).split()), "the listener does not listen"
+    )
+    return lab.inside(host, ask).split()
+
+
+def reach(lab: Lab, source: str, target: str, ports: list[str], host: Host | None = None) -> set[int]:
+    """The ports of `target` that answer to `source`: an address of `host`, or of an outsider on the hosts' network."""
+    if host is None:
+        said = lab.in_lab("python3", "-c", CONNECT, source, target, *ports)
+    else:
+        said = lab.inside(host, f"python3 - {source} {target} {' '.join(ports)} <<'PYTHON'{CONNECT}PYTHON")
+    return {int(port) for port in said.split()}
+
+
+def test_peers_come_in_and_outsiders_reach_ssh_alone(
+    lab: Lab, hosts: list[Host], inventory: Any, stock: dict[str, str], tmp_path: Path
+) -> None:
+    one, two, three = hosts
+    six = {host.name: f"fd79::{host.index}" for host in hosts}
+    for host in hosts:
+        lab.inside(host, f"ip address replace {six[host.name]}/64 dev {host.nic} nodad")
+    lab.in_lab("ip", "address", "replace", "fd79::ff/64", "dev", "br0", "nodad")
+    outsider = f"10.231.{one.net}.1"
+    lab.inside(one, f"ufw allow 8080/tcp comment mine; ufw allow proto tcp from {two.address} comment 'mine too'")
+    stock["node1"] = lab.inside(one, STOCK)
+    ports = listen(lab, one)
+    assert reach(lab, outsider, one.address, ports) >= {22, 11434, 29500, HIGH, 8080}
+
+    # node2 is known to its peers by an IPv6 address, node3 by the other.
+    names = [host.name for host in hosts]
+    whole = inventory(names, node2={"cluster_address": six["node2"]})
+    shown = firewall(whole, "--check", "--diff")
+    assert shown.rc == 0, shown.stdout
+    assert "+allow any tcp from fd79::2 (v6)  # trainyard: peer node2" in shown.stdout
+    assert lab.inside(two, STOCK) == stock["node2"]
+    for changed in (3, 0):
+        played = firewall(whole)
+        assert played.rc == 0, played.stdout
+        assert played.count("changed") == changed, played.stdout
+
+    assert reach(lab, outsider, one.address, ports) == {22, 8080}  # 8080 is somebody's own rule
+    assert reach(lab, "fd79::ff", six["node1"], ports) == {22, 8080}
+    assert reach(lab, outsider, two.address, listen(lab, two)) == {22}
+    assert reach(lab, three.address, one.address, ports, three) >= {22, 11434, 29500, HIGH}
+    assert reach(lab, six["node2"], six["node1"], ports, two) >= {22, 11434, 29500, HIGH}
+    assert HIGH not in reach(lab, six["node3"], six["node1"], ports, three)
+
+    # node3 leaves the cluster, and node2 gets another address.
+    smaller = inventory(names[:2])
+    assert firewall(smaller).rc == 0
+    assert reach(lab, three.address, one.address, ports, three) == {22, 8080}
+    assert HIGH in reach(lab, two.address, one.address, ports, two)
+    assert "fd79" not in lab.inside(one, "ufw show added")
+
+    # What was lost on the way, as by a kill, comes back.
+    lab.inside(two, f"ufw delete allow proto tcp from {one.address}; ufw --force disable")
+    assert firewall(smaller).count("changed") == 1
+    assert HIGH in reach(lab, one.address, two.address, [str(HIGH)], one)
+
+    for changed in (3, 0):
+        assert remove(lab, tmp_path, lab.inventory).count("changed") == changed
+    lab.inside(two, "rmdir /var/lib/trainyard")
+    assert {host.name: lab.inside(host, STOCK) for host in hosts[:2]} == {n: stock[n] for n in names[:2]}
+    lab.inside(one, f"ufw delete allow 8080/tcp; ufw delete allow proto tcp from {two.address}")
+
+
+def test_a_firewall_that_would_lock_out_goes_off_again(lab: Lab, hosts: list[Host], inventory: Any) -> None:
+    host = hosts[1]
+    drop = "-I ufw-before-input 1 -p tcp --dport 22 -m conntrack --ctstate NEW -j DROP"
+    lab.inside(host, f"cp -a /etc/ufw/before.rules /root/; sed -i '/^COMMIT/i {drop}' /etc/ufw/before.rules")
+    try:
+        played = firewall(inventory([host.name for host in hosts], node2={"firewall_fuse": 15}))
+        assert played.rc != 0
+        assert "error: node2 does not answer" in played.stdout, played.stdout
+        assert played.stats["ok"]["node3"] > played.stats["ok"]["node2"]
+        lab.wait(lambda: "inactive" in lab.inside(host, "ufw status"), "the fuse did not burn down", 60)
+        lab.wait(lambda: lab._answers(host), "node2 is locked out")
+    finally:
+        lab.inside(host, "cp -a /root/before.rules /etc/ufw/; rm /root/before.rules")
+
+
+def test_what_cannot_be_opened_is_said_before_a_host_is_touched(lab: Lab, hosts: list[Host], inventory: Any) -> None:
+    bad = {"firewall_allow": [{"port": "99999"}], "cluster_address": "box"}
+    played = firewall(inventory([host.name for host in hosts], node2=bad))
+    assert played.rc != 0
+    assert played.count("changed") == 0
+    assert "cluster_address of node2 is 'box', takes the IP address that its peers reach it at" in played.stdout
+    assert "firewall_allow: port is '99999', takes a number from 1 to 65535 or a range" in played.stdout
