@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import RunSpec, make_spec, parse_flags, read_spec, table
-from trainer.errors import UserError, disk_trouble
+from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.report import Heartbeat
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
@@ -69,7 +69,7 @@ def _train(argv: list[str]) -> int:
         return _failed(beat, interrupted, plain=True, secondary=False)
     except Exception as error:
         if isinstance(error, OSError) and (why := disk_trouble(error)):
-            full = UserError(f"cannot write: {why}: make room or mend its rights, and start the run again")
+            full = DiskError(f"cannot write: {why}: make room or mend its rights, and start the run again")
             return _failed(beat, full, plain=True, secondary=False)
         lost = type(error).__name__ in _LOST_PEER or (
             isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER_WORDS)

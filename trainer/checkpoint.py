@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.errors import UserError, disk_trouble
+from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.files import sha256_file, sync_files, sync_folder
 from trainer.world import World
 
@@ -57,12 +57,12 @@ def write_checkpoint(folder: Path, step: int, state: dict[str, Any], save: Calla
     return final
 
 
-def _unwritten(folder: Path, step: int, error: Exception) -> UserError:
+def _unwritten(folder: Path, step: int, error: Exception) -> DiskError:
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     why = disk_trouble(error) or str(error).strip().splitlines()[0]
     kept = sorted(whole_checkpoints(folder, check=False))
     rest = f"step {kept[-1]} is kept" if kept else "there is no older one"
-    return UserError(
+    return DiskError(
         f"checkpoint: step {step} could not be written to {folder}: {why} ({_megabytes(free)} free); {rest}: "
         "make room and start the run again, it goes on from there"
     )
@@ -141,7 +141,7 @@ def _pass_on(path: Path, owner: int, world: World, *, lacking: bool) -> None:
         _receive(path, owner, world, lacking=lacking)
     except OSError as error:
         shutil.rmtree(path.with_name(f".tmp-{path.name}"), ignore_errors=True)
-        raise UserError(
+        raise DiskError(
             f"checkpoint: {path.name} could not be taken over from rank {owner}: "
             f"{disk_trouble(error) or error}: make room and start the run again"
         ) from error

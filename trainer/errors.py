@@ -9,6 +9,10 @@ class UserError(Exception):
     """One plain line: what is wrong, where, what to do. Shown without a traceback."""
 
 
+class DiskError(UserError):
+    """This host's disk is full or cannot be written: another host may well go on."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the known name closest to `name`, or an empty string if none is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

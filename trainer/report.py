@@ -3,12 +3,17 @@
 import contextlib
 import json
 import os
+import shutil
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.config import RunSpec
-from trainer.errors import UserError
+from trainer.errors import DiskError, UserError
+from trainer.world import World
 
 _BEAT = 0.2  # seconds between heartbeats while nothing but the step changes
 _BALLAST = 64 * 1024  # bytes kept free for the last words of a rank whose disk is full
@@ -68,36 +73,82 @@ class Heartbeat:
             raise
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Cut a file of one JSON line a step back to the steps up to `step`: a resumed run writes the later ones again."""
-    if not path.exists():
-        return
-    lines = []
-    for line in path.read_text().splitlines():
+@dataclass(frozen=True)
+class Past:
+    """The starts of a run so far, as its newest checkpoint tells, and this one: what of the records still holds.
+
+    A start that broke leaves records of steps that another start does again, maybe on other hosts. A record names its
+    start, and holds up to the step from which the next one in this list went on; of a start that is not in it, none does.
+    """
+
+    starts: list[
+        dict[str, Any]
+    ]  # each `start` (a name of its own), `step` (it goes on from) and `head` (rank 0's place)
+
+    def holds(self, record: dict[str, Any]) -> bool:
+        """Tell whether the record's step is part of the run as it is now."""
+        for this, following in pairwise(self.starts):
+            if record.get("start") == this["start"]:
+                return bool(record["step"] <= following["step"])
+        return False
+
+    @property
+    def step(self) -> int:
+        return int(self.starts[-1]["step"])
+
+    @property
+    def start(self) -> str:
+        return str(self.starts[-1]["start"])
+
+    @property
+    def moved(self) -> bool:
+        """Whether rank 0 is somewhere else than it was."""
+        return len(self.starts) > 1 and self.starts[-1]["head"] != self.starts[-2]["head"]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= step:
-                lines.append(line + "\n")
-        except (ValueError, KeyError):
-            break  # a line that was being written when the process died
-    aside = path.with_suffix(f".tmp-{os.getpid()}")
-    aside.write_text("".join(lines))
-    aside.replace(path)
+            record = json.loads(line)
+        except ValueError:
+            return  # a line that was being written when the process died
+        yield record
 
 
-def cut_back(run_dir: Path, step: int) -> None:
-    """Cut this host's records back to `step`, from which the run goes on: once on a host, before any rank opens them.
+def cut_back(run_dir: Path, past: Past) -> None:
+    """Drop what does not hold of this host's records: once on a host, before any rank opens them.
 
     Those of every rank that ever was here: the steps of one that has left come again on another.
     """
     try:
         for path in [run_dir / "metrics.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
-            _keep_until(path, step)
+            if path.exists():
+                kept = [json.dumps(record) + "\n" for record in _records(path) if past.holds(record)]
+                aside = path.with_suffix(f".tmp-{os.getpid()}")
+                aside.write_text("".join(kept))
+                aside.replace(path)
     except OSError as error:
         raise _unwritable(run_dir, error) from None
 
 
-def _unwritable(run_dir: Path, error: OSError) -> UserError:
-    return UserError(f"run folder: cannot write to {run_dir}: {error.strerror}: make room or mend its rights")
+def share_metrics(run_dir: Path, world: World, step: int) -> None:
+    """Give metrics.jsonl to the hosts whose own is not whole up to `step`, from one whose is. Every rank calls it."""
+    path = run_dir / "metrics.jsonl"
+    whole = sum(1 for _ in _records(path)) == step
+    everyone = world.gather(whole)
+    if all(everyone) or not any(everyone):
+        return
+    owner = everyone.index(True)
+    text = world.gather(path.read_text() if world.rank == owner else "")[owner]
+    if world.first_here and not whole:
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise _unwritable(run_dir, error) from None
+
+
+def _unwritable(run_dir: Path, error: OSError) -> DiskError:
+    return DiskError(f"run folder: cannot write to {run_dir}: {error.strerror}: make room or mend its rights")
 
 
 def clock(seconds: float) -> str:
@@ -108,43 +159,48 @@ def clock(seconds: float) -> str:
 
 
 class Report:
-    """All of a rank's records of a run but its heartbeat. `step` is the step that the run goes on from."""
+    """All of a rank's records of a run but its heartbeat.
 
-    def __init__(self, spec: RunSpec, run_dir: Path, rank: int, world_size: int, step: int) -> None:
-        self._spec, self._rank, self._world_size = spec, rank, world_size
+    Every host keeps the metrics, so that they outlive the head; loggers and the log's lines are rank 0's.
+    """
+
+    def __init__(self, spec: RunSpec, run_dir: Path, world: World, past: Past) -> None:
+        self._start, self._head = past.start, world.rank == 0
         self._lined = 0.0
         try:
             (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-            self._samples = (run_dir / "samples" / f"rank{rank}.jsonl").open("a")
+            self._samples = (run_dir / "samples" / f"rank{world.rank}.jsonl").open("a")
             self._metrics: TextIO | None = None
             self._board: Any = None
             self._wandb: Any = None
-            if rank:
-                return
-            self._metrics = (run_dir / "metrics.jsonl").open("a")
+            if world.first_here:
+                self._metrics = (run_dir / "metrics.jsonl").open("a")
+            if past.moved:  # what another head has written is in its folder, and what is here may be a part of it
+                shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
         except OSError as error:
             raise _unwritable(run_dir, error) from None
+        if not self._head:
+            return
         if "tensorboard" in spec.loggers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if past.moved else past.step + 1)
+            for record in _records(run_dir / "metrics.jsonl") if past.moved else []:
+                self.scalars(scalars_of(record), record["step"])
         if "wandb" in spec.loggers:
             self._wandb = _start_wandb(spec, run_dir)
 
     def used(self, step: int, rows: list[list[int]]) -> None:
         """Note which samples this rank takes in `step`, row by row; before the ranks meet, so that no checkpoint knows more."""
-        self._write(self._samples, {"step": step, "rows": rows})
+        self._write(self._samples, {"step": step, "start": self._start, "rows": rows})
 
     def step(self, record: dict[str, Any], *, eta: float, last: bool) -> None:
-        """Record one step on rank 0: a line of metrics, scalars, and now and then a line in the log."""
-        if self._metrics is None:
+        """Record one step: a line of metrics; on rank 0 scalars, and now and then a line in the log."""
+        if self._metrics:
+            self._write(self._metrics, record | {"start": self._start})
+        if not self._head:
             return
-        self._write(self._metrics, record)
-        scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
-        scalars = {name: value for name, value in scalars.items() if value is not None}
-        scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
-        scalars |= {f"gpu/{name}": value for name, value in record.get("gpu", {}).items()}
-        self.scalars(scalars, record["step"])
+        self.scalars(scalars_of(record), record["step"])
         if last or time.monotonic() - self._lined >= _LINE:
             self._lined = time.monotonic()
             print(
@@ -182,9 +238,17 @@ class Report:
             file.write(json.dumps(record) + "\n")
             file.flush()
         except OSError as error:
-            raise UserError(
+            raise DiskError(
                 f"run folder: cannot write {file.name}: {error.strerror}: make room and start the run again"
             ) from None
+
+
+def scalars_of(record: dict[str, Any]) -> dict[str, float]:
+    """Return what the loggers get of a line of metrics."""
+    scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
+    scalars = {name: value for name, value in scalars.items() if value is not None}
+    scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
+    return scalars | {f"gpu/{name}": value for name, value in record.get("gpu", {}).items()}
 
 
 def _start_wandb(spec: RunSpec, run_dir: Path) -> Any:

@@ -1,13 +1,15 @@
 """One host's part of a run: start it in the background, say how it is, stop it. Standard library only, no torch.
 
-    python -m trainer.supervise start --run-dir D --node-rank 0 --ranks 0 [--backend B] -- <torchrun ...>
-    python -m trainer.supervise status --run-dir D [--logs-from '{"rank0.log": 1234}']
-    python -m trainer.supervise stop --run-dir D [--grace S] [--now]
+    python -m trainer.supervise start --run-dir D --node-rank 0 --ranks 0 [--backend B] [--hold] -- <torchrun ...>
+    python -m trainer.supervise status --run-dir D [--wait S] [--logs-from '{"rank0.log": 1234}']
+    python -m trainer.supervise stop --run-dir D [--grace S] [--now] [--wanted]
     python -m trainer.supervise list --data-dir DIR
 
 Each prints one JSON object on one line; what cannot be done is `{"error": "one plain line"}` and exit code 1. `start`
 returns as soon as the supervisor (`run`, below) lives; `run` is what stays: the main process of a transient systemd
-unit, or a detached process of its own where no systemd runs. What the files of a run folder hold: docs/run-folder.md.
+unit, or a detached process of its own where no systemd runs. With `--hold` it waits for the file `state/go` before it
+starts torchrun, so that many hosts can be made ready first and then begin at once. `status --wait` answers when there
+is news, or after that time. What the files of a run folder hold: docs/run-folder.md.
 
 Whether a run lives is asked of the kernel, never of a pid file: the supervisor holds a lock that dies with it.
 Processes are told by their parents and by a mark in their environment, never by their name, and are signalled through
@@ -33,7 +35,9 @@ from pathlib import Path
 from typing import Any
 
 TICK = 0.1  # s between two looks of the supervisor at its children, as torchrun's own --monitor-interval
+LOOK = 0.2  # s between two looks of a `status --wait`
 START_LIMIT = 15.0  # s for a supervisor to come up on a loaded machine
+HOLD_LIMIT = 120.0  # s that a supervisor waits for `state/go`
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for a killed process to leave; longer means that it hangs in the kernel
 LOG_LIMIT = 64 * 1024  # bytes of a log in one status
@@ -249,7 +253,7 @@ def launch(a: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     unit = unit_name(run_dir) if systemd else None
     command = [sys.executable, "-m", "trainer.supervise", "run", "--run-dir", str(run_dir)]
     command += ["--node-rank", str(a.node_rank), "--ranks", a.ranks, "--attempt", str(a.attempt), "--hosts", a.hosts]
-    command += [*(["--unit", unit] if unit else []), "--", *a.command]
+    command += [*(["--unit", unit] if unit else []), *(["--hold"] if a.hold else []), "--", *a.command]
     own = {MARK: str(run_dir), "PYTHONPATH": str(Path(__file__).parent.parent)}
     log = run_dir / f"logs/torchrun.{a.node_rank}.log"
     if systemd and unit:
@@ -314,7 +318,7 @@ def run(a: argparse.Namespace) -> None:
 
 class Supervisor:
     def __init__(self, a: argparse.Namespace, run_dir: Path, log: Path) -> None:
-        self.run_dir, self.command = run_dir, a.command
+        self.run_dir, self.command, self.hold = run_dir, a.command, a.hold
         self.ranks = [int(rank) for rank in a.ranks.split(",")]
         # torchrun restarts its workers itself then, and a worker's death is not yet the run's.
         self.restarts = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", argument) for argument in a.command)
@@ -337,7 +341,7 @@ class Supervisor:
             "pid_start": me[2] if me else None,
             "started": time.time(),
             "ended": None,
-            "status": "running",
+            "status": "starting" if a.hold else "running",
             "exit_code": None,
             "failures": [],
         }
@@ -347,6 +351,8 @@ class Supervisor:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         awaited = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+        if self.hold and not self.told_to_go(awaited):
+            return
         parent = os.getpid()
 
         def before_exec() -> None:
@@ -379,6 +385,24 @@ class Supervisor:
             self.watch(torchrun.pid)
         self.kill_all(torchrun)
         self.end(code)
+
+    def told_to_go(self, awaited: set[signal.Signals]) -> bool:
+        """Wait for `state/go`; False if we were stopped before, or nobody said it."""
+        self.save()
+        deadline = time.monotonic() + HOLD_LIMIT
+        while not (self.run_dir / "state/go").exists():
+            caught = signal.sigtimedwait(awaited, 0.01)
+            if (caught and caught.si_signo != signal.SIGCHLD) or (self.run_dir / "stop").exists():
+                self.node.update(status="stopped", ended=time.time())
+            elif time.monotonic() > deadline:
+                why = f"nobody told it to go within {HOLD_LIMIT:.0f} s"
+                self.node.update(status="failed", ended=time.time(), error=why)
+            else:
+                continue
+            self.save()
+            return False
+        self.node.update(status="running", started=time.time())
+        return True
 
     def reap(self, torchrun: subprocess.Popen[bytes]) -> int | None:
         """Bury every dead child, orphans too; torchrun's exit code once it has one."""
@@ -480,9 +504,26 @@ def status(a: argparse.Namespace) -> dict[str, Any]:
     """How this host's part is: `status` is none, starting, running, finished, failed, stopped, or lost (its supervisor
     died and could not say how)."""
     run_dir = Path(a.run_dir)
+    deadline = time.monotonic() + a.wait
+    before = phases(answer := look(run_dir))
+    while calm(answer) and phases(answer) == before and time.monotonic() < deadline:
+        time.sleep(LOOK)
+        answer = look(run_dir)
     wanted = json.loads(a.logs_from)
     logs = {name: read_log(run_dir / "logs" / Path(name).name, since) for name, since in wanted.items()}
-    return {**look(run_dir), "logs": logs}
+    return {**answer, "logs": logs}
+
+
+def phases(answer: dict[str, Any]) -> dict[str, str]:
+    return {name: rank.get("status", "") for name, rank in answer["ranks"].items()}
+
+
+def calm(answer: dict[str, Any]) -> bool:
+    """Whether nothing in a host's part asks for the controller's attention: it goes on as it did."""
+    ranks = answer["ranks"].values()
+    if answer["status"] not in ("starting", "running") or (answer["node"] and answer["node"]["failures"]):
+        return False
+    return not any(rank["process"] is None or rank.get("status") in ("failed", *DONE) for rank in ranks)
 
 
 def look(run_dir: Path) -> dict[str, Any]:
@@ -494,9 +535,10 @@ def look(run_dir: Path) -> dict[str, Any]:
             now = stat(rank["pid"]) if isinstance(rank.get("pid"), int) else None
             ranks[str(rank.get("rank"))] = {**rank, "process": now[0] if now else None}
     answer = {"now": time.time(), "alive": alive, "node": node, "ranks": ranks, "run_dir": str(run_dir)}
+    answer["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
     if node is None:
         return {**answer, "status": "starting" if alive else "none"}
-    if node["status"] == "running" and not alive:
+    if node["status"] in ("starting", "running") and not alive:
         return {**answer, "status": "lost", "why": why_lost(node, run_dir)}
     return {**answer, "status": node["status"]}
 
@@ -556,6 +598,8 @@ def stop(a: argparse.Namespace) -> dict[str, Any]:
     run_dir = Path(a.run_dir).resolve()
     if not (run_dir / "state").is_dir():
         return {"status": "none", "killed": 0}
+    if a.wanted:  # whoever follows the run sees that it did not break, and leaves it stopped
+        (run_dir / "state/stop-wanted").touch()
     node = read_json(run_dir / "state/node.json")
     was_lost = look(run_dir)["status"] == "lost"
     if lives(run_dir) and not a.now:
@@ -574,7 +618,7 @@ def stop(a: argparse.Namespace) -> dict[str, Any]:
         time.sleep(0.01)
     killed = kill_members(run_dir)
     node = read_json(run_dir / "state/node.json")
-    if node and node["status"] == "running":
+    if node and node["status"] in ("starting", "running"):
         write_json(
             run_dir / "state/node.json", {**node, "status": "failed" if was_lost else "stopped", "ended": time.time()}
         )
@@ -618,15 +662,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         verb.add_argument("--attempt", type=int, help="default: one more than the last")
         verb.add_argument("--backend", choices=("auto", "systemd", "process"), default="auto")
         verb.add_argument("--property", action="append", default=[], help="of the systemd unit: MemoryMax=20G")
+        verb.add_argument("--hold", action="store_true", help="be ready, and start torchrun once state/go is there")
         verb.add_argument("--unit", help=argparse.SUPPRESS)
         verb.add_argument("command", nargs="+")
     verb = verbs.add_parser("status")
     verb.add_argument("--run-dir", required=True)
+    verb.add_argument("--wait", type=float, default=0.0, help="seconds to wait for news before answering")
     verb.add_argument("--logs-from", default="{}", help="JSON: name in logs/ -> byte offset, or -N: the last N lines")
     verb = verbs.add_parser("stop")
     verb.add_argument("--run-dir", required=True)
     verb.add_argument("--grace", type=float, default=60.0, help="seconds that the ranks have to leave by themselves")
     verb.add_argument("--now", action="store_true")
+    verb.add_argument("--wanted", action="store_true", help="a person wants it: it is not to be started again")
     verb = verbs.add_parser("list")
     verb.add_argument("--data-dir", required=True)
     return parser.parse_args(arguments)

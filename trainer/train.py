@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +19,12 @@ from trainer.checkpoint import agree, write_checkpoint
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
 from trainer.data import Sample, is_hub_id, read_hub, read_samples
 from trainer.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
-from trainer.errors import UserError, disk_trouble
+from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.files import sha256_file, sha256_tree, sync_files, write_atomic
 from trainer.model import TokenLoss, keeps_samples_apart, load_model, load_tokenizer, need_compiler
 from trainer.optim import learning_rate
 from trainer.order import Order, micro_batches, permutation, share
-from trainer.report import Heartbeat, Report, cut_back
+from trainer.report import Heartbeat, Past, Report, cut_back, share_metrics
 from trainer.strategy import Batch, Strategy, make_strategy
 from trainer.world import World
 
@@ -75,7 +76,7 @@ def claim(spec: RunSpec, run_dir: Path) -> None:
             raise UserError(
                 f"run {spec.run} exists with another spec ({'; '.join(different)}): take another name with run="
             )
-        if spec.resume == "never":
+        if spec.resume == "never" and not finished(run_dir):
             raise UserError(
                 f"run {spec.run} has checkpoints in {run_dir} and resume is never: take another name with run="
             )
@@ -199,7 +200,7 @@ def save_trained(spec: RunSpec, module: TokenLoss, tokenizer: Any, run_dir: Path
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
         if why := disk_trouble(error):
-            raise UserError(f"{kind}: cannot write to {run_dir}: {why}: make room and start the run again") from error
+            raise DiskError(f"{kind}: cannot write to {run_dir}: {why}: make room and start the run again") from error
         raise
     weights = sorted(file.name for file in final.glob("*.safetensors"))
     digest = sha256_file(final / weights[0]) if len(weights) == 1 else sha256_tree(final)
@@ -267,6 +268,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         "loss_last": None,
     }
     step = 0
+    starts: list[dict[str, Any]] = []
     checkpoints = run_dir / "checkpoints"
     newest = agree(checkpoints, world, print)
     if newest:
@@ -277,12 +279,15 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
                 f"dataset: {spec.dataset} or its encoding is not what run {spec.run} began with: "
                 "put the old one back, or take another name with run="
             )
-        step, totals = kept["step"], kept["totals"]
+        step, totals, starts = kept["step"], kept["totals"], kept.get("starts", [])
         print(f"going on from step {step} of {steps}")
+    here_now = {"start": f"{time.time_ns():x}", "step": step, "head": f"{socket.gethostname()}:{run_dir}"}
+    past = Past([*starts, world.gather(here_now)[0]])
     if world.first_here:
-        cut_back(run_dir, step)
+        cut_back(run_dir, past)
     world.barrier()
-    report = Report(spec, run_dir, world.rank, world.size, step)
+    share_metrics(run_dir, world, step)
+    report = Report(spec, run_dir, world, past)
     if world.rank == 0:
         print(
             f"{len(train_set)} samples, {order.rows_per_epoch} rows an epoch, {steps} steps of {spec.rows_per_step} rows on "
@@ -345,7 +350,16 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         }
         use = gpu_use(world.device)
         report.step(record | {"gpu": use} if use else record, eta=eta, last=step == steps)
-        beat("training", step=step, steps=steps, loss=mean_loss, tokens_per_second=speed, eta=eta, note="")
+        beat(
+            "training",
+            step=step,
+            steps=steps,
+            loss=mean_loss,
+            tokens_per_second=speed,
+            eta=eta,
+            note="",
+            step_seconds=[round(value, 4) for value in step_seconds],
+        )
         if mean_loss != mean_loss:
             raise UserError(
                 f"loss is not a number at step {step}: lower lr (now {spec.lr}), or take precision=32-true or bf16-mixed"
@@ -359,7 +373,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             beat("saving")
             report.flush()
             if world.first_here:
-                state = {"totals": totals, "world_size": world.size, "data": data}
+                state = {"totals": totals, "world_size": world.size, "data": data, "starts": past.starts}
                 write_checkpoint(checkpoints, step, state, strategy.save, spec.checkpoint_keep)
 
     result: dict[str, Any] = {

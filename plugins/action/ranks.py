@@ -35,8 +35,11 @@ from plugins.module_utils.links import AllHosts, Link, Round, plain
 
 display = Display()
 
-POLL = 0.5  # s between two questions to a host
-START_LIMIT = 60.0  # s for a host to answer to start
+TICK = 0.1  # s between two looks at what the hosts have answered
+POLL = 0.5  # s between two questions to a host, at least
+CALM = 3.0  # s that a host keeps a question if there is no news: fewer questions, and news at once
+START_LIMIT = 60.0  # s for a host to get ready
+GO_LIMIT = 20.0  # s for a host to hear that it begins
 STOP_LIMIT = 30.0  # s for a host to answer to stop, above the grace
 DOUBT = 1.5  # s to wait for the real cause when only its consequences have been seen
 TAIL = 20  # lines of a log shown with a failure
@@ -76,6 +79,7 @@ class ActionModule(AllHosts):
                 "lost_limit": {"type": "float", "default": 10.0},
                 "grace": {"type": "float", "default": 60.0},
                 "now": {"type": "bool", "default": False},
+                "wanted": {"type": "bool", "default": True},
             }
         )
         if self.a["state"] != "status" and not self.a["plan"] and not self.a["run"]:
@@ -91,15 +95,21 @@ class ActionModule(AllHosts):
         names = ", ".join(entry["host"] for entry in plan)
         if self._task.check_mode:
             return {"changed": True, "msg": f"would start {self.run_name()} on {names}"}
+        if stale := [Part(entry["host"], entry["run_dir"]) for entry in plan if entry.get("stale")]:
+            for host, word in self.stop_all(stale, ["--now"], STOP_LIMIT).items():
+                return plain(f"{host}: what is left there of an earlier start cannot be stopped: {word}")
         links = self.links([entry["host"] for entry in plan])
-        asked = Round({e["host"]: self.starter(links[e["host"]], e, plan) for e in plan}).wait(START_LIMIT)
-        if asked.troubles:
-            parts = [Part(entry["host"], entry["run_dir"]) for entry in plan if entry["host"] in asked.answers]
+        # First every host gets ready, which takes some of them longer; then a command of a few milliseconds starts all.
+        ready = Round({e["host"]: self.starter(links[e["host"]], e, plan) for e in plan}).wait(START_LIMIT)
+        said = ready if ready.troubles else Round({e["host"]: goer(links[e["host"]], e) for e in plan}).wait(GO_LIMIT)
+        if said.troubles:
+            # Who refused may have another run there, or this one, from another start: that is not ours to stop.
+            parts = [Part(entry["host"], entry["run_dir"]) for entry in plan if entry["host"] in ready.answers]
             self.stop_all(parts, ["--now"], STOP_LIMIT)
-            host, word = next((e["host"], asked.troubles[e["host"]]) for e in plan if e["host"] in asked.troubles)
-            return plain(f"{host}: {word}", troubles=asked.troubles)
-        times = [answer["started"] for answer in asked.answers.values()]
-        return {"changed": True, "hosts": asked.answers, "skew_seconds": round(max(times) - min(times), 3)}
+            host, word = next((e["host"], said.troubles[e["host"]]) for e in plan if e["host"] in said.troubles)
+            return plain(f"{host}: {word}", troubles=said.troubles)
+        times = [answer["now"] for answer in said.answers.values()]
+        return {"changed": True, "hosts": ready.answers, "skew_seconds": round(max(times) - min(times), 3)}
 
     def starter(
         self, link: Supervised, entry: dict[str, Any], plan: list[dict[str, Any]]
@@ -108,10 +118,11 @@ class ActionModule(AllHosts):
         arguments = ["start", "--run-dir", entry["run_dir"], "--node-rank", str(entry["node_rank"]), "--ranks", ranks]
         arguments += ["--hosts", ",".join(other["host"] for other in plan)]
         arguments += ["--backend", self.a["backend"] or entry.get("backend") or "auto"]
-        arguments += ["--attempt", str(self.a["attempt"])] if self.a["attempt"] else []
+        attempt = self.a["attempt"] or entry.get("attempt")
+        arguments += ["--attempt", str(attempt)] if attempt else []
         for setting in [*self.a["properties"], *(entry.get("properties") or [])]:
             arguments += ["--property", setting]
-        arguments += ["--", *(str(word) for word in entry["command"])]
+        arguments += ["--hold", "--", *(str(word) for word in entry["command"])]
         return lambda: link.supervise(*arguments, staged_in=entry["run_dir"])
 
     def followed(self) -> dict[str, Any]:
@@ -140,12 +151,14 @@ class ActionModule(AllHosts):
             word = f"run {run} was stopped after step {step}: train.yml with the same spec goes on from there"
             return ended | {"status": "stopped", "lines": [word]}
         # Who is half way to being lost when another is found so does not count as there: a switch takes several.
-        limit = self.a["lost_limit"] / 2
+        limit = max(self.a["lost_limit"] / 2, self.a["lost_limit"] - 2 * CALM)
         lost = [part.host for part in parts if part.silent > limit and part.status not in ENDED]
         unstopped = self.stop_all([part for part in parts if part.host not in lost], ["--now"], STOP_LIMIT)
         lines = [*self.evidence(parts, cause), *(f"could not stop {h}: {w}" for h, w in unstopped.items())]
-        named = {"host": cause.host, "rank": cause.rank if cause.rank >= 0 else None, "kind": cause.kind}
-        return plain(cause.text, lines=lines, cause=named, lost=lost, hosts=self.ends(parts))
+        named = {"host": cause.host, "rank": cause.rank if cause.rank >= 0 else None}
+        named |= {"kind": cause.kind, "mend": cause.mend}
+        wanted = any((part.answer or {}).get("stop_wanted") for part in parts)
+        return plain(cause.text, lines=lines, cause=named, lost=lost, stop_wanted=wanted, hosts=self.ends(parts))
 
     def stopped(self) -> dict[str, Any]:
         parts, missing = self.parts()
@@ -158,7 +171,11 @@ class ActionModule(AllHosts):
             self.ask_all(parts)
         alive = any((part.answer or {}).get("alive") for part in parts)
         how = ["--now"] if self.a["now"] else ["--grace", str(self.a["grace"])]
-        missing |= self.stop_all(parts, how, STOP_LIMIT + (0 if self.a["now"] else self.a["grace"]))
+        missing |= self.stop_all(
+            parts,
+            [*how, *(["--wanted"] if self.a["wanted"] else [])],
+            STOP_LIMIT + (0 if self.a["now"] else self.a["grace"]),
+        )
         if missing:
             host, word = next(iter(missing.items()))
             return plain(f"{host} could not be told to stop: {word}", troubles=missing)
@@ -255,48 +272,56 @@ class ActionModule(AllHosts):
 
 
 class Follower:
-    """Asks every host twice a second until the run ended or broke."""
+    """Keeps a question open at every host until the run ended or broke.
+
+    A host answers at once when something happened there, else after some seconds: watching costs little that way.
+    """
 
     def __init__(self, parts: list[Part], links: dict[str, Supervised], progress: Progress, a: dict[str, Any]) -> None:
         self.parts, self.links, self.progress = parts, links, progress
         self.lost_limit: float = a["lost_limit"]
-        self.rounds: dict[str, Round] = {}
+        # The host of rank 0 has the progress to tell.
+        calm = min(CALM, self.lost_limit / 3, a["stall_limit"] / 4)
+        self.patience = {part.host: min(calm, a["interval"]) if 0 in part.ranks else calm for part in parts}
+        self.asked: dict[str, Round] = {}
+        self.asked_at: dict[str, float] = {}
         self.heard = dict.fromkeys(links, time.monotonic())
 
     def follow(self) -> Cause | None:
         """The cause once the run is broken, None once it has ended well."""
         doubt_since: float | None = None
         while True:
-            began = time.monotonic()
-            self.poll()
-            for line in self.progress.lines(self.parts, began):
-                say(line)
+            self.poll(hasty=doubt_since is not None)
             now = time.monotonic()
+            for line in self.progress.lines(self.parts, now):
+                say(line)
             found = causes(self.parts, self.lost_limit)
             if not found and (stall := self.progress.stalled(self.parts, now)):
                 return stall
             if found:
                 doubt_since = doubt_since or now
                 # A host that is silent may be the cause of what the others complain about.
-                silent = any(part.silent > DOUBT for part in self.parts if part.status not in ENDED)
+                silent = any(
+                    part.silent > DOUBT + self.patience[part.host] for part in self.parts if part.status not in ENDED
+                )
                 if found[0].sure or now - doubt_since > (self.lost_limit if silent else DOUBT):
                     return found[0]
             elif all(part.status in ENDED for part in self.parts):
                 return None
-            time.sleep(max(0.0, (POLL / 5 if found else POLL) - (time.monotonic() - began)))
+            time.sleep(TICK)
 
-    def poll(self) -> None:
-        """Ask every host that is not still busy with the last question; wait for the slowest up to one poll's time."""
+    def poll(self, hasty: bool) -> None:
+        """Take up what was answered, and ask again who has answered. `hasty`: have the answers at once."""
+        now = time.monotonic()
         for part in self.parts:
-            last = self.rounds.get(part.host)
-            if last is None or self.hear(part, last):
-                self.rounds[part.host] = Round({part.host: asker(self.links[part.host], part)})
-        deadline = time.monotonic() + POLL
-        for part in self.parts:
-            asked = self.rounds[part.host]
-            asked.threads[part.host].join(max(0.0, deadline - time.monotonic()))
-            self.hear(part, asked)
-            part.silent = time.monotonic() - self.heard[part.host]
+            asked = self.asked.get(part.host)
+            if (asked is None or self.hear(part, asked)) and now - self.asked_at.get(part.host, 0) >= (
+                TICK if hasty else POLL
+            ):
+                self.asked_at[part.host] = now
+                patience = 0.0 if hasty else self.patience[part.host]
+                self.asked[part.host] = Round({part.host: asker(self.links[part.host], part, patience)})
+            part.silent = now - self.heard[part.host]
 
     def hear(self, part: Part, asked: Round) -> bool:
         """Take up what the host said; whether it has said it."""
@@ -309,8 +334,14 @@ class Follower:
         return True
 
 
-def asker(link: Supervised, part: Part) -> Callable[[], dict[str, Any]]:
-    return lambda: link.supervise("status", "--run-dir", part.run_dir)
+def asker(link: Supervised, part: Part, patience: float = 0.0) -> Callable[[], dict[str, Any]]:
+    return lambda: link.supervise("status", "--run-dir", part.run_dir, "--wait", str(patience))
+
+
+def goer(link: Supervised, entry: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    # No Python: the fewer milliseconds it takes, the closer together the ranks start.
+    file = shlex.quote(f"{entry['run_dir']}/state/go")
+    return lambda: link.run(f": >{file} && date '+{{\"now\": %s.%N}}'")
 
 
 def stopper(link: Supervised, part: Part, how: list[str]) -> Callable[[], dict[str, Any]]:

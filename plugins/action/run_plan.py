@@ -19,11 +19,12 @@ if str(TOP) not in sys.path:
 import yaml
 
 from plugins.module_utils.links import AllHosts, Link, Round, plain
-from plugins.module_utils.plan import PORTS, Unplannable, choose_port, plan, table, unlike
+from plugins.module_utils.plan import PORTS, Unplannable, choose_port, head_first, plan, table, unlike
 from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
 
 PROBE = (TOP / "plugins/module_utils/probe.py").read_bytes()
 PROBE_LIMIT = 60.0  # s for a host to say what it is
+BACK_LIMIT = 2.0  # s, after the others have answered, for one that was lost to be back
 MARGIN = 200 << 20  # bytes that a run writes besides what is staged: logs, events, checkpoints of a small adapter
 
 
@@ -35,26 +36,43 @@ class ActionModule(AllHosts):
             {
                 "run": {"type": "dict", "required": True},
                 "master_port": {"type": "int"},
+                "head": {"type": "str", "default": ""},
+                "nodes_min": {"type": "int", "default": 0},
+                "retries": {"type": "int", "default": 0},
+                "elastic": {"type": "bool", "default": False},
+                "again": {"type": "bool", "default": False},
+                "lost": {"type": "list", "elements": "str", "default": []},
             }
         )
         hostvars = variables["hostvars"]
         try:
             hosts = [describe(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
-            return self.plan(hosts, hostvars, a)
+            return self.plan(head_first(hosts, a["head"]), hostvars, a)
         except Unplannable as error:
             return plain(str(error))
 
     def plan(self, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, Any]:
-        run, spec = a["run"]["run"], a["run"]["spec"]
-        look_around(self, hosts, hostvars, run, [a["master_port"]] if a["master_port"] else list(PORTS))
-        check(hosts, a["run"]["bytes"])
+        run, spec = a["run"]["run"], dict(a["run"]["spec"])
+        hosts, left_out = self.those_that_can(hosts, hostvars, a)
+        check(hosts)
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
+        lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
+        parts = [host["facts"]["part"] for host in hosts if host["facts"]["part"]]
+        attempt = max((part["attempt"] for part in parts), default=0)
         running = [host["host"] for host in hosts if host["facts"]["running"]]
-        head = hosts[0]
-        port = a["master_port"] or 0
-        if not running:
-            port = choose_port(a["master_port"], head["facts"]["free_ports"], head["host"])
-        nodes = plan(hosts, run=run, port=port)
+        members = those_of(hosts, attempt) if running and not a["again"] else []
+        if running and not members and not (a["again"] or a["retries"]):
+            raise Unplannable(
+                f"run {run} is half alive (on {', '.join(running)} only): ansible-playbook playbooks/stop.yml -e run={run}"
+            )
+        port = 0
+        if not members:
+            port = choose_port(a["master_port"], hosts[0]["facts"]["free_ports"], hosts[0]["host"])
+        if a["again"]:  # what `never` forbids is to go on with what was there before the first start
+            spec["resume"] = "auto"
+        hosts = members or hosts
+        elastic = max(1, a["nodes_min"]) if a["elastic"] else 0
+        nodes = plan(hosts, run=run, port=port, attempt=attempt + 1, elastic=elastic, restarts=a["retries"] or 3)
         entries = [
             node.as_dict()
             | {
@@ -64,16 +82,54 @@ class ActionModule(AllHosts):
             }
             for node, host in zip(nodes, hosts, strict=True)
         ]
-        state, lines = "new", table(nodes, spec, port)
-        if running:
-            if len(running) < len(hosts):
-                raise Unplannable(
-                    f"run {run} is half alive (on {', '.join(running)} only): ansible-playbook playbooks/stop.yml -e run={run}"
-                )
+        state = "new"
+        lines += table(nodes, spec, port)
+        if members:
             state, lines = "running", [f"run {run} is running already: following it"]
+        elif a["again"] and any(host["facts"]["stop_wanted"] for host in hosts):
+            state, lines = "stopped", [f"run {run} was stopped: train.yml with the same spec goes on from there"]
         elif same_run(hosts, entries[0]["spec"], run):
             state, lines = "finished", []
         return {"changed": False, "plan": entries, "state": state, "port": port, "lines": lines}
+
+    def those_that_can(
+        self, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return the hosts that can take part, with their `facts`, and why the others cannot.
+
+        Raises:
+            Unplannable: all have to (nodes_min is 0), or too few can.
+        """
+        left_out: dict[str, str] = {}
+        while True:
+            silent = look_around(self, hosts, hostvars, a)
+            if not a["nodes_min"] and silent:
+                raise Unplannable(silence(silent))
+            unfit = {host["host"]: unfitness(host, a["run"]["bytes"]) for host in hosts if host["host"] not in silent}
+            unfit = {name: why for name, why in unfit.items() if why}
+            if not a["nodes_min"] and unfit:
+                raise Unplannable(": ".join(next(iter(unfit.items()))))
+            left_out |= silent | unfit
+            able = [host for host in hosts if host["host"] not in left_out]
+            if len(able) < a["nodes_min"]:
+                raise Unplannable(
+                    f"{len(able)} of {len(able) + len(left_out)} hosts can take part, nodes_min is {a['nodes_min']}: "
+                    + "; ".join(f"{host}: {why}" for host, why in left_out.items())
+                )
+            if not left_out or able[0] is hosts[0]:
+                return able, left_out
+            hosts = able  # another head: its ports, and the way to it, have to be asked for
+
+
+def those_of(hosts: list[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
+    """Return the hosts of the start `attempt` by node rank if all of them run, else none."""
+    alive = {
+        host["host"]: host
+        for host in hosts
+        if host["facts"]["running"] and (host["facts"]["part"] or {}).get("attempt") == attempt
+    }
+    names: list[str] = next((host["facts"]["part"]["hosts"] for host in alive.values()), [])
+    return [alive[name] for name in names] if names and set(names) <= set(alive) else []
 
 
 def describe(name: str, variables: Any) -> dict[str, Any]:
@@ -99,9 +155,10 @@ def describe(name: str, variables: Any) -> dict[str, Any]:
     }
 
 
-def look_around(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, run: str, ports: list[int]) -> None:
-    """Put `facts` (see probe.look) into every host's description. Raises Unplannable for a host that does not answer."""
+def look_around(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
+    """Put `facts` (see probe.look) into every host's description; return why a host did not answer."""
     questions: dict[str, Callable[[], dict[str, Any]]] = {}
+    run, ports = a["run"]["run"], [a["master_port"]] if a["master_port"] else list(PORTS)
     for place, host in enumerate(hosts):
         link = Link(action, hostvars, host["host"])
         about = {
@@ -113,37 +170,51 @@ def look_around(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, 
             "run_dir": f"{host['data_dir']}/runs/{run}",
         }
         questions[host["host"]] = functools.partial(link.ask, PROBE, json.dumps(about))
-    asked = Round(questions).wait(PROBE_LIMIT)
-    silent = [name for name in questions if name in asked.troubles]
-    if len(silent) > 1:
-        raise Unplannable(f"{', '.join(silent)} do not answer: {asked.troubles[silent[0]]}")
+    asked = Round(questions).wait(PROBE_LIMIT, doubtful=a["lost"], grace=BACK_LIMIT)
     for host in hosts:
-        if host["host"] in asked.troubles:
-            word = asked.troubles[host["host"]]
-            if "not found" in word or "No such file" in word:
-                raise Unplannable(
-                    f"{host['host']}: there is no Python at {host['python']}: set it up with site.yml, or mend cluster_python"
-                )
-            raise Unplannable(f"{host['host']} does not answer: {word}")
-        host["facts"] = asked.answers[host["host"]]
+        host["facts"] = asked.answers.get(host["host"])
+    return {
+        host["host"]: no_python(host, asked.troubles[host["host"]]) for host in hosts if host["host"] in asked.troubles
+    }
 
 
-def check(hosts: list[dict[str, Any]], staged: int) -> None:
-    """Check what would fail later, on some host only. Raises Unplannable."""
+def no_python(host: dict[str, Any], word: str) -> str:
+    """Return why a host did not answer: ssh's word, or that there is no Python where it should be."""
+    if "not found" in word or "No such file" in word:
+        return f"there is no Python at {host['python']}: set it up with site.yml, or mend cluster_python"
+    return f"does not answer: {word}"
+
+
+def silence(silent: dict[str, str]) -> str:
+    """Return one line for the hosts that did not answer."""
+    host, why = next(iter(silent.items()))
+    if len(silent) > 1 and why.startswith("does not answer"):
+        return f"{', '.join(silent)} do not answer: {why.partition(': ')[2]}"
+    return f"{host} {why}" if why.startswith("does not answer") else f"{host}: {why}"
+
+
+def unfitness(host: dict[str, Any], staged: int) -> str:
+    """Return why this host alone cannot take part, or an empty string. `staged`: bytes that will be brought there."""
+    facts = host["facts"]
+    if "torch" not in facts["versions"]:
+        return f"{host['python']} has no torch: set the host up with site.yml, or mend cluster_python"
+    if not facts["may_write"]:
+        return f"cannot write to {host['data_dir']}: mend its rights, or set cluster_data_dir"
+    if facts["busy_with"]:
+        return f"busy: run {facts['busy_with']} is running there: stop it, or take others with -e hosts="
+    if facts["free_bytes"] < staged + MARGIN and not facts["running"]:
+        return (
+            f"{facts['free_bytes'] / 1e6:.0f} MB free in {host['data_dir']}, the run needs about "
+            f"{(staged + MARGIN) / 1e6:.0f} MB: make room, or set cluster_data_dir"
+        )
+    return ""
+
+
+def check(hosts: list[dict[str, Any]]) -> None:
+    """Check that these hosts can run one thing together. Raises Unplannable."""
     seen: dict[tuple[str, ...], str] = {}
     for host in hosts:
         name, facts = host["host"], host["facts"]
-        if "torch" not in facts["versions"]:
-            raise Unplannable(
-                f"{name}: {host['python']} has no torch: set the host up with site.yml, or mend cluster_python"
-            )
-        if not facts["may_write"]:
-            raise Unplannable(f"{name}: cannot write to {host['data_dir']}: mend its rights, or set cluster_data_dir")
-        if facts["free_bytes"] < staged + MARGIN:
-            raise Unplannable(
-                f"{name}: {facts['free_bytes'] / 1e6:.0f} MB free in {host['data_dir']}, the run needs about "
-                f"{(staged + MARGIN) / 1e6:.0f} MB: make room, or set cluster_data_dir"
-            )
         # Containers share a boot_id, cloned images a machine-id; one machine has both in common with itself.
         twin = seen.setdefault((facts["boot_id"], facts["machine_id"], host["data_dir"]), name)
         if twin != name:
@@ -201,6 +272,6 @@ def same_run(hosts: list[dict[str, Any]], spec: dict[str, Any], run: str) -> boo
             raise Unplannable(
                 f"run {run} exists with another spec ({'; '.join(different)}): take another name with -e run=NAME"
             )
-        if now.resume == "never" and not facts["result"]:
+        if now.resume == "never" and (facts["result"] or {}).get("status") != "finished":
             raise Unplannable(f"run {run} has checkpoints and resume is never: take another name with -e run=NAME")
     return all((host["facts"]["result"] or {}).get("status") == "finished" for host in hosts)

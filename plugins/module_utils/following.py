@@ -6,6 +6,7 @@ An answer is what `trainer/supervise.py status` printed on a host (docs/run-fold
 from __future__ import annotations
 
 import signal
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 DONE = ("finished", "stopped")
 ENDED = (*DONE, "failed", "lost", "none")
 LAG = 5  # steps behind the first rank that are worth a word
+SLOW = 1.5  # times the others' time for its share of a step: worth a word, too
+SLOW_STEPS = 5  # over so many of the steps that were heard of
 
 # torchrun ends the workers beside a dead one by SIGTERM, and gloo aborts a process whose peer is gone: hardly ever a cause.
 CONSEQUENCES = ("SIGTERM", "SIGABRT")
@@ -53,6 +56,7 @@ class Cause:
     host: str
     text: str
     kind: str = ""  # rank, torchrun, supervisor, host, lost (it does not answer), stall
+    mend: str = ""  # what has to be mended before it can go on: "user" (a mistake in the run), "disk" (of that host)
 
     @property
     def sure(self) -> bool:
@@ -96,7 +100,8 @@ def rank_cause(part: Part, rank: int) -> Cause | None:
     if error := state.get("error"):
         message = (str(error.get("message") or "").strip().splitlines() or [""])[0]
         text = message if error.get("plain") or not error.get("type") else f"{error['type']}: {message}".rstrip(": ")
-        return Cause(4 if error.get("secondary") else 0, rank, part.host, f"{place}: {text}", "rank")
+        mend = "disk" if error.get("type") == "DiskError" else "user" if error.get("plain") else ""
+        return Cause(4 if error.get("secondary") else 0, rank, part.host, f"{place}: {text}", "rank", mend)
     if failed is None:
         return None
     if failed["signal"]:
@@ -133,6 +138,9 @@ class Progress:
         self.shown_step, self.shown_at = -1, float("-inf")
         self.phase = ""
         self.lagging: set[int] = set()
+        self.slow: set[int] = set()
+        self.times: list[list[float]] = []
+        self.timed_step = 0
         self.beats: dict[int, tuple[Any, ...]] = {}
         self.moved_at: float | None = None
 
@@ -152,16 +160,40 @@ class Progress:
         if (word := phase_line(first)) != self.phase:
             self.phase = word
             lines += [word] if word else []
-        return lines + self.lag_lines(parts, states)
+        where = {rank: part for part in parts for rank in part.states}
+        return lines + self.lag_lines(where, states) + self.slow_lines(where, first)
 
-    def lag_lines(self, parts: Iterable[Part], states: dict[int, dict[str, Any]]) -> list[str]:
-        where = {rank: part.host for part in parts for rank in part.states}
+    def lag_lines(self, where: dict[int, Part], states: dict[int, dict[str, Any]]) -> list[str]:
         steps = {rank: state.get("step") or 0 for rank, state in states.items() if state.get("status") == "training"}
-        front = max(steps.values(), default=0)
-        behind = {rank: front - step for rank, step in steps.items() if front - step >= LAG}
+        behind = {}
+        for rank, step in steps.items():
+            # Hosts are not heard at one moment: only what was known of the others before counts against a rank.
+            earlier = [steps[other] for other in steps if where[other].silent >= where[rank].silent]
+            if max(earlier) - step >= LAG:
+                behind[rank] = max(earlier) - step
         new = {rank: gap for rank, gap in behind.items() if rank not in self.lagging}
         self.lagging = set(behind)
-        return [f"rank {rank} on {where[rank]} is {gap} steps behind the first" for rank, gap in sorted(new.items())]
+        return [
+            f"rank {rank} on {where[rank].host} is {gap} steps behind the first" for rank, gap in sorted(new.items())
+        ]
+
+    def slow_lines(self, where: dict[int, Part], first: dict[str, Any]) -> list[str]:
+        """A word, once, for a rank whose share of a step takes it much longer than the others theirs."""
+        seconds = first.get("step_seconds") or []
+        if first.get("status") != "training" or len(seconds) < 2 or first["step"] == self.timed_step:
+            return []
+        self.timed_step = first["step"]
+        self.times.append(seconds)
+        if len(self.times) < SLOW_STEPS:
+            return []
+        mean = [statistics.fmean(column) for column in zip(*self.times[-SLOW_STEPS:], strict=True)]
+        rank = mean.index(max(mean))
+        others = statistics.median(mean[:rank] + mean[rank + 1 :])
+        if mean[rank] < SLOW * others or rank in self.slow:
+            return []
+        self.slow.add(rank)
+        on = f" on {where[rank].host}" if rank in where else ""
+        return [f"rank {rank}{on} takes {mean[rank]:.2g} s a step, the others {others:.2g} s: they wait for it"]
 
     def stalled(self, parts: Iterable[Part], now: float) -> Cause | None:
         """A cause if no rank gave a sign of progress for the stall limit. Ranks wait for each other at every step, so

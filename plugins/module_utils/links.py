@@ -10,7 +10,7 @@ import json
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ansible.errors import AnsibleConnectionFailure, AnsibleError
@@ -120,13 +120,20 @@ class Round:
         except Exception as error:  # whatever a connection plugin throws: it is this host's trouble, not the run's
             self.troubles[host] = str(error)
 
-    def wait(self, limit: float) -> Round:
-        """Wait for all for up to `limit` seconds; whoever is not back then has not answered."""
-        deadline = time.monotonic() + limit
-        for host, thread in self.threads.items():
+    def wait(self, limit: float, doubtful: Collection[str] = (), grace: float = 0.0) -> Round:
+        """Wait for all for up to `limit` seconds; whoever is not back then has not answered.
+
+        The `doubtful` hosts, which are not expected to answer, have `grace` seconds after the others at most.
+        """
+        began = time.monotonic()
+        deadline = began + limit
+        for host, thread in sorted(self.threads.items(), key=lambda item: item[0] in doubtful):
+            if host in doubtful:
+                deadline = min(deadline, time.monotonic() + grace)
+                grace = 0.0
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                self.troubles.setdefault(host, f"no answer within {limit:.0f} s")
+                self.troubles.setdefault(host, f"no answer within {time.monotonic() - began:.0f} s")
         return self
 
 

@@ -28,6 +28,8 @@ class Node:
     command: list[str]
     backend: str = "auto"
     properties: list[str] = field(default_factory=list)
+    attempt: int = 1
+    stale: bool = False  # a part of an earlier start still runs there, and is stopped before this one begins
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan's form as Ansible passes it on."""
@@ -51,13 +53,32 @@ def choose_port(wanted: int | None, free: list[int], head: str) -> int:
     return free[0]
 
 
-def plan(hosts: list[dict[str, Any]], *, run: str, port: int, max_restarts: int = 0) -> list[Node]:
-    """Plan a run over `hosts`, in order: rank = place in the inventory.
+def head_first(hosts: list[dict[str, Any]], head: str) -> list[dict[str, Any]]:
+    """Return the hosts in the order of their ranks: as in the inventory, but a head that is named comes first.
+
+    Raises:
+        Unplannable: the head is none of them.
+    """
+    if not head:
+        return hosts
+    names = [host["host"] for host in hosts]
+    if head not in names:
+        raise Unplannable(f"head: {head} is none of the run's hosts: {', '.join(names)}")
+    return sorted(hosts, key=lambda host: host["host"] != head)
+
+
+def plan(
+    hosts: list[dict[str, Any]], *, run: str, port: int, attempt: int = 1, elastic: int = 0, restarts: int = 0
+) -> list[Node]:
+    """Plan a run over `hosts`, in order: rank = place in the list.
 
     Args:
         hosts: for each host its name (`host`), `address`, `data_dir`, `python`, `backend`, `processes` (0: one a GPU,
             or one where there is none) and what `probe.look` found there (`facts`).
         port: rendezvous port on the first host, which is the head.
+        attempt: number of this start of the run.
+        elastic: 0 for the static rendezvous; else torchrun itself goes on with so many hosts at least, and starts its
+            ranks again up to `restarts` times.
 
     Raises:
         Unplannable: a host cannot take part; says which and why.
@@ -77,10 +98,16 @@ def plan(hosts: list[dict[str, Any]], *, run: str, port: int, max_restarts: int 
             why = facts["trouble"] or f"no network device there has the address {facts['source']}"
             raise Unplannable(f"{host['host']}: {why}; check cluster_address of {host['host']} and of the head")
         run_dir = f"{host['data_dir']}/runs/{run}"
+        meeting = [f"--nnodes={len(hosts)}", f"--node-rank={place}"]
+        meeting += [f"--master-addr={hosts[0]['address']}", f"--master-port={port}", "--max-restarts=0"]
+        if elastic:
+            # Without is_host and --local-addr, Debian's `127.0.1.1 hostname` leaves the store to nobody.
+            conf = f"is_host={int(place == 0)},join_timeout=120,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
+            meeting = [f"--nnodes={elastic}:{len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-conf={conf}"]
+            meeting += [f"--rdzv-endpoint={hosts[0]['address']}:{port}", f"--rdzv-id={run}-{attempt}"]
+            meeting += [f"--local-addr={host['address']}", f"--max-restarts={restarts}"]
         command = [
-            host["python"], "-m", "torch.distributed.run",
-            f"--nnodes={len(hosts)}", f"--node-rank={place}", f"--nproc-per-node={count}",
-            f"--master-addr={hosts[0]['address']}", f"--master-port={port}", f"--max-restarts={max_restarts}",
+            host["python"], "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={count}",
             "-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}", f"--data-dir={host['data_dir']}",
         ]  # fmt: skip
         nodes.append(
@@ -95,6 +122,8 @@ def plan(hosts: list[dict[str, Any]], *, run: str, port: int, max_restarts: int 
                 data_dir=host["data_dir"],
                 command=command,
                 backend=host["backend"],
+                attempt=attempt,
+                stale=facts.get("running", False),
             )
         )
         first += count

@@ -151,6 +151,12 @@ def lives(run_dir: Path) -> bool:
     return False
 
 
+def busy_with(run_dir: Path) -> str:
+    """Return the name of another run that lives on this host, or an empty string."""
+    others = sorted(run_dir.parent.iterdir()) if run_dir.parent.is_dir() else []
+    return next((other.name for other in others if other != run_dir and lives(other)), "")
+
+
 def look(a: dict[str, Any]) -> dict[str, Any]:
     """Return what this host is: device towards the head, ports, CPUs, GPUs, versions, disk, and the run as it stands."""
     run_dir, data_dir = Path(a["run_dir"]), Path(a["data_dir"])
@@ -178,6 +184,9 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "spec": spec.read_text() if spec.exists() and (run_dir / "checkpoints").is_dir() else None,
         "result": read_json(run_dir / "result.json"),
         "running": lives(run_dir),
+        "part": read_json(run_dir / "state/node.json"),
+        "stop_wanted": (run_dir / "state/stop-wanted").exists(),
+        "busy_with": busy_with(run_dir),
     }
 
 

@@ -8,8 +8,8 @@ short_description: Start, follow and stop the ranks of a run on all hosts at onc
 description:
   - One task talks to all hosts of the run at the same time, from a thread each, over each host's own connection. Neither
     C(forks) nor the order of the hosts matters, and a task with I(run_once) is how it is called.
-  - C(started) starts every host's part within one round; if one refuses, those that started are stopped and nothing
-    runs.
+  - C(started) makes every host's part ready, then starts all at once; if one refuses, those that are ready are stopped
+    and nothing runs.
   - C(followed) prints the progress of rank 0 until the run ended, and on the first failure anywhere stops all hosts and
     names host, rank and cause. When the playbook goes away the run stays, and can be followed again.
   - C(stopped) asks the ranks to write a checkpoint and leave, then sends SIGTERM, then SIGKILL. It returns when nothing
@@ -64,6 +64,10 @@ options:
     description: Stop by SIGKILL, without a checkpoint.
     type: bool
     default: false
+  wanted:
+    description: A person wants the stop, so that a session that follows the run does not start it again.
+    type: bool
+    default: true
 attributes:
   check_mode:
     support: full
@@ -105,8 +109,9 @@ status:
   returned: followed, when the run did not fail
   type: str
 cause:
-  description: Where a failure began - C(host), C(rank) (null if it is not one rank's) and C(kind) (rank, torchrun,
-    supervisor, host, lost, stall).
+  description: Where a failure began - C(host), C(rank) (null if it is not one rank's) and C(kind) (rank,
+    torchrun, supervisor, host, lost, stall) and C(mend), what has to be mended before the run can go on - C(user) (a
+    mistake in the run), C(disk) (of that host), or nothing.
   returned: followed, on failure
   type: dict
 lost:
@@ -114,6 +119,10 @@ lost:
   returned: followed, on failure
   type: list
   elements: str
+stop_wanted:
+  description: Somebody stopped the run, which may be why it failed.
+  returned: followed, on failure
+  type: bool
 runs:
   description: Every run on every host, as C(trainer.supervise status) tells it, with C(host).
   returned: status

@@ -17,6 +17,31 @@ options:
   master_port:
     description: Rendezvous port on the head. By default the first free one from 29500.
     type: int
+  head:
+    description: The host that is rank 0. By default the first of the inventory; when it is left out, the first that is left.
+    type: str
+    default: ""
+  nodes_min:
+    description: Plan with so many hosts at least, when others do not answer or cannot take part. 0 for none less.
+    type: int
+    default: 0
+  retries:
+    description: Above 0, a run of which only a part is alive is started again instead of refused.
+    type: int
+    default: 0
+  elastic:
+    description: Let torchrun itself start the ranks again, with at least I(nodes_min) hosts (its c10d rendezvous).
+    type: bool
+    default: false
+  again:
+    description: It ran before in this session. What is still alive of it is marked C(stale), and stopped by M(ranks).
+    type: bool
+    default: false
+  lost:
+    description: Hosts that did not answer a moment ago, and are not waited for long.
+    type: list
+    elements: str
+    default: []
 attributes:
   check_mode:
     support: full
@@ -41,7 +66,8 @@ plan:
   type: list
   elements: dict
 state:
-  description: C(new) to stage and launch, C(running) to follow, C(finished) when nothing is left to do.
+  description: C(new) to stage and launch, C(running) to follow, C(finished) when nothing is left to do, C(stopped) when
+    somebody stopped what was to be started I(again).
   returned: success
   type: str
 port:

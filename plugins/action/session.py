@@ -1,0 +1,112 @@
+"""Follow a run to its end, and start it again when it breaks. Documented in plugins/modules/session.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ansible.utils.display import Display
+
+TOP = Path(__file__).resolve().parents[2]
+if str(TOP) not in sys.path:
+    sys.path.append(str(TOP))
+
+from plugins.module_utils.links import AllHosts, plain
+from plugins.module_utils.rounds import Rounds
+
+display = Display()
+
+
+class ActionModule(AllHosts):
+    """The rounds of a run: follow; when it broke, wait, then plan, stage and start with the hosts that can."""
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        self.task_vars = task_vars or {}
+        _, self.a = self.validate_argument_spec(
+            {
+                "plan": {"type": "list", "elements": "dict", "required": True},
+                "run": {"type": "dict", "required": True},
+                "environment": {"type": "dict", "default": {}, "no_log": True},
+                "properties": {"type": "list", "elements": "str", "default": []},
+                "master_port": {"type": "int"},
+                "head": {"type": "str", "default": ""},
+                "retries": {"type": "int", "default": 0},
+                "retry_delay": {"type": "float", "default": 1.0},
+                "nodes_min": {"type": "int", "default": 0},
+                "interval": {"type": "float", "default": 2.0},
+                "stall_limit": {"type": "float", "default": 600.0},
+                "lost_limit": {"type": "float", "default": 10.0},
+            }
+        )
+        if self._task.check_mode:
+            return {"skipped": True, "msg": "nothing runs in check mode"}
+        plan = self.a["plan"]
+        rounds = Rounds(self.a["retries"], self.a["nodes_min"], self.a["retry_delay"])
+        while True:
+            ended = self.call(
+                "ranks", state="followed", plan=plan, **self.only("interval", "stall_limit", "lost_limit")
+            )
+            if not ended.get("failed"):
+                return ended | {"plan": plan}
+            # What broke a start after this one is told when it is: no start, no further one.
+            while ended.get("failed"):
+                if why := rounds.broke(ended, len(plan)):
+                    word = [f"not started again: {why}"] if self.a["retries"] else []
+                    return ended | {"lines": [*ended.get("lines", []), *word]}
+                self.tell(ended, rounds)
+                time.sleep(rounds.wait())
+                ended = self.again(ended)
+            if ended["state"] == "stopped":
+                return {"changed": True, "status": "stopped", "plan": plan, "lines": ended["lines"]}
+            plan = ended["plan"]
+
+    def again(self, failure: dict[str, Any]) -> dict[str, Any]:
+        """Plan, stage and start once more; return the plan's result, or the failure of what failed."""
+        lost = failure.get("lost", [])
+        planned = self.call(
+            "run_plan", again=True, lost=lost, **self.only("run", "master_port", "head", "nodes_min", "retries")
+        )
+        if planned.get("failed"):
+            return planned | {"lost": lost}
+        for line in planned["lines"]:
+            display.display(line)
+        if planned["state"] == "stopped":
+            return planned
+        plan = planned["plan"]
+        staged = self.call("stage", plan=plan, files=self.a["run"]["files"], environment=self.a["environment"])
+        if staged.get("failed"):
+            return staged
+        started = self.call("ranks", state="started", plan=plan, properties=self.a["properties"])
+        return started if started.get("failed") else planned
+
+    def tell(self, failure: dict[str, Any], rounds: Rounds) -> None:
+        """Say what broke, and what comes now."""
+        for line in [f"failed: {failure['msg']}", *failure.get("lines", [])]:
+            display.display(line)
+        count = f"{rounds.in_a_row} of {rounds.retries}" if rounds.retries < 1000 else str(rounds.in_a_row)
+        display.display(f"starting again in {rounds.wait():.0f} s (retry {count} without progress in between)")
+
+    def only(self, *names: str) -> dict[str, Any]:
+        return {name: self.a[name] for name in names}
+
+    def call(self, action: str, **arguments: Any) -> dict[str, Any]:
+        """Run another action plugin of ours, as a task with these arguments would."""
+        task = self._task.copy()
+        task.action, task.args = action, arguments
+        plugin = self._shared_loader_obj.action_loader.get(
+            action,
+            task=task,
+            connection=self._connection,
+            play_context=self._play_context,
+            loader=self._loader,
+            templar=self._templar,
+            shared_loader_obj=self._shared_loader_obj,
+        )
+        try:
+            answer: dict[str, Any] = plugin.run(task_vars=self.task_vars)
+        except Exception as error:  # a bug, or a connection plugin's: this round failed, the run need not
+            return plain(f"{action}: {error}")
+        return answer
