@@ -280,9 +280,7 @@ class Follower:
     def __init__(self, parts: list[Part], links: dict[str, Supervised], progress: Progress, a: dict[str, Any]) -> None:
         self.parts, self.links, self.progress = parts, links, progress
         self.lost_limit: float = a["lost_limit"]
-        # The host of rank 0 has the progress to tell.
-        calm = min(CALM, self.lost_limit / 3, a["stall_limit"] / 4)
-        self.patience = {part.host: min(calm, a["interval"]) if 0 in part.ranks else calm for part in parts}
+        self.patience = min(CALM, a["interval"], self.lost_limit / 3, a["stall_limit"] / 4)
         self.asked: dict[str, Round] = {}
         self.asked_at: dict[str, float] = {}
         self.heard = dict.fromkeys(links, time.monotonic())
@@ -301,9 +299,7 @@ class Follower:
             if found:
                 doubt_since = doubt_since or now
                 # A host that is silent may be the cause of what the others complain about.
-                silent = any(
-                    part.silent > DOUBT + self.patience[part.host] for part in self.parts if part.status not in ENDED
-                )
+                silent = any(part.silent > DOUBT + self.patience for part in self.parts if part.status not in ENDED)
                 if found[0].sure or now - doubt_since > (self.lost_limit if silent else DOUBT):
                     return found[0]
             elif all(part.status in ENDED for part in self.parts):
@@ -319,7 +315,7 @@ class Follower:
                 TICK if hasty else POLL
             ):
                 self.asked_at[part.host] = now
-                patience = 0.0 if hasty else self.patience[part.host]
+                patience = 0.0 if hasty else self.patience
                 self.asked[part.host] = Round({part.host: asker(self.links[part.host], part, patience)})
             part.silent = now - self.heard[part.host]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-# What the doors read before any role: which hosts the play is for.
-PLAY = frozenset({"hosts"})
+# What the doors read besides: names that Ansible keeps for plays and tasks, so that no file of variables may hold them.
+PLAY = frozenset({"hosts", "retries"})
 
 
 def known_variables(top: Path) -> set[str]:
