@@ -13,13 +13,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from plugins.module_utils.ufw import wanted
 
 
-def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
-    """Return `{host: address that its peers reach it at}` in the order of the inventory."""
-    return {
-        host: str(hostvars[host].get("cluster_address") or hostvars[host].get("ansible_host") or host) for host in hosts
-    }
-
-
 def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], allow: list[dict[str, Any]]) -> list[str]:
     """Return a plain line for each thing that cannot be opened."""
     problems = []
@@ -69,7 +62,6 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {
-            "cluster_addresses": cluster_addresses,
             "firewall_problems": firewall_problems,
             "firewall_rules": firewall_rules,
         }

@@ -1,0 +1,83 @@
+"""Filters for what every host has to know of its peers: addresses, names, keys. Thin, so that roles read as tables."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+
+def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
+    """Return `{host: address that its peers reach it at}` in the order of the inventory."""
+    return {
+        host: str(hostvars[host].get("cluster_address") or hostvars[host].get("ansible_host") or host) for host in hosts
+    }
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def peer_names(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
+    """Return for every host its line of /etc/hosts; none for a host that has no name but its address."""
+    addresses = cluster_addresses(hostvars, hosts)
+    return {
+        host: [] if _is_address(host) or not _is_address(address) else [f"{address} {host}"]
+        for host, address in addresses.items()
+    }
+
+
+def _told(hostvars: Any, host: str, what: str) -> list[str]:
+    """Return what the host said of `what` in this play (`__ssh_told`): its own keys, or its login user's."""
+    lines = (hostvars[host].get("__ssh_told") or {}).get("stdout_lines") or []
+    return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ssh-")]
+
+
+def _key(line: str) -> str:
+    """Return kind and key of a public key's line, without its comment, which may say anything."""
+    return " ".join(line.split()[:2])
+
+
+def peer_host_keys(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
+    """Return the known_hosts lines of the hosts that were asked in this play.
+
+    A server at another port than 22 is ``[name]:port`` there: man sshd, SSH_KNOWN_HOSTS FILE FORMAT.
+    """
+    addresses = cluster_addresses(hostvars, hosts)
+    lines: dict[str, list[str]] = {}
+    for host in hosts:
+        port = int(hostvars[host].get("ansible_port") or 22)
+        names = dict.fromkeys([host, addresses[host], str(hostvars[host].get("ansible_host") or host)])
+        patterns = ",".join(name if port == 22 else f"[{name}]:{port}" for name in names)
+        if keys := _told(hostvars, host, "host"):
+            lines[host] = [f"{patterns} {_key(key)}" for key in keys]
+    return lines
+
+
+def peer_keys(hostvars: Any, hosts: list[str], controller_key: str = "") -> dict[str, list[str]]:
+    """Return the authorized_keys lines of the hosts that were asked in this play, and the controller's.
+
+    A peer's key is good from the cluster's addresses only, and forwards nothing: man sshd, AUTHORIZED_KEYS FILE FORMAT.
+    """
+    addresses = ",".join(dict.fromkeys(cluster_addresses(hostvars, hosts).values()))
+    limits = f'from="{addresses}",no-agent-forwarding,no-port-forwarding,no-X11-forwarding'
+    lines = {host: [f"{limits} {_key(key)}" for key in _told(hostvars, host, "key")] for host in hosts}
+    lines = {host: keys for host, keys in lines.items() if keys}
+    if controller_key:
+        lines["(controller)"] = [_key(controller_key)]
+    return lines
+
+
+class FilterModule:
+    """For Ansible."""
+
+    def filters(self) -> dict[str, Any]:
+        return {
+            "cluster_addresses": cluster_addresses,
+            "peer_names": peer_names,
+            "peer_host_keys": peer_host_keys,
+            "peer_keys": peer_keys,
+        }

@@ -1,0 +1,99 @@
+#!/usr/bin/python
+"""Module: a unit that has read its settings."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: unit_reads
+short_description: Have a systemd unit read settings that it has not read yet
+description:
+  - What a handler does, but right after a play that was killed between the file and the handler, too. What the unit read last is
+    kept as a digest under C(/var/lib/trainyard/read), which reset.yml takes away.
+  - A unit that is not running is left alone, it will read them when it starts.
+options:
+  name:
+    description: The unit.
+    type: str
+    required: true
+  files:
+    description: The settings. One that is not there counts as that; if it never was, there is nothing to read.
+    type: list
+    elements: path
+    required: true
+  how:
+    description: What makes the unit read.
+    type: str
+    choices: [reload, restart]
+    default: reload
+  test:
+    description: A command that fails if the settings are not sound; nothing is done to the unit then.
+    type: list
+    elements: str
+    default: []
+author: trainyard
+"""
+
+EXAMPLES = r"""
+- name: Have sshd read it
+  unit_reads:
+    name: ssh
+    files: [/etc/ssh/sshd_config.d/10-trainyard.conf]
+    test: [/usr/sbin/sshd, -t]
+"""
+
+RETURN = r"""
+"""
+
+import hashlib
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+
+KEPT = Path("/var/lib/trainyard/read")
+
+
+def digest(files: list[str]) -> str:
+    """Return a digest of the files that are there; empty if there is none."""
+    there = [path for path in map(Path, files) if path.is_file()]
+    if not there:
+        return ""
+    total = hashlib.sha256()
+    for path in there:
+        total.update(f"{path}\0".encode() + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "name": {"type": "str", "required": True},
+            "files": {"type": "list", "elements": "path", "required": True},
+            "how": {"type": "str", "choices": ["reload", "restart"], "default": "reload"},
+            "test": {"type": "list", "elements": "str", "default": []},
+        },
+        supports_check_mode=True,
+    )
+    name, how = module.params["name"], module.params["how"]
+    kept = KEPT / name
+    now = digest(module.params["files"])
+    if now == (kept.read_text() if kept.exists() else ""):
+        module.exit_json(changed=False)
+    if not module.check_mode:
+        if module.params["test"]:
+            code, _, words = module.run_command(module.params["test"])
+            if code:
+                module.fail_json(msg=f"{name} would not take its settings: {words.strip().splitlines()[-1:]}")
+        code, _, words = module.run_command(["systemctl", f"try-{how}" if how == "restart" else "try-reload-or-restart", name])
+        if code:
+            module.fail_json(msg=f"{name} did not {how}: {words.strip()}: journalctl -u {name} says why")
+        if now:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(now)
+        else:
+            kept.unlink(missing_ok=True)
+    module.exit_json(changed=True)
+
+
+if __name__ == "__main__":
+    main()
