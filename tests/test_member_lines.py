@@ -56,7 +56,7 @@ def test_owner_and_mode_stay(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("old")
     file.chmod(0o640)
-    write(str(file), "new", 0o644, None, False)
+    write(file, "new", 0o644, None, False)
     assert file.read_text() == "new" and file.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [file]
 

@@ -57,6 +57,7 @@ RETURN = r"""
 import os
 import pwd
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -109,31 +110,29 @@ def settled(text: str, lines: dict[str, list[str]], members: list[str], new: boo
     return before + body + after if inside or BEGIN in text.splitlines() else body + text
 
 
-def write(path: str, text: str, mode: int, owner: str | None, new: bool) -> None:
+def write(path: Path, text: str, mode: int, owner: str | None, new: bool) -> None:
     """Replace the file at once; it keeps owner and mode if it was there."""
-    folder = os.path.dirname(path)
     person = pwd.getpwnam(owner) if owner else None
-    if not os.path.isdir(folder):
-        os.makedirs(folder, mode=0o700 if owner else 0o755)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, mode=0o700 if owner else 0o755)
         if person:
-            os.chown(folder, person.pw_uid, person.pw_gid)
-    status = None if new else os.stat(path)
-    handle, aside = tempfile.mkstemp(dir=folder, prefix=".trainyard-")
+            os.chown(path.parent, person.pw_uid, person.pw_gid)
+    status = None if new else path.stat()
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".trainyard-")
+    aside = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         if status:
             os.chown(aside, status.st_uid, status.st_gid)
-            os.chmod(aside, status.st_mode & 0o7777)
-        else:
-            if person:
-                os.chown(aside, person.pw_uid, person.pw_gid)
-            os.chmod(aside, mode)
-        os.replace(aside, path)
+        elif person:
+            os.chown(aside, person.pw_uid, person.pw_gid)
+        aside.chmod(status.st_mode & 0o7777 if status else mode)
+        aside.replace(path)
     except BaseException:
-        os.unlink(aside)
+        aside.unlink()
         raise
 
 
@@ -154,12 +153,9 @@ def main() -> None:
     diffs: list[dict[str, Any]] = []
     for entry in module.params["files"]:
         # A link (some keep /etc/hosts elsewhere) stays one: what it leads to is written.
-        path = os.path.realpath(entry["path"])
-        new = not os.path.exists(path)
-        text = ""
-        if not new:
-            with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-                text = file.read()
+        path = Path(entry["path"]).resolve()
+        new = not path.exists()
+        text = "" if new else path.read_bytes().decode("utf-8", "surrogateescape")
         lines = {member: [str(line) for line in given] for member, given in entry["lines"].items()}
         bad = [line for given in lines.values() for line in given if "\n" in line or "\r" in line]
         if bad:
@@ -167,12 +163,12 @@ def main() -> None:
         after = settled(text, lines, module.params["members"], new)
         if after == text or (after is None and new):
             continue
-        diffs.append({"before_header": path, "after_header": path, "before": text, "after": after or ""})
+        diffs.append({"before_header": str(path), "after_header": str(path), "before": text, "after": after or ""})
         if module.check_mode:
             continue
         try:
             if after is None:
-                os.unlink(path)
+                path.unlink()
             else:
                 write(path, after, int(entry["mode"], 8), entry["owner"], new)
         except OSError as error:

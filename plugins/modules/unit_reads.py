@@ -84,7 +84,9 @@ def main() -> None:
             code, _, words = module.run_command(module.params["test"])
             if code:
                 module.fail_json(msg=f"{name} would not take its settings: {words.strip().splitlines()[-1:]}")
-        code, _, words = module.run_command(["systemctl", f"try-{how}" if how == "restart" else "try-reload-or-restart", name])
+        code, _, words = module.run_command(
+            ["systemctl", f"try-{how}" if how == "restart" else "try-reload-or-restart", name]
+        )
         if code:
             module.fail_json(msg=f"{name} did not {how}: {words.strip()}: journalctl -u {name} says why")
         if now:
