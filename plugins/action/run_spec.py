@@ -23,7 +23,8 @@ if str(TOP) not in sys.path:  # Ansible puts module_utils on a module's path, no
 
 from plugins.module_utils.docs_dataset import write_dataset
 from plugins.module_utils.doors import known_variables, unknown
-from plugins.module_utils.links import AllHosts, plain
+from plugins.module_utils.landing import Digests
+from plugins.module_utils.links import AllHosts, last_line, plain
 from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec, make_spec, read_yaml, suggest
 from trainer.data import is_hub_id, read_samples
 from trainer.errors import UserError
@@ -74,21 +75,21 @@ def plain_value(value: Any) -> Any:
 def settle(spec: RunSpec, work: Path) -> dict[str, Any]:
     """Check, or make, all that the run needs on the controller, and say what has to be on every host."""
     files: list[dict[str, Any]] = []
+    digests = Digests(work / "digests.json")
     identity: dict[str, Any] = {}
     dataset = None if spec.fake_data else dataset_file(spec, work)
     if dataset:
-        digest = sha256_file(dataset)
+        digest = digests.of(dataset)
         check_samples(dataset, digest, work)
         files.append(item(dataset, f"store/datasets/{digest[:16]}{dataset.suffix}", {"": digest}, "dataset"))
         identity["dataset"] = digest
     model = model_folder(spec, dataset, work)
-    if model:
-        digests = {
-            str(file.relative_to(model)): sha256_file(file) for file in sorted(model.rglob("*")) if file.is_file()
-        }
-        whole = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
-        files.append(item(model, f"store/models/{model.name}-{whole[:12]}", digests, "model"))
-        identity["model"] = whole
+    contents = {str(file.relative_to(model)): digests.of(file) for file in sorted(model.rglob("*")) if file.is_file()}
+    whole = hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
+    name = spec.model.rpartition("/")[2] if is_hub_id(spec.model) else model.name
+    files.append(item(model, f"store/models/{name}-{whole[:12]}", contents, "model"))
+    identity["model"] = whole
+    digests.keep()
     archive = trainer_archive(work)
     files.append(item(archive, "", {"": sha256_file(archive)}, "trainer"))
     if not spec.run:
@@ -156,8 +157,8 @@ def check_samples(path: Path, digest: str, work: Path) -> None:
         mark.touch()
 
 
-def model_folder(spec: RunSpec, dataset: Path | None, work: Path) -> Path | None:
-    """Return the model's folder on the controller, made if it is tiny; None for a hub id. Raises UserError."""
+def model_folder(spec: RunSpec, dataset: Path | None, work: Path) -> Path:
+    """Return the model's folder on the controller, made if it is tiny, fetched if it is the hub's. Raises UserError."""
     if spec.model == TINY:
         if dataset is None and not spec.fake_data:
             raise UserError(
@@ -176,7 +177,7 @@ def model_folder(spec: RunSpec, dataset: Path | None, work: Path) -> Path | None
             raise UserError(
                 f"model: {spec.model} is not in the hub's cache here, and HF_HUB_OFFLINE is set: fetch it first"
             )
-        return None
+        folder = from_hub(spec.model)
     if not folder.is_dir():
         raise UserError(f"model: {folder} is a file: give the folder that holds config.json")
     for wanted, what in (
@@ -200,6 +201,22 @@ def suggest_model(name: str) -> str:
     from difflib import get_close_matches
 
     return f" (did you mean {TINY!r}?)" if get_close_matches(name, [TINY]) else ""
+
+
+def from_hub(name: str) -> Path:
+    """Return the model's folder in the hub's cache here, fetched if need be: once, and not by every host. Raises UserError."""
+    from huggingface_hub import snapshot_download
+
+    what = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+    if not cached(name):
+        display.display(f"fetching {name} from the hub (once; the hosts get it from here)")
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=what))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=[*what, "*.bin"]))
+    except Exception as error:  # the library's own classes, requests', the system's
+        raise UserError(f"model: cannot have {name} from the hub: {last_line(str(error))}") from None
+    return folder
 
 
 def cached(name: str) -> bool:

@@ -50,30 +50,25 @@ class ActionModule(AllHosts):
 
     def errand(self, link: Link, entry: dict[str, Any], a: dict[str, Any]) -> Any:
         """Return the work for one host: compare, copy what it lacks, put everything in place."""
-        check = self._task.check_mode
         sources, wanted = targets(entry, a["files"])
-        contents = small_files(entry, a["plan"], a["environment"])
+        store = f"{entry['data_dir']}/store"
+        question = {
+            "files": wanted,
+            "arrived": {},
+            "contents": small_files(entry, a["plan"], a["environment"]),
+            "cache": f"{store}/digests.json",
+            "incoming": f"{store}/incoming",
+            "check": self._task.check_mode,
+        }
 
         def work() -> dict[str, Any]:
-            lacking = ask(link, {"do": "compare", "files": wanted})["lacking"]
-            if check:
-                return {"changed": lacking}
-            arrived = {}
-            for path in lacking:
-                arrived[path] = f"{entry['data_dir']}/store/incoming/{wanted[path]}"
-            if lacking:
-                ask(
-                    link,
-                    {
-                        "do": "place",
-                        "files": {},
-                        "arrived": {},
-                        "contents": {f"{entry['data_dir']}/store/incoming/.keep": [0o600, ""]},
-                    },
-                )
+            answer = ask(link, question)
+            if "changed" in answer:
+                return answer
+            arrived = {path: f"{store}/incoming/{wanted[path]}" for path in answer["lacking"]}
             for path, aside in arrived.items():
                 link.put(sources[path], aside)
-            return ask(link, {"do": "place", "files": wanted, "arrived": arrived, "contents": contents})
+            return ask(link, question | {"arrived": arrived})
 
         return work
 
