@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import RunSpec, make_spec, parse_flags, read_spec, table
+from trainer.config import FIELDS, RunSpec, make_spec, parse_flags, read_spec, table
 from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.report import Heartbeat
 
@@ -14,7 +14,8 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     print the whole spec, or what is wrong with it
        python -m trainer fields                               the run spec as a table
 
-SPEC.yml holds names and values of the run spec, the flags go over it. Several ranks: torchrun ... -m trainer ...
+SPEC.yml holds names and values of the run spec, the flags go over it; `lr=1e-3` is taken for `--lr=1e-3`, too.
+Several ranks: torchrun ... -m trainer run=mine lr=1e-3 (torchrun itself stumbles over --run).
 DIR: the data dir (default: here) holds runs/<run>/, and in store/ what several runs share.
 """
 _LOST_PEER = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -32,7 +33,14 @@ def _take(argv: list[str], flag: str) -> Path | None:
     return None
 
 
+def _is_flag(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.replace("-", "_") in FIELDS and not Path(word).exists()
+
+
 def _spec(argv: list[str]) -> RunSpec:
+    # torchrun takes --run=x for a short form of its own --run-path, so run=x is a flag too, unless it is a file.
+    argv[:] = [f"--{word}" if _is_flag(word) else word for word in argv]
     path = Path(argv.pop(0)) if argv and not argv[0].startswith("--") else None
     flags = parse_flags(argv)
     return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")

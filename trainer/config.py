@@ -224,6 +224,12 @@ class RunSpec(BaseModel):
         "auto", "auto goes on from the newest whole checkpoint; never refuses a run that has one", later=True,
         also=["resume_from_checkpoint"],
     )  # fmt: skip
+    merge: bool = _field(
+        False,
+        "write base model and adapter as one model, too: merged/ on the head",
+        later=True,
+        also=["merge_adapter", "merge_lora", "merge_and_unload"],
+    )
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(_words)] = _field(
         ("tensorboard",), "tensorboard, wandb, none", later=True, also=["report_to", "logger", "log_with"], min_length=1
     )

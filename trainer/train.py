@@ -20,6 +20,7 @@ from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read
 from trainer.data import Sample, is_hub_id, read_hub, read_samples
 from trainer.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
 from trainer.errors import DiskError, UserError, disk_trouble
+from trainer.export import merge_adapter, write_card
 from trainer.files import sha256_file, sha256_tree, sync_files, write_atomic
 from trainer.model import TokenLoss, keeps_samples_apart, load_model, load_tokenizer, need_compiler
 from trainer.optim import learning_rate
@@ -400,8 +401,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             if result["eval_loss"] is not None:
                 report.scalars({"eval_loss": result["eval_loss"]}, step)
         beat("saving")
+        hosts = world.gather(socket.gethostname())
         if world.first_here:
             result |= save_trained(spec, module, tokenizer, run_dir)
+            if spec.merge and spec.lora_r and world.rank == 0:
+                result["merged"] = str(merge_adapter(spec, run_dir))
+            write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, data)
             write_atomic(run_dir / "result.json", json.dumps(result, indent=1))
     elif world.first_here:
         stop_asked.done()

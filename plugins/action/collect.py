@@ -5,6 +5,7 @@ Documented in plugins/modules/collect.py.
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import tempfile
@@ -16,18 +17,28 @@ if str(TOP) not in sys.path:
     sys.path.append(str(TOP))
 
 from plugins.module_utils.links import AllHosts, Link, Round, Trouble, plain
+from trainer.files import sha256_file
 
 GATHER_LIMIT = 600.0  # s
+# What of a run folder is worth having elsewhere: no checkpoints, no secrets.
+KEPT = ["adapter/*", "model/*", "merged/*", "result.json", "spec.yml", "metrics.jsonl", "logs/*.log", "tensorboard/*"]
 # Runs on a host: its result and its ranks' logs.
 _ASK = b"""
-import json, sys
+import hashlib, json, sys
 from pathlib import Path
-run = Path(sys.argv[1])
+run, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
 try:
     result = json.loads((run / "result.json").read_bytes())
 except (OSError, ValueError):
     result = None
-print(json.dumps({"result": result, "logs": {p.name: p.stat().st_size for p in (run / "logs").glob("*.log")}}))
+files = {}
+for pattern in wanted:
+    for path in run.glob(pattern):
+        if path.is_file():
+            with path.open("rb") as file:
+                files[str(path.relative_to(run))] = hashlib.file_digest(file, "sha256").hexdigest()
+logs = {p.name: p.stat().st_size for p in (run / "logs").glob("*.log")}
+print(json.dumps({"result": result, "logs": logs, "files": files}))
 """
 
 
@@ -36,7 +47,11 @@ class ActionModule(AllHosts):
         super().run(tmp, task_vars)
         hostvars = (task_vars or {})["hostvars"]
         _, a = self.validate_argument_spec(
-            {"plan": {"type": "list", "elements": "dict", "required": True}, "state": {"type": "str", "default": "new"}}
+            {
+                "plan": {"type": "list", "elements": "dict", "required": True},
+                "state": {"type": "str", "default": "new"},
+                "to": {"type": "path", "default": ""},
+            }
         )
         if self._task.check_mode:
             return {"skipped": True, "msg": "nothing ran in check mode"}
@@ -69,16 +84,43 @@ class ActionModule(AllHosts):
                             source = f"{entry['run_dir']}/logs/{name}"
                             bring(links[entry["host"]], links[head["host"]], source, head["run_dir"], here)
                             brought.append(name)
+            if a["to"]:
+                folder = Path(a["to"]).expanduser() / result["run"]
+                asked_again = links[head["host"]].ask(_ASK, head["run_dir"], json.dumps(KEPT))
+                brought += take(links[head["host"]], head["run_dir"], asked_again["files"], folder)
         except Trouble as error:
-            return plain(str(error))
+            return plain(f"{head['host']}: {error}")
+        except OSError as error:
+            return plain(f"cannot write {error.filename}: {error.strerror}")
         lines = summary(result, head, len(plan), links[head["host"]])
+        if a["to"]:
+            lines.insert(-1, f"  copy here    {folder}")
         if a["state"] == "finished":
             lines.insert(0, f"run {result['run']} is finished: nothing to do")
         return {"changed": bool(brought), "result": result, "lines": lines}
 
 
 def asker(link: Link, run_dir: str) -> Any:
-    return lambda: link.ask(_ASK, run_dir)
+    return lambda: link.ask(_ASK, run_dir, "[]")
+
+
+def take(head: Link, run_dir: str, files: dict[str, str], folder: Path) -> list[str]:
+    """Copy files of the head's run folder to the controller unless they are there; return those that travelled.
+
+    Raises:
+        Trouble, OSError: a file cannot be copied.
+    """
+    brought = []
+    for name, digest in sorted(files.items()):
+        target = folder / name
+        if target.is_file() and sha256_file(target) == digest:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f".tmp-{target.name}")
+        head.fetch(f"{run_dir}/{name}", str(aside))
+        aside.replace(target)
+        brought.append(name)
+    return brought
 
 
 def bring(source: Link, head: Link, path: str, run_dir: str, here: str) -> None:
@@ -100,6 +142,7 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, link: Link
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second']:.0f} tokens/s, {result['tokens']} tokens of {result['samples']} samples (without those held out for eval)",
         f"  {kind:<12} {result[kind]}{where}",
+        *([f"  merged       {result['merged']}{where}"] if result.get("merged") else []),
         f"  logs         {head['run_dir']}/logs",
     ]
     if result.get("tensorboard"):

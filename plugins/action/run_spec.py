@@ -75,6 +75,7 @@ def plain_value(value: Any) -> Any:
 def settle(spec: RunSpec, work: Path) -> dict[str, Any]:
     """Check, or make, all that the run needs on the controller, and say what has to be on every host."""
     files: list[dict[str, Any]] = []
+    named = spec.model_dump()
     digests = Digests(work / "digests.json")
     identity: dict[str, Any] = {}
     dataset = None if spec.fake_data else dataset_file(spec, work)
@@ -101,6 +102,8 @@ def settle(spec: RunSpec, work: Path) -> dict[str, Any]:
         "run": spec.run,
         "spec": spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step},
         "files": files,
+        "origin": {"model": named["model"], "dataset": named["dataset"]}
+        | {f"{kind}_sha256": digest for kind, digest in identity.items()},
         "bytes": sum(entry["bytes"] for entry in files),
     }
 

@@ -76,7 +76,12 @@ class ActionModule(AllHosts):
         if planned["state"] == "stopped":
             return planned
         plan = planned["plan"]
-        staged = self.call("stage", plan=plan, files=self.a["run"]["files"], environment=self.a["environment"])
+        staged = self.call(
+            "stage",
+            plan=plan,
+            environment=self.a["environment"],
+            **{name: self.a["run"][name] for name in ("files", "origin")},
+        )
         if staged.get("failed"):
             return staged
         started = self.call("ranks", state="started", plan=plan, properties=self.a["properties"])

@@ -32,6 +32,7 @@ class ActionModule(AllHosts):
             {
                 "plan": {"type": "list", "elements": "dict", "required": True},
                 "files": {"type": "list", "elements": "dict", "required": True},
+                "origin": {"type": "dict", "default": {}},
                 "environment": {"type": "dict", "default": {}, "no_log": True},
             }
         )
@@ -55,7 +56,7 @@ class ActionModule(AllHosts):
         question = {
             "files": wanted,
             "arrived": {},
-            "contents": small_files(entry, a["plan"], a["environment"]),
+            "contents": small_files(entry, a),
             "cache": f"{store}/digests.json",
             "incoming": f"{store}/incoming",
             "check": self._task.check_mode,
@@ -91,14 +92,15 @@ def targets(entry: dict[str, Any], files: list[dict[str, Any]]) -> tuple[dict[st
     return sources, wanted
 
 
-def small_files(entry: dict[str, Any], plan: list[dict[str, Any]], extra: dict[str, str]) -> dict[str, tuple[int, str]]:
+def small_files(entry: dict[str, Any], a: dict[str, Any]) -> dict[str, tuple[int, str]]:
     """Return {path: (mode, base64)} of what is written afresh for every start."""
     node = Node(**{name: entry[name] for name in Node.__dataclass_fields__})
-    hosts = [{name: value for name, value in other.items() if name != "spec"} for other in plan]
+    hosts = [{name: value for name, value in other.items() if name != "spec"} for other in a["plan"]]
     texts = {
         "spec.yml": (0o644, yaml.safe_dump(json.loads(json.dumps(entry["spec"])), sort_keys=False)),
         "plan.json": (0o644, json.dumps(hosts, indent=1)),
-        "env": (0o600, environment(node, extra)),
+        "origin.json": (0o644, json.dumps(a["origin"], indent=1)),
+        "env": (0o600, environment(node, a["environment"])),
     }
     return {
         f"{entry['run_dir']}/{name}": (mode, base64.b64encode(text.encode()).decode())

@@ -18,6 +18,10 @@ options:
     description: The state that M(run_plan) returned; C(finished) says that nothing was done.
     type: str
     default: new
+  to:
+    description: Folder on the controller; RUN below it gets what is worth having of the head's run folder. Empty for none.
+    type: path
+    default: ""
 attributes:
   check_mode:
     support: full

@@ -7,7 +7,7 @@ module: stage
 short_description: Bring trainer, spec, dataset and model to all hosts of a plan at once
 description:
   - Compares checksums and copies only what differs; a file arrives aside, is checked and renamed.
-  - Writes C(spec.yml), C(plan.json) and C(env) (mode 0600) into the run folder.
+  - Writes C(spec.yml), C(plan.json), C(origin.json) and C(env) (mode 0600) into the run folder.
 options:
   plan:
     description: The plan that M(run_plan) returned.
@@ -19,6 +19,10 @@ options:
     type: list
     elements: dict
     required: true
+  origin:
+    description: What model and dataset are called here, and their checksums, for the model card.
+    type: dict
+    default: {}
   environment:
     description: Environment variables for the ranks. They may be secrets - they travel on stdin, into a file of mode 0600.
     type: dict
