@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.config import RunSpec
 from trainer.errors import DiskError, UserError
-from trainer.world import World
+
+if TYPE_CHECKING:  # a heartbeat is written before torch is imported
+    from trainer.world import World
 
 _BEAT = 0.2  # seconds between heartbeats while nothing but the step changes
 _BALLAST = 64 * 1024  # bytes kept free for the last words of a rank whose disk is full
@@ -131,7 +133,7 @@ def cut_back(run_dir: Path, past: Past) -> None:
         raise _unwritable(run_dir, error) from None
 
 
-def share_metrics(run_dir: Path, world: World, step: int) -> None:
+def share_metrics(run_dir: Path, world: "World", step: int) -> None:
     """Give metrics.jsonl to the hosts whose own is not whole up to `step`, from one whose is. Every rank calls it."""
     path = run_dir / "metrics.jsonl"
     whole = sum(1 for _ in _records(path)) == step
@@ -164,7 +166,7 @@ class Report:
     Every host keeps the metrics, so that they outlive the head; loggers and the log's lines are rank 0's.
     """
 
-    def __init__(self, spec: RunSpec, run_dir: Path, world: World, past: Past) -> None:
+    def __init__(self, spec: RunSpec, run_dir: Path, world: "World", past: Past) -> None:
         self._start, self._head = past.start, world.rank == 0
         self._lined = 0.0
         try:
