@@ -18,8 +18,9 @@ if str(TOP) not in sys.path:
 
 import yaml
 
+from plugins.module_utils import judgement
 from plugins.module_utils.links import AllHosts, Link, Round, plain
-from plugins.module_utils.plan import PORTS, Unplannable, choose_port, head_first, plan, table, unlike
+from plugins.module_utils.plan import PORTS, Unplannable, choose_port, head_first, plan, table
 from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
 
 PROBE = (TOP / "plugins/module_utils/probe.py").read_bytes()
@@ -195,40 +196,17 @@ def silence(silent: dict[str, str]) -> str:
 
 def unfitness(host: dict[str, Any], staged: int) -> str:
     """Return why this host alone cannot take part, or an empty string. `staged`: bytes that will be brought there."""
-    facts = host["facts"]
-    if "torch" not in facts["versions"]:
-        return f"{host['python']} has no torch: set the host up with site.yml, or mend cluster_python"
-    if not facts["may_write"]:
-        return f"cannot write to {host['data_dir']}: mend its rights, or set cluster_data_dir"
-    if facts["busy_with"]:
-        return f"busy: run {facts['busy_with']} is running there: stop it, or take others with -e hosts="
-    if facts["free_bytes"] < staged + MARGIN and not facts["running"]:
-        return (
-            f"{facts['free_bytes'] / 1e6:.0f} MB free in {host['data_dir']}, the run needs about "
-            f"{(staged + MARGIN) / 1e6:.0f} MB: make room, or set cluster_data_dir"
-        )
-    return ""
+    found = judgement.environment(host)
+    if not host["facts"]["running"]:
+        found += judgement.room(host, staged + MARGIN)
+    return found[0].plain if found else ""
 
 
 def check(hosts: list[dict[str, Any]]) -> None:
     """Check that these hosts can run one thing together. Raises Unplannable."""
-    seen: dict[tuple[str, ...], str] = {}
-    for host in hosts:
-        name, facts = host["host"], host["facts"]
-        # Containers share a boot_id, cloned images a machine-id; one machine has both in common with itself.
-        twin = seen.setdefault((facts["boot_id"], facts["machine_id"], host["data_dir"]), name)
-        if twin != name:
-            raise Unplannable(
-                f"{twin} and {name} are one machine (same boot_id and machine-id): drop one from the inventory"
-            )
-    loopback = [host["host"] for host in hosts if ipaddress.ip_address(host["address"]).is_loopback]
-    if loopback and len({host["facts"]["boot_id"] for host in hosts}) > 1:
-        raise Unplannable(
-            f"{loopback[0]}: cluster_address is a loopback address, which the other machines cannot reach"
-        )
-    differ = unlike(hosts)
-    if differ:
-        raise Unplannable(differ)
+    for finding in [*judgement.twins(hosts), *judgement.unlike(hosts)]:
+        # Those of two hosts name both.
+        raise Unplannable(f"{finding.host}: {finding.plain}" if finding.check == "address" else finding.plain)
 
 
 def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_staged: bool) -> None:

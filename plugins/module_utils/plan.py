@@ -148,18 +148,6 @@ def environment(node: Node, extra: dict[str, str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in values.items())
 
 
-def unlike(hosts: list[dict[str, Any]]) -> str:
-    """Return a line that names what differs between the hosts' environments, or an empty string."""
-    first = hosts[0]
-    for host in hosts[1:]:
-        mine, other = first["facts"]["versions"], host["facts"]["versions"]
-        differ = [name for name in sorted({*mine, *other}) if mine.get(name) != other.get(name)]
-        if differ:
-            shown = ", ".join(f"{name} {mine.get(name, 'none')} / {other.get(name, 'none')}" for name in differ)
-            return f"{first['host']} and {host['host']} have different environments: {shown}; make them equal with site.yml"
-    return ""
-
-
 def table(nodes: list[Node], spec: dict[str, Any], port: int) -> list[str]:
     """Return the plan as lines that a person reads before anything starts."""
     world = sum(len(node.ranks) for node in nodes)

@@ -62,6 +62,17 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def addresses() -> list[str]:
+    """Return this host's IPv4 addresses but loopback's, in order: what tells clones of one image apart."""
+    found = set()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # a device without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.add(socket.inet_ntoa(answer[20:24]))
+    return sorted(address for address in found if not address.startswith("127."))
+
+
 def port_is_free(address: str, port: int) -> bool:
     """Tell whether a server could listen on address:port now."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -170,6 +181,7 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
     return {
         "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "machine_id": first_line(Path("/etc/machine-id")),
+        "addresses": addresses(),
         "source": source,
         "interface": device,
         "trouble": why,

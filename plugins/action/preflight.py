@@ -1,0 +1,203 @@
+"""Find what would spoil a run before there is one, on every host and between every two. Documented in plugins/modules/preflight.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[2]
+if str(TOP) not in sys.path:
+    sys.path.append(str(TOP))
+
+from plugins.action.run_plan import MARGIN, describe
+from plugins.module_utils import judgement
+from plugins.module_utils.links import AllHosts, Link, Round, plain
+from plugins.module_utils.plan import PORTS, Unplannable
+
+UTILS = TOP / "plugins/module_utils"
+PROBE, CHECKUP, PAIRS = ((UTILS / f"{name}.py").read_bytes() for name in ("probe", "checkup", "pairs"))
+ALL_REDUCE = (UTILS / "all_reduce.py").read_bytes()
+PROBE_LIMIT = 20.0  # s for a host to say what it is: one that hangs says nothing
+CHECKUP_LIMIT = 300.0  # s: all datasets are read for their checksums
+PAIRS_LIMIT = 8.0  # s, and half a second more a host
+REDUCE_LIMIT = 60.0  # s, most of it importing torch
+MEMORY = 512  # MiB that a process must be able to have: torch imported, and a small model
+HIGH = range(33000, 60900)  # where the kernel hands out ports, and so where gloo and NCCL listen
+
+
+class ActionModule(AllHosts):
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        variables = task_vars or {}
+        _, a = self.validate_argument_spec(
+            {
+                "run": {"type": "str", "default": ""},
+                "master_port": {"type": "int"},
+                "quick": {"type": "bool", "default": False},
+                "json": {"type": "str", "default": ""},
+            }
+        )
+        self.hostvars = variables["hostvars"]
+        try:
+            hosts = [describe(name, self.hostvars[name]) for name in variables["ansible_play_hosts_all"]]
+        except Unplannable as error:
+            return plain(str(error))
+        head_port = a["master_port"] or PORTS.start
+        ports = [head_port, *random.sample(HIGH, 3)]
+        self.look(hosts, a["run"])
+        self.connect(answering(hosts), ports)
+        found = judgement.judge(hosts, ports, head_port, MARGIN)
+        how, reduced = "not tried", None
+        if not a["quick"]:
+            how, reduced, troubles = self.all_reduce(answering(hosts), found)
+            found += judgement.all_reduce(troubles)
+        lines = [*judgement.table(hosts, found), f"all-reduce over all hosts: {how}"]
+        return self.report(hosts, found, lines, reduced, a)
+
+    def link(self, host: str) -> Link:
+        """A connection that asks the Python that Ansible uses: the cluster's own may be what is missing."""
+        link = Link(self, self.hostvars, host)
+        python = str(self.hostvars[host].get("ansible_python_interpreter") or "")
+        link.python = python if python.startswith("/") else "/usr/bin/python3"
+        return link
+
+    def look(self, hosts: list[dict[str, Any]], run: str) -> None:
+        """Put `facts`, `checkup` and `asked`, or `trouble`, into every host's description."""
+        links = {host["host"]: self.link(host["host"]) for host in hosts}
+        questions: dict[str, Callable[[], dict[str, Any]]] = {}
+        for host in hosts:
+            host["memory_mib"] = MEMORY
+            about = {
+                "head": hosts[0]["address"],
+                "ports": [],
+                "run_dir": f"{host['data_dir']}/runs/{run or '.preflight'}",
+            }
+            about |= {name: host[name] for name in ("address", "python", "data_dir")}
+            questions[host["host"]] = functools.partial(links[host["host"]].ask, PROBE, json.dumps(about))
+        keep(hosts, Round(questions).wait(PROBE_LIMIT), "facts")
+        questions = {}
+        for host in answering(hosts):
+            about = {"data_dir": host["data_dir"], "run": run, "memory_mib": MEMORY}
+            about["peers"] = [other["host"] for other in hosts if other is not host]
+            about["sudo"] = bool(self.hostvars[host["host"]].get("cluster_managed", True))
+            questions[host["host"]] = functools.partial(timed, links[host["host"]], CHECKUP, about)
+        keep(hosts, Round(questions).wait(CHECKUP_LIMIT), "checkup")
+        for host in answering(hosts):
+            host["asked"] = host["checkup"].pop("asked")
+
+    def connect(self, hosts: list[dict[str, Any]], ports: list[int]) -> None:
+        """Put `pairs` into every host's description: all at once, each to all others; one machine as two hosts is one."""
+        hosts = list({host["address"]: host for host in reversed(hosts)}.values())[::-1]
+        if len(hosts) < 2:
+            return
+        limit, token = PAIRS_LIMIT + len(hosts) / 2, secrets.token_hex(16)
+        questions: dict[str, Callable[[], dict[str, Any]]] = {}
+        for host in hosts:
+            device = judgement.device_of(host)
+            about = {
+                "name": host["host"],
+                "names": [other["host"] for other in hosts],
+                "address": host["address"],
+                "peers": {other["host"]: other["address"] for other in hosts if other is not host},
+                "head": hosts[0]["host"],
+                "ports": ports,
+                "token": token,
+                "limit": limit,
+                "mtu": device["mtu"] if device else 1500,
+            }
+            # On stdin, as the program is: the token is not for the list of processes.
+            program = PAIRS.replace(b"json.loads(sys.argv[1])", f"json.loads({json.dumps(json.dumps(about))})".encode())
+            questions[host["host"]] = functools.partial(self.link(host["host"]).ask, program)
+        asked = Round(questions).wait(limit + 10)
+        for host in hosts:
+            if host["host"] in asked.answers:
+                host["pairs"] = asked.answers[host["host"]]
+
+    def all_reduce(
+        self, hosts: list[dict[str, Any]], found: list[judgement.Finding]
+    ) -> tuple[str, dict[str, Any] | None, dict[str, str]]:
+        """Return how it went in words, what it measured, and what is wrong, by host."""
+        if any(finding.level == "failure" for finding in found):
+            return "not tried, for something above has to be mended first", None, {}
+        if len(hosts) < 2:
+            return "not tried, for there is one host only", None, {}
+        port = random.choice(
+            range(29600, 29999)
+        )  # the rendezvous port may be taken; above 32768 the kernel hands them out
+        questions: dict[str, Callable[[], dict[str, Any]]] = {}
+        for rank, host in enumerate(hosts):
+            about = {"rank": rank, "world": len(hosts), "master": hosts[0]["address"], "port": port}
+            about |= {"device": host["facts"]["interface"], "limit": REDUCE_LIMIT}
+            link = self.link(host["host"])
+            questions[host["host"]] = functools.partial(
+                link.run, f"exec {json.dumps(host['python'])} -I - '{json.dumps(about)}'", ALL_REDUCE
+            )
+        asked = Round(questions).wait(REDUCE_LIMIT + 15)
+        if asked.troubles:
+            return "failed", None, asked.troubles
+        result = asked.answers[hosts[0]["host"]]
+        how = f"{result['mbit']:.0f} Mbit/s, {result['latency_ms']:.2f} ms (torch {result['torch']}, gloo, {len(hosts)} hosts)"
+        return how, result, {}
+
+    def report(
+        self,
+        hosts: list[dict[str, Any]],
+        found: list[judgement.Finding],
+        lines: list[str],
+        reduced: dict[str, Any] | None,
+        a: dict[str, Any],
+    ) -> dict[str, Any]:
+        levels = [finding.level for finding in found]
+        code = 2 if "failure" in levels else 1 if "warning" in levels else 0
+        report = {
+            "exit": code,
+            "findings": [finding.as_dict() for finding in found],
+            "hosts": {host["host"]: shown(host) for host in hosts},
+            "all_reduce": reduced,
+        }
+        if a["json"] in ("true", "True", "yes"):
+            lines = [json.dumps(report)]
+        elif a["json"]:
+            Path(a["json"]).write_text(json.dumps(report, indent=1) + "\n")
+        if code == 2:
+            failures = [finding for finding in found if finding.level == "failure"]
+            first = f"{failures[0].host}: {failures[0].plain}" if failures[0].host else failures[0].plain
+            more = f" ({len(failures)} failures, all of them below)" if len(failures) > 1 else ""
+            return plain(first + more, lines=lines, **report)
+        return {"changed": False, "lines": lines, **report}
+
+
+def answering(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [host for host in hosts if "trouble" not in host]
+
+
+def keep(hosts: list[dict[str, Any]], asked: Round, name: str) -> None:
+    """Put the answers of a round into the hosts' descriptions under `name`; who did not answer has `trouble`."""
+    for host in answering(hosts):
+        if host["host"] in asked.answers:
+            host[name] = asked.answers[host["host"]]
+        else:
+            host["trouble"] = asked.troubles[host["host"]]
+
+
+def timed(link: Link, program: bytes, about: dict[str, Any]) -> dict[str, Any]:
+    """Ask, and add this machine's clock before and after as `asked`. Raises Trouble."""
+    sent = time.time()
+    answer = link.ask(program, json.dumps(about))
+    return answer | {"asked": [sent, time.time()]}
+
+
+def shown(host: dict[str, Any]) -> dict[str, Any]:
+    """Return what the report says of a host: all that it answered, but for what the run itself wrote."""
+    return {
+        name: value
+        for name, value in host.items()
+        if name in ("address", "facts", "checkup", "pairs", "trouble", "data_dir", "python")
+    }

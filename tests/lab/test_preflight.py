@@ -1,0 +1,141 @@
+"""Every fault of the lab, and some more, named by preflight: check, host, and level."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, inventory_with
+from yard import faults
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+TORCHRUN = f"exec -a python {VENV}/bin/python -c 'import time; time.sleep(600)' -m torch.distributed.run train.py"
+
+
+def inside(command: str) -> Callable[[Lab, Host], Any]:
+    return lambda lab, host: lab.inside(host, command)
+
+
+def fault(name: str, *arguments: str) -> Callable[[Lab, Host], Any]:
+    return lambda lab, host: faults.inject(lab, host, name, *arguments)
+
+
+def unit(name: str, command: str) -> Callable[[Lab, Host], Any]:
+    return inside(f'systemd-run --quiet --collect --unit={name} --uid=yard /bin/bash -c "{command}"')
+
+
+# Faults that do not hide one another happen together: one run of preflight names them all.
+# (fault, the host it happens to, the check that names it, a word of the line). A quota does not show where other work on
+# the machine leaves less than it: then it is the load that is named.
+TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
+    [
+        ("clone", fault("clone", "node1"), 2, "twice", "machine-id of node1"),
+        ("mtu", fault("mtu", "1280"), 3, "mtu", "1280"),
+        ("nic", fault("nic"), 2, "nic", "second NIC"),
+        ("hosts", fault("hosts"), 3, "names", "takes the name node1 for"),
+        ("skew", fault("skew", "PyYAML", "0.0.7"), 1, "", ""),
+        ("port", fault("port", "29500"), 1, "port", "29500"),
+        ("block", fault("block", "32768-60999"), 2, "firewall", "high TCP ports"),
+        ("memory", fault("memory", "300"), 3, "memory", "512 MiB"),
+    ],
+    [
+        ("version", fault("skew", "peft", "0.0.7"), 2, "versions", "peft"),
+        ("fill", fault("fill"), 3, "disk", "MB free"),
+        ("cpu", fault("cpu", "20"), 3, "cpu load", "a busy loop gets"),
+        ("shape", fault("shape", "100mbit"), 2, "link", "Mbit/s"),
+        ("one port", fault("block", "29500"), 3, "firewall", "29500"),
+        ("no sudo", inside("mv /etc/sudoers.d/90-cloud-init-users /var/lib/sudoers.aside"), 2, "sudo", "sudo"),
+        ("somebody's load", unit("lab-load", "while :; do :; done"), 1, "load", "cores"),
+        ("somebody's run", unit("lab-run", TORCHRUN), 1, "busy", "torch.distributed.run"),
+        (
+            "damaged dataset",
+            inside("su yard -c 'mkdir -p ~/trainyard/store/datasets; echo x > ~/trainyard/store/datasets/00ff.jsonl'"),
+            2,
+            "checksum",
+            "damaged",
+        ),
+    ],
+    [
+        ("crash", fault("crash"), 2, "ssh", "does not answer"),
+        ("pause", fault("pause"), 3, "ssh", "does not answer"),
+    ],
+    [("cut", fault("cut"), 3, "ssh", "does not answer")],
+]
+UNDO = """systemctl stop lab-load lab-run 2>/dev/null || :
+[ ! -e /var/lib/sudoers.aside ] || mv /var/lib/sudoers.aside /etc/sudoers.d/90-cloud-init-users
+rm -rf /home/yard/trainyard/store/datasets"""
+
+
+def preflight(inventory: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Return exit code and report of playbooks/preflight --json."""
+    done = subprocess.run(
+        [sys.executable, REPO / "playbooks/preflight", "--json", "-i", inventory, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"},
+        timeout=300,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def named(lab: Lab) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """The report with the faults of one group in place; each group is run once."""
+    reports: dict[int, dict[str, Any]] = {}
+
+    def run(group: int) -> dict[str, Any]:
+        if group not in reports:
+            try:
+                for _, inject, host, _, _ in TOGETHER[group]:
+                    inject(lab, lab.hosts[host - 1])
+                code, reports[group] = preflight(lab.inventory, "-e", "quick=true")
+                assert code == reports[group]["exit"] == 2
+            finally:
+                for host in lab.hosts:
+                    faults.undo(lab, host)
+                    lab.inside(host, UNDO)
+        return reports[group]
+
+    yield run
+
+
+@pytest.mark.parametrize(
+    ("group", "host", "check", "word"),
+    [
+        pytest.param(group, host, check, word, id=name)
+        for group, together in enumerate(TOGETHER)
+        for name, _, host, check, word in together
+        if check
+    ],
+)
+def test_named(named: Callable[[int], dict[str, Any]], group: int, host: int, check: str, word: str) -> None:
+    found = named(group)["findings"]
+    mine = [row for row in found if row["host"] == f"node{host}" and row["check"] in check.split()]
+    assert any(word in row["text"] for row in mine), json.dumps(found, indent=1)
+    assert all(row["remedy"] for row in mine)
+
+
+def test_a_sound_cluster_has_no_failure_and_an_all_reduce(lab: Lab, hosts: list[Host]) -> None:
+    code, report = preflight(lab.inventory)
+    # Other work on the machine shows as load and slow lines: warnings.
+    assert code in (0, 1) and code == report["exit"], report["findings"]
+    assert {row["check"] for row in report["findings"]} <= {"load", "cpu", "names", "link"}, report["findings"]
+    assert report["all_reduce"]["mbit"] > 0 and report["all_reduce"]["latency_ms"] > 0
+    for name, answer in report["hosts"].items():
+        reached = answer["pairs"]["reached"]
+        assert set(reached) == {host.name for host in hosts} - {name}
+        assert all(wrong == "" for ports in reached.values() for wrong in ports.values())
+
+
+def test_a_host_without_torch(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
+    code, report = preflight(inventory_with(lab, tmp_path, cluster_python="/usr/bin/python3"), "-e", "quick=true")
+    assert code == 2
+    assert [row["host"] for row in report["findings"] if row["check"] == "torch"] == ["node1", "node2", "node3"]

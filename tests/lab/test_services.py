@@ -1,0 +1,155 @@
+"""Datasets copied to every host, and a real Ollama: fetched once, passed on, upgraded, taken away."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+DATASETS = "/home/yard/trainyard/datasets"
+OLLAMA = shutil.which("ollama")
+
+
+@pytest.fixture(scope="module")
+def keys(lab: Lab) -> None:
+    """Keys between the hosts, as site.yml makes them."""
+    made = run_playbook("site.yml", lab.inventory, None, "--tags ssh")
+    assert made.rc == 0, made.stdout
+
+
+def digests(lab: Lab, host: Host) -> str:
+    return lab.inside(host, f"cd {DATASETS}; find . -type f -print0 | sort -z | xargs -0 sha256sum")
+
+
+def play(lab: Lab, tag: str, **said: Any) -> Any:
+    return run_playbook("site.yml", lab.inventory, said, f"--tags {tag}")
+
+
+def test_datasets_are_copied_and_only_what_differs_travels(
+    lab: Lab, hosts: list[Host], keys: None, tmp_path: Path
+) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "one.jsonl").write_text('{"text": "one"}\n' * 1000)
+    (tmp_path / "two.jsonl").write_text('{"text": "two"}\n' * 1000)
+    said = {"nfs_dataset_delivery": "copy", "nfs_copy_from": str(tmp_path)}
+    played = play(lab, "nfs", **said)
+    assert played.rc == 0, played.stdout
+    first = digests(lab, hosts[0])
+    assert "a b/one.jsonl" in first and {digests(lab, host) for host in hosts} == {first}
+
+    # Damage that neither size nor time shows, and a file that the head has not.
+    lab.inside(
+        hosts[2],
+        f"cd {DATASETS}; touch -r two.jsonl /tmp/time; sed -i s/two/bad/ two.jsonl; touch -r /tmp/time two.jsonl; touch extra",
+    )
+    mended = play(lab, "nfs", **said)
+    assert mended.rc == 0 and mended.stats["changed"] == {"node3": 1}, mended.stdout
+    assert digests(lab, hosts[2]) == first
+
+
+def test_light_hosts_have_no_nfs_and_it_is_said(lab: Lab) -> None:
+    played = play(lab, "nfs", nfs_dataset_delivery="nfs")
+    assert played.rc != 0 and "kernel has no NFS" in played.stdout and "copy" in played.stdout
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real Ollama in the layout of the official archives: bin/ollama and lib/."""
+    if OLLAMA is None:
+        pytest.skip("needs `ollama` on PATH")
+    top = Path(os.path.realpath(OLLAMA)).parents[1]
+    if not (top / "tiny.gguf").exists():
+        pytest.skip("there is no tiny.gguf beside this ollama to make a model of")
+    made = tmp_path_factory.mktemp("ollama") / "ollama-linux-amd64.tgz"
+    with tarfile.open(made, "w:gz", compresslevel=1) as tar:
+        for part in ("bin", "lib"):
+            tar.add(top / part, f"./{part}")
+    return made
+
+
+def tags(host: Host) -> dict[str, str]:
+    """What Ollama on a host has, by name: the digest."""
+    with urllib.request.urlopen(f"http://{host.address}:11434/api/tags", timeout=10) as answer:
+        return {model["name"]: model["digest"] for model in json.load(answer)["models"]}
+
+
+def test_ollama_from_archive_to_models_to_nothing(lab: Lab, hosts: list[Host], keys: None, archive: Path) -> None:
+    wanted = {
+        "ollama_state": "present",
+        "ollama_version": "0.5.4",
+        "ollama_archive": str(archive),
+        "ollama_sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
+    }
+    before = [state(lab, host) for host in hosts]
+    checked = run_playbook("site.yml", lab.inventory, wanted, "--tags ollama", "--check")
+    assert checked.rc == 0, checked.stdout
+    assert [state(lab, host) for host in hosts] == before
+
+    wrong = run_playbook("site.yml", lab.inventory, wanted | {"ollama_sha256": "0" * 64}, "--tags ollama --limit node2")
+    assert wrong.rc != 0 and "nothing was installed" in wrong.stdout
+    assert "not-found" in lab.inside(hosts[1], "systemctl show --property=LoadState ollama.service")
+
+    made = play(lab, "ollama", **wanted)
+    assert made.rc == 0, made.stdout
+    for host in hosts:
+        assert tags(host) == {}
+        listening = lab.inside(host, "ss -Htln 'sport = 11434'").split()
+        assert listening[3] == f"{host.address}:11434"
+        assert lab.inside(host, "ps -o user= -p $(systemctl show -P MainPID ollama)").strip() == "ollama"
+
+    weights = Path(os.path.realpath(str(OLLAMA))).parents[1] / "tiny.gguf"
+    subprocess.run(
+        ["scp", *(str(word) for word in lab.ssh(hosts[0])[1:-1]), weights, f"yard@{hosts[0].address}:/tmp/"], check=True
+    )
+    at = f"OLLAMA_HOST={hosts[0].address}:11434"
+    lab.inside(
+        hosts[0], f"cd /tmp; echo FROM /tmp/tiny.gguf > Modelfile; HOME=/tmp {at} ollama create tiny -f Modelfile"
+    )
+    # An upgrade, and models: the old build goes, the head's model is on all hosts; and then nothing is left to do.
+    newer = wanted | {"ollama_version": "0.5.5", "ollama_pull": ["tiny"]}
+    passed = play(lab, "ollama", **newer)
+    assert passed.rc == 0, passed.stdout
+    assert tags(hosts[0]) and tags(hosts[0]) == tags(hosts[1]) == tags(hosts[2])
+    again = play(lab, "ollama", **newer)
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout
+    builds = lab.inside(hosts[1], "ls /opt/trainyard/ollama").split()
+    assert len(builds) == 2 and builds[0].startswith("0.5.5-") and builds[1] == "current"
+
+    assert play(lab, "ollama", ollama_state="absent").rc == 0
+    assert [state(lab, host) for host in hosts] == before
+
+
+def state(lab: Lab, host: Host) -> str:
+    """What a host has in the places that the role writes to."""
+    return lab.inside(
+        host,
+        """for path in /opt /etc/systemd/system /usr/local/bin /var/lib/ollama /var/lib/trainyard/ollama; do
+               [ ! -e $path ] || find $path | sort
+           done
+           getent passwd ollama || getent group ollama || systemctl list-unit-files --no-legend 'ollama*' || :""",
+    )
+
+
+def test_somebody_elses_ollama_is_left_alone(lab: Lab, hosts: list[Host], archive: Path) -> None:
+    lab.inside(hosts[1], "printf '#!/bin/sh\\n' > /usr/local/bin/ollama")
+    try:
+        for wanted in ("present", "absent"):
+            said = {"ollama_version": "0.5.4", "ollama_archive": str(archive), "ollama_sha256": "0" * 64}
+            played = run_playbook(
+                "site.yml", lab.inventory, said | {"ollama_state": wanted}, "--tags ollama --limit node2"
+            )
+            assert (played.rc != 0) == (wanted == "present"), played.stdout
+        assert "/usr/local/bin/ollama" in lab.inside(hosts[1], "ls /usr/local/bin/ollama")
+    finally:
+        lab.inside(hosts[1], "rm /usr/local/bin/ollama")

@@ -1,0 +1,79 @@
+"""Reading a model store: names, whole and broken models, what another store lacks, digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.modules.ollama_store import lacking, manifest_path, read_model, spoilt
+
+
+def model(store: Path, name: str, *contents: bytes) -> None:
+    """Put a model with these layers (the first is its config) into a store."""
+    layers = []
+    for content in contents:
+        digest = hashlib.sha256(content).hexdigest()
+        (store / "blobs").mkdir(parents=True, exist_ok=True)
+        (store / f"blobs/sha256-{digest}").write_bytes(content)
+        layers.append({"digest": f"sha256:{digest}", "size": len(content)})
+    path = store / manifest_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"config": layers[0], "layers": layers[1:]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("tiny", "registry.ollama.ai/library/tiny/latest"),
+        ("llama3.2:1b", "registry.ollama.ai/library/llama3.2/1b"),
+        ("me/mine:q4", "registry.ollama.ai/me/mine/q4"),
+        ("hf.co/org/model:Q4_K_M", "hf.co/org/model/Q4_K_M"),
+    ],
+)
+def test_names(name: str, path: str) -> None:
+    assert manifest_path(name) == f"manifests/{path}"
+
+
+@given(st.text(max_size=30))
+def test_no_name_leads_out_of_the_store(name: str) -> None:
+    try:
+        path = manifest_path(name)
+    except ValueError:
+        return
+    assert len(path.split("/")) == 5 and not {"", ".", ".."} & set(path.split("/"))
+
+
+def test_whole_and_broken_models(tmp_path: Path) -> None:
+    model(tmp_path, "tiny", b"config", b"weights")
+    found = read_model(tmp_path, "tiny")
+    assert found and len(found["blobs"]) == 2
+    assert read_model(tmp_path, "other") is None
+    (tmp_path / found["blobs"][0]).write_bytes(b"")
+    assert read_model(tmp_path, "tiny") is None
+    (tmp_path / found["manifest"]).write_text('{"config": {"digest": "sha256:../../etc", "size": 1}, "layers": []}')
+    assert read_model(tmp_path, "tiny") is None
+
+
+def test_what_another_store_lacks(tmp_path: Path) -> None:
+    head, other = tmp_path / "head", tmp_path / "other"
+    model(head, "tiny", b"config", b"weights")
+    wanted = {"tiny": read_model(head, "tiny")}
+    blobs, manifests = lacking(other, wanted)
+    assert len(blobs) == 2 and manifests == ["manifests/registry.ollama.ai/library/tiny/latest"]
+    model(other, "tiny", b"config", b"older weights")
+    assert lacking(other, wanted)[0] == [f"blobs/sha256-{hashlib.sha256(b'weights').hexdigest()}"]
+    model(other, "tiny", b"config", b"weights")
+    assert lacking(other, wanted) == ([], [])
+
+
+def test_digests(tmp_path: Path) -> None:
+    model(tmp_path, "tiny", b"config", b"weights")
+    blobs = read_model(tmp_path, "tiny")["blobs"]
+    assert spoilt(tmp_path, blobs) == []
+    (tmp_path / blobs[1]).write_bytes(b"x")
+    assert spoilt(tmp_path, blobs) == [blobs[1]]
