@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import FIELDS, RunSpec, make_spec, parse_flags, read_spec, table
+from trainer.config import FIELDS, RunSpec, from_opendiloco, make_spec, parse_flags, read_spec, read_yaml, table
 from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.report import Heartbeat
 
@@ -43,6 +43,11 @@ def _spec(argv: list[str]) -> RunSpec:
     argv[:] = [f"--{word}" if _is_flag(word) else word for word in argv]
     path = Path(argv.pop(0)) if argv and not argv[0].startswith("--") else None
     flags = parse_flags(argv)
+    if os.environ.get("RANK", "0") == "0":
+        # On stderr: what `check` prints is a spec.
+        below, notes = from_opendiloco(read_yaml(path) if path else {})
+        for note in notes + from_opendiloco(flags, below)[1]:
+            print(note, file=sys.stderr)
     return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")
 
 

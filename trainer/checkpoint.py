@@ -1,9 +1,10 @@
 """Checkpoints that are whole or not there: written aside, fsynced, renamed; every host keeps its own copy."""
 
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,22 @@ def why_not_whole(path: Path, *, check: bool = True) -> str:
     return ""
 
 
-def whole_checkpoints(folder: Path, *, check: bool = True, say: Callable[[str], None] | None = None) -> dict[int, str]:
-    """Return {step: sha256 of its manifest} of the whole checkpoints below `folder`; a word through `say` for others."""
+def _shared(path: Path, own: Collection[str]) -> str:
+    """Return the digest of a checkpoint but for the files named in `own`, of which every host has its own."""
+    if not own:
+        return sha256_file(path / MANIFEST)
+    files = json.loads((path / MANIFEST).read_text())["files"]
+    shared = sorted((name, about["sha256"]) for name, about in files.items() if name not in own)
+    return hashlib.sha256(json.dumps(shared).encode()).hexdigest()
+
+
+def whole_checkpoints(
+    folder: Path, *, check: bool = True, say: Callable[[str], None] | None = None, own: Collection[str] = ()
+) -> dict[int, str]:
+    """Return {step: digest} of the whole checkpoints below `folder`; a word through `say` for others.
+
+    The digest is that of the manifest, or of all files but those in `own`.
+    """
     found = {}
     for path in sorted(folder.glob("step-*")) if folder.is_dir() else []:
         name = _NAME.fullmatch(path.name)
@@ -95,21 +110,22 @@ def whole_checkpoints(folder: Path, *, check: bool = True, say: Callable[[str], 
             continue
         problem = why_not_whole(path, check=check)
         if not problem:
-            found[int(name[1])] = sha256_file(path / MANIFEST)
+            found[int(name[1])] = _shared(path, own)
         elif say:
             say(f"checkpoint: {path} is not whole ({problem}): left aside")
     return found
 
 
-def agree(folder: Path, world: World, say: Callable[[str], None]) -> Path | None:
+def agree(folder: Path, world: World, say: Callable[[str], None], own: Collection[str] = ()) -> Path | None:
     """Find the newest checkpoint that any host has whole, give it to the hosts that lack it, and return its folder.
 
-    In DDP one copy is enough, so a run outlives every host but one. Every rank must call this.
+    In DDP one copy is enough, so a run outlives every host but one. Every rank must call this. `own`: files of which
+    every host keeps its own; a host that has none gets another's.
 
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
-    mine = whole_checkpoints(folder, say=say if world.first_here else None)
+    mine = whole_checkpoints(folder, say=say if world.first_here else None, own=own)
     broken = folder.is_dir() and any(_NAME.fullmatch(path.name) for path in folder.iterdir()) and not mine
     everyone = world.gather((mine, broken))
     steps = [max(found) for found, _ in everyone if found]
@@ -151,7 +167,7 @@ def _receive(path: Path, owner: int, world: World, *, lacking: bool) -> None:
     listing: list[Any] = [None]
     if world.rank == owner:
         listing[0] = sorted((file.name, file.stat().st_size) for file in path.iterdir())
-    dist.broadcast_object_list(listing, src=owner)
+    dist.broadcast_object_list(listing, group=world.group, group_src=owner)
     aside = path.with_name(f".tmp-{path.name}")
     if lacking:
         shutil.rmtree(aside, ignore_errors=True)
@@ -165,7 +181,7 @@ def _receive(path: Path, owner: int, world: World, *, lacking: bool) -> None:
             if source:
                 data = torch.frombuffer(bytearray(source.read(length)), dtype=torch.uint8)
             data = data.to(world.device)
-            dist.broadcast(data, owner)
+            dist.broadcast(data, group=world.group, group_src=owner)
             if target:
                 target.write(data.cpu().numpy().tobytes())
         if source:

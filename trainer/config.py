@@ -189,7 +189,30 @@ class RunSpec(BaseModel):
         also=["activation_checkpointing"],
     )
     torch_compile: bool = _field(False, "torch.compile the model; needs a C++ compiler on every node", also=["compile"])
-    strategy: Literal["ddp"] = _field("ddp", "how ranks share the work", also=["distributed_strategy", "parallelism"])
+    strategy: Literal["ddp", "diloco", "averaging"] = _field(
+        "ddp",
+        "how ranks share the work: ddp: each has the whole model; diloco: hosts meet every local_steps steps; "
+        "averaging: once, at the end",
+        also=["distributed_strategy", "parallelism"],
+    )
+    local_steps: int = _field(
+        10,
+        "diloco: steps between two meetings of the replicas",
+        ge=1,
+        le=100_000,
+        unit="steps",
+        also=["inner_steps", "sync_every"],
+    )
+    outer_lr: float = _field(0.7, "diloco: learning rate of the outer step", gt=0, also=["outer_learning_rate"])
+    outer_momentum: float = _field(0.9, "diloco: Nesterov momentum of the outer step", ge=0, lt=1)
+    diloco_wire: Wire = _field("bf16", "diloco: bits of what replicas send each other", also=["hivemind_compression"])
+    replica_hosts: int = _field(
+        1,
+        "diloco, averaging: neighbouring hosts that make one replica, with DDP inside",
+        ge=1,
+        le=4096,
+        unit="hosts",
+    )
     gradient_wire: Wire = _field(
         "32", "bits of a gradient between ranks: bf16 halves the bytes and rounds what it sends", also=["ddp_comm_hook"]
     )
@@ -350,12 +373,54 @@ def takes(name: str) -> str:
     return number + unit + (" " + " and ".join(limits) if limits else "")
 
 
+# What people know from OpenDiLoCo (https://github.com/PrimeIntellect-ai/OpenDiLoCo): our name for it, or why it is not needed.
+OPENDILOCO: dict[str, str] = {"hv.local_steps": "local_steps", "hv.outer_lr": "outer_lr"}
+NOT_NEEDED: dict[str, str] = {
+    "hv.galaxy_size": "there are as many replicas as hosts (or groups of replica_hosts hosts)",
+    "hv.world_rank": "a replica's rank is its host's place in the inventory",
+    "hv.initial_peers": "the hosts of a run know each other from the inventory",
+}
+
+
+def from_opendiloco(
+    values: Mapping[str, Any], below: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Turn OpenDiLoCo's names (``hv.local_steps``, or a mapping ``hv``) into ours; they stand for strategy diloco.
+
+    Args:
+        below: values that `values` will go over.
+
+    Returns:
+        The values with our names, and a line for each name on what became of it.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = value.items() if name == "hv" and isinstance(value, Mapping) else [(None, value)]
+        flat |= {name if key is None else f"hv.{key}": one for key, one in inner}
+    ours: dict[str, Any] = {}
+    notes = []
+    for name, value in flat.items():
+        known = str(name).replace("-", "_")
+        if known in OPENDILOCO:
+            ours[OPENDILOCO[known]] = value
+            notes.append(f"{name} is {OPENDILOCO[known]} here: {OPENDILOCO[known]}={value}")
+        elif known in NOT_NEEDED:
+            notes.append(f"{name} is not needed here: {NOT_NEEDED[known]}")
+        else:
+            ours[name] = value
+    if notes and "strategy" not in {**ours, **(below or {})}:
+        ours["strategy"] = "diloco"
+        notes.append("hv names are OpenDiLoCo's: strategy=diloco")
+    return ours, notes
+
+
 def make_spec(values: Mapping[str, Any], where: str) -> RunSpec:
     """Build a spec from `values`; `where` names their source in errors.
 
     Raises:
         UserError: an unknown name (with the nearest known one) or a bad value (with what it got and takes).
     """
+    values, _ = from_opendiloco(values)
     strange = [f"unknown name {name!r} in {where}{suggest(str(name))}" for name in values if name not in FIELDS]
     if strange:
         raise UserError(f"run spec: {', and '.join(strange)}")
@@ -402,10 +467,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_spec(path: Path | None, overrides: Mapping[str, Any], where: str) -> RunSpec:
     """Read a spec from a YAML file (or none) with `overrides` on top; `where` names the overrides' source."""
-    values = read_yaml(path) if path else {}
+    values, _ = from_opendiloco(read_yaml(path) if path else {})
     if path:
         make_spec(values, str(path))
-    return make_spec({**values, **overrides}, where)
+    over, _ = from_opendiloco(overrides, values)
+    return make_spec({**values, **over}, where)
 
 
 def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
@@ -436,13 +502,16 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
         if name not in FIELDS and name.startswith("no_") and negated in FIELDS and FIELDS[negated].annotation is bool:
             values[negated] = "false"
             continue
-        if name not in FIELDS:
+        if name not in FIELDS and name not in OPENDILOCO and name not in NOT_NEEDED:
             raise UserError(f"run spec: unknown name {name!r} in the flags{suggest(name)}")
         if not has_value:
-            if FIELDS[name].annotation is bool and (not rest or rest[0].startswith("--")):
+            if name in FIELDS and FIELDS[name].annotation is bool and (not rest or rest[0].startswith("--")):
                 value = "true"
             elif not rest:
-                raise UserError(f"run spec: --{name} has no value; it takes {takes(name)}")
+                ours = OPENDILOCO.get(name, name)
+                raise UserError(
+                    f"run spec: --{name} has no value; it takes {takes(ours) if ours in FIELDS else 'some text'}"
+                )
             else:
                 value = rest.pop(0)
         values[name] = value

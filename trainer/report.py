@@ -171,7 +171,7 @@ class Report:
         self._lined = 0.0
         try:
             (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-            self._samples = (run_dir / "samples" / f"rank{world.rank}.jsonl").open("a")
+            self._samples = (run_dir / "samples" / f"rank{world.global_rank}.jsonl").open("a")
             self._metrics: TextIO | None = None
             self._board: Any = None
             self._wandb: Any = None

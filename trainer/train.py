@@ -175,6 +175,11 @@ def evaluate(spec: RunSpec, world: World, strategy: Strategy, corpus: Corpus, ba
     return loss / max(1.0, tokens)
 
 
+def due(interval: int, before: int, now: int) -> bool:
+    """Tell whether something that comes every `interval` steps (0: never) came after step `before`, up to `now`."""
+    return bool(interval) and now // interval > before // interval
+
+
 def gpu_use(device: torch.device) -> dict[str, float]:
     """Return the GPU's utilisation (percent, if NVML is there) and peak memory (GB), or nothing on a CPU."""
     if device.type != "cuda":
@@ -248,6 +253,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         raise UserError("packing: this model mixes the samples of a packed row: set packing=false")
     module = TokenLoss(model, compiled=spec.torch_compile)
     strategy = make_strategy(spec, world, module)
+    every, world = world, strategy.world
     batches = Batches(spec, world, tokenizer.pad_token_id or 0)
     order = Order(
         train_set.lengths,
@@ -271,7 +277,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     step = 0
     starts: list[dict[str, Any]] = []
     checkpoints = run_dir / "checkpoints"
-    newest = agree(checkpoints, world, print)
+    newest = agree(checkpoints, world, print, strategy.own)
     if newest:
         strategy.load(newest)
         kept = json.loads((newest / "state.json").read_text())
@@ -297,60 +303,77 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
 
     eval_loss: float | None = None
     evaluated = -1
+    met = step
+    walked: list[dict[str, Any]] = []  # the steps since the ranks met
+
+    def waiting() -> None:
+        beat("training", note="waiting for slower ranks")
+
     stopping = False
     while step < steps and not stopping:
         started = time.perf_counter()
-        rows = order.step(step)
-        mine = rows[share(len(rows), strategy.shares(), world.rank)]
+        rows = strategy.part(order.step(step))
         here = [sample for row in rows for sample in row]
-        # Every rank knows all rows, so the step's tokens need no message.
-        trained_tokens = int(trained_counts[here].sum())
-        parts = micro_batches(mine, spec.batch_size)
-        loss = torch.zeros((), dtype=torch.float64)
-        for place, part in enumerate(parts):
-            # A function of the step and the place in it, so that a resumed run draws what a straight one draws: the
-            # adapters' dropout and the model's own.
-            torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (world.rank + 1) + place)
-            loss += (
-                strategy.backward(batches(train_set, part), trained_tokens, last=place == len(parts) - 1).double().cpu()
-            )
-        norm = strategy.step(learning_rate(spec, step, steps))
-        busy = time.perf_counter() - started
+        loss, place, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
+        taken: list[list[int]] = []
+        for update in strategy.updates(step, rows):
+            # Every rank knows all rows, so the tokens of an update need no message.
+            tokens = int(trained_counts[[sample for row in update.rows for sample in row]].sum())
+            parts = micro_batches(update.mine, spec.batch_size)
+            for part in parts:
+                # A function of the step and the place in it, so that a resumed run draws what a straight one draws: the
+                # adapters' dropout and the model's own.
+                torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (every.rank + 1) + place)
+                place += 1
+                loss += strategy.backward(batches(train_set, part), tokens, last=part is parts[-1]).double().cpu()
+            norm = strategy.step(learning_rate(spec, step, steps))
+            taken += update.mine
         step += 1
-        report.used(step, mine)
+        report.used(step, taken)
+        walked.append(
+            {
+                "step": step,
+                "steps": steps,
+                "loss": float(loss),
+                "lr": learning_rate(spec, step - 1, steps),
+                # fp16's scaler steps over overflows; JSON knows no infinity.
+                "grad_norm": norm if math.isfinite(norm) else None,
+                "tokens": int(lengths[here].sum()),
+                "trained_tokens": int(trained_counts[here].sum()),
+                "samples": len(here),
+                "seconds": time.perf_counter() - started,
+            }
+        )
+        if not strategy.meets(step) and step < steps:
+            own = int(trained_counts[[sample for row in taken for sample in row]].sum())
+            news: dict[str, Any] = {"loss": float(loss) / own} if own else {}
+            beat("training", step=step, steps=steps, note="", **news)
+            continue
 
-        slots = [0.0] * world.size
-        slots[world.rank] = busy
-        total_loss, asked, *step_seconds = world.sum([float(loss), float(bool(stop_asked)), *slots])
-        stopping = asked > 0
-        mean_loss = total_loss / trained_tokens
+        meeting = time.perf_counter()
+        strategy.meet(waiting)
+        busy, whole = [0.0] * world.size, [0.0] * world.size
+        busy[world.rank] = sum(record.pop("seconds") for record in walked) / len(walked)
+        whole[world.rank] = busy[world.rank] + (time.perf_counter() - meeting) / len(walked)
+        told = strategy.sum([float(bool(stop_asked)), *busy, *whole, *(record["loss"] for record in walked)])
+        stopping, busy, whole = told[0] > 0, told[1 : world.size + 1], told[world.size + 1 : 2 * world.size + 1]
         # The slowest rank's, so that every host's checkpoint says the same.
-        seconds = max(step_seconds)
-        tokens = int(lengths[here].sum())
-        totals["tokens"] += tokens
-        totals["trained_tokens"] += trained_tokens
-        totals["samples"] += len(here)
-        totals["seconds"] += seconds
-        totals["loss_last"] = mean_loss
-        if totals["loss_first"] is None:
-            totals["loss_first"] = mean_loss
-        eta = totals["seconds"] / step * (steps - step)
-        speed = tokens / seconds
-        record = {
-            "step": step,
-            "steps": steps,
-            "loss": mean_loss,
-            "lr": learning_rate(spec, step - 1, steps),
-            # fp16's scaler steps over overflows; JSON knows no infinity.
-            "grad_norm": norm if math.isfinite(norm) else None,
-            "tokens": tokens,
-            "trained_tokens": trained_tokens,
-            "samples": len(here),
-            "tokens_per_second": speed,
-            "step_seconds": step_seconds,
-        }
+        seconds = max(whole)
         use = gpu_use(world.device)
-        report.step(record | {"gpu": use} if use else record, eta=eta, last=step == steps)
+        for record, total_loss in zip(walked, told[2 * world.size + 1 :], strict=True):
+            mean_loss = total_loss / max(1, record["trained_tokens"])
+            speed = record["tokens"] / seconds
+            for name in ("tokens", "trained_tokens", "samples"):
+                totals[name] += record[name]
+            totals["seconds"] += seconds
+            if record["trained_tokens"]:
+                totals |= {"loss_last": mean_loss, "loss_first": totals["loss_first"] or mean_loss}
+            eta = totals["seconds"] / record["step"] * (steps - record["step"])
+            record |= {"loss": mean_loss, "tokens_per_second": speed, "step_seconds": busy} | (
+                {"gpu": use} if use else {}
+            )
+            report.step(record, eta=eta, last=record["step"] == steps)
+        walked.clear()
         beat(
             "training",
             step=step,
@@ -359,27 +382,28 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             tokens_per_second=speed,
             eta=eta,
             note="",
-            step_seconds=[round(value, 4) for value in step_seconds],
+            step_seconds=[round(value, 4) for value in busy],
         )
         if mean_loss != mean_loss:
             raise UserError(
                 f"loss is not a number at step {step}: lower lr (now {spec.lr}), or take precision=32-true or bf16-mixed"
             )
 
-        if len(eval_set) and spec.eval_interval and step % spec.eval_interval == 0 and step < steps:
+        if len(eval_set) and due(spec.eval_interval, met, step) and step < steps:
             beat("evaluating")
             eval_loss, evaluated = evaluate(spec, world, strategy, eval_set, batches), step
             report.scalars({"eval_loss": eval_loss or 0.0}, step)
-        if (spec.checkpoint_interval and step % spec.checkpoint_interval == 0) or stopping or step == steps:
+        if due(spec.checkpoint_interval, met, step) or stopping or step == steps:
             beat("saving")
             report.flush()
             if world.first_here:
                 state = {"totals": totals, "world_size": world.size, "data": data, "starts": past.starts}
                 write_checkpoint(checkpoints, step, state, strategy.save, spec.checkpoint_keep)
+        met = step
 
     result: dict[str, Any] = {
         "run": spec.run,
-        "status": "finished" if step == steps else "stopped",
+        "status": "finished" if strategy.ended(step == steps, waiting) else "stopped",
         "world_size": world.size,
         "strategy": spec.strategy,
         "step": step,
@@ -395,11 +419,13 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         "torch": torch.__version__,
     }
     if result["status"] == "finished":
+        beat("evaluating")
         if evaluated != step:
-            beat("evaluating")
-            result["eval_loss"] = evaluate(spec, world, strategy, eval_set, batches)
-            if result["eval_loss"] is not None:
-                report.scalars({"eval_loss": result["eval_loss"]}, step)
+            eval_loss = evaluate(spec, world, strategy, eval_set, batches)
+        result["eval_loss"] = eval_loss
+        result |= strategy.finish(totals, eval_loss, lambda: evaluate(spec, world, strategy, eval_set, batches))
+        if result["eval_loss"] is not None:
+            report.scalars({"eval_loss": result["eval_loss"]}, step)
         beat("saving")
         hosts = world.gather(socket.gethostname())
         if world.first_here:
@@ -412,5 +438,5 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         stop_asked.done()
     report.close()
     # No rank leaves before all have written: a launcher that ends early must not take its peers' store away.
-    world.barrier()
+    every.barrier()
     return result

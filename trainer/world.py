@@ -3,8 +3,9 @@
 import datetime
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -12,16 +13,26 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+_LOOK = 0.002  # seconds between two looks at a collective that is waited for with patience
+_PATIENCE = datetime.timedelta(days=30)
+
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. `rank` counts over all hosts, `local_rank` on this one (as torchrun sets them)."""
+    """This process among all, or among the ranks of a part of all (see `part`), whose collectives are its own.
+
+    `rank` counts over all hosts, or over the part; `local_rank` on this host (as torchrun sets it).
+    """
 
     rank: int
     size: int
     local_rank: int
     node_rank: int
     device: torch.device
+    members: tuple[int, ...] = ()  # of a part: its ranks, as they count over all hosts
+    group: Any = None
+    patient: Any = None  # a group of the same ranks whose collectives may take as long as they like
+    store: Any = None
 
     @classmethod
     def join(cls, timeout: float) -> "World":
@@ -37,11 +48,31 @@ class World:
         if cuda:
             torch.cuda.set_device(device)
         backend = "nccl" if cuda else "gloo"
-        if size > 1:
-            dist.init_process_group(backend, timeout=wait, device_id=device if cuda else None)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
-        return cls(rank, size, local_rank, int(os.environ.get("GROUP_RANK", "0")), device)
+        store = next(iter(dist.rendezvous("env://", timeout=wait)))[0] if size > 1 else dist.HashStore()
+        where: Any = {"device_id": device} if cuda and size > 1 else {}
+        dist.init_process_group(
+            backend, store=store, rank=rank if size > 1 else 0, world_size=size, timeout=wait, **where
+        )
+        return cls(rank, size, local_rank, int(os.environ.get("GROUP_RANK", "0")), device, store=store)
+
+    def part(self, parts: Sequence[Sequence[int]], timeout: float) -> "World":
+        """Return the world of that one of `parts` (lists of ranks) which this rank is in. Every rank calls it.
+
+        Ranks that are in none get a world of their own. `timeout`: seconds until one of its collectives fails.
+        """
+        found = next((tuple(sorted(ranks)) for ranks in parts if self.rank in ranks), (self.rank,))
+        wait = datetime.timedelta(seconds=timeout)
+        group, _ = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in parts], timeout=wait)
+        return replace(self, rank=found.index(self.rank), size=len(found), members=found, group=group)
+
+    def with_patience(self) -> "World":
+        """Return this world with `sum_patiently`. Every rank calls it."""
+        return replace(self, patient=dist.new_group(backend="gloo", timeout=_PATIENCE)) if self.size > 1 else self
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank over all hosts."""
+        return self.members[self.rank] if self.members else self.rank
 
     @property
     def first_here(self) -> bool:
@@ -52,7 +83,21 @@ class World:
         """Return `values` summed over all ranks, in float64: one small all-reduce."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def sum_patiently(self, values: list[float], waiting: Callable[[], None]) -> list[float]:
+        """Return what `sum` does, however long the slowest rank takes to come; `waiting` is called meanwhile.
+
+        A peer that dies is noticed at once: its connection breaks.
+        """
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            work = dist.all_reduce(tensor, group=self.patient, async_op=True)
+            while not work.is_completed():
+                waiting()
+                time.sleep(_LOOK)
+            work.wait()
         return tensor.tolist()
 
     def gather(self, value: T) -> list[T]:
@@ -60,13 +105,13 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def once_here(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank of every host, then on the others, which find what it left on disk."""

@@ -25,7 +25,7 @@ from plugins.module_utils.docs_dataset import write_dataset
 from plugins.module_utils.doors import known_variables, unknown
 from plugins.module_utils.landing import Digests
 from plugins.module_utils.links import AllHosts, last_line, plain
-from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec, make_spec, read_yaml, suggest
+from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec, from_opendiloco, make_spec, read_yaml, suggest
 from trainer.data import is_hub_id, read_samples
 from trainer.errors import UserError
 from trainer.files import sha256_file, sha256_tree, write_atomic
@@ -54,17 +54,18 @@ def read(file: str, said: dict[str, Any]) -> RunSpec:
         raise UserError(
             f"-e {said['_raw_params']}: takes NAME=VALUE; a value with blanks is quoted twice: -e 'run=\"a b\"'"
         )
+    below, notes = from_opendiloco(read_yaml(Path(file).expanduser()) if file else {})
+    said, more = from_opendiloco(said, below)
     strange = unknown(said, FIELDS, known_variables(TOP))
     if strange:
         known = sorted(known_variables(TOP))
         raise UserError("; ".join(f"-e {name}: there is no such name{suggest(name, known)}" for name in strange))
-    values = {}
     if file:
-        path = Path(file).expanduser()
-        values = read_yaml(path)
-        make_spec(values, str(path))
+        make_spec(below, file)
+    for note in notes + more:
+        display.display(note)
     over = {name: plain_value(value) for name, value in said.items() if name in FIELDS}
-    return make_spec({**values, **over}, "-e")
+    return make_spec({**below, **over}, "-e")
 
 
 def plain_value(value: Any) -> Any:

@@ -55,7 +55,7 @@ def field_words() -> list[tuple[str, str, Any]]:
         if name in known:
             text, value = known[name]
         elif get_origin(kind) is Literal:
-            value = get_args(kind)[-1]
+            value = next((option for option in reversed(get_args(kind)) if option != field.default), field.default)
             text = value
         elif kind is bool:
             text, value = ("false", False) if field.default else ("true", True)

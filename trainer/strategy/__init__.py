@@ -2,11 +2,13 @@
 
 from trainer.config import RunSpec
 from trainer.model import TokenLoss
+from trainer.strategy.averaging import Averaging
 from trainer.strategy.base import Batch, Strategy
 from trainer.strategy.ddp import DDP
+from trainer.strategy.diloco import DiLoCo
 from trainer.world import World
 
-STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP}
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "diloco": DiLoCo, "averaging": Averaging}
 
 
 def make_strategy(spec: RunSpec, world: World, module: TokenLoss) -> Strategy:

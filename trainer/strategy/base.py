@@ -1,14 +1,18 @@
 """The seam between the loop and the ways to share a model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from trainer.config import RunSpec
 from trainer.model import TokenLoss
+from trainer.order import share
 from trainer.world import World
+
+Rows = list[list[int]]
 
 
 class Batch(NamedTuple):
@@ -19,16 +23,63 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
+class Update(NamedTuple):
+    """The rows of one update of the optimiser: those of all ranks that share its gradient, and this rank's of them."""
+
+    rows: Rows
+    mine: Rows
+
+
 class Strategy(ABC):
     """Owns the module, its optimizer and all that has to be the same on every rank.
 
-    The loop calls, for every step: `backward` once a micro-batch, then `step` once. Every rank makes the same calls, a
-    rank without rows too (with a batch that has no loss). A new strategy is a class with these methods, a file beside
-    ddp.py, and a word in `RunSpec.strategy`.
+    The loop calls, for every update of a step: `backward` once a micro-batch, then `step` once. Every rank makes the same
+    calls, a rank without rows too (with a batch that has no loss). After a step at which ranks `meet`, the model is the
+    same on all of them. A new strategy is a class with these methods, a file beside ddp.py, and a word in
+    `RunSpec.strategy`.
     """
 
+    # Files of a checkpoint of which every host keeps its own.
+    own: tuple[str, ...] = ()
+
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+        """`world` is that of all ranks; `self.world` that of those which share steps, records and checkpoints."""
         self.spec, self.world, self.plain = spec, world, module
+
+    def part(self, rows: Rows) -> Rows:
+        """Return the rows of a step that the ranks of `self.world` take."""
+        return rows
+
+    def updates(self, step: int, rows: Rows) -> list[Update]:
+        """Return the updates of the optimiser in `step` (from 0): one, of all its rows."""
+        return [Update(rows, rows[share(len(rows), self.shares(), self.world.rank)])]
+
+    def meets(self, step: int) -> bool:
+        """Tell whether ranks meet after step number `step` (from 1); after the last one they always do."""
+        return True
+
+    def meet(self, waiting: Callable[[], None]) -> None:  # noqa: B027  most ranks never part
+        """Make the model the same on all ranks again; `waiting` may be called while slower ranks are awaited."""
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum the loop's numbers over ranks, after they have met. The first number says who wants to stop."""
+        return self.world.sum(values)
+
+    def ended(self, finished: bool, waiting: Callable[[], None]) -> bool:
+        """Tell whether all ranks have taken their last step, given whether this one has."""
+        return finished
+
+    def finish(
+        self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
+    ) -> dict[str, Any]:
+        """Bring together what the ranks have trained, when all have `ended`; return what it adds to the result.
+
+        Args:
+            totals: the loop's counts for the ranks of `self.world`.
+            loss: the model's loss on what was held out, found by the ranks of `self.world`.
+            evaluate: finds it again.
+        """
+        return {}
 
     def shares(self) -> list[int]:
         """Return how many parts of a step's rows every rank takes (equal here; by measured speed where ranks are unlike)."""

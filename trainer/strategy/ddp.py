@@ -21,29 +21,33 @@ from trainer.world import World
 _DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
-def bf16_mean(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients with bfloat16 on the wire: half the bytes. torch's own hook refuses gloo.
 
     Divided before it is sent, as torch's hook does, so that a sum over many ranks does not leave bfloat16's best digits.
     """
     gradient = bucket.buffer()
-    small = gradient.div(ranks).to(torch.bfloat16)
-    work = dist.all_reduce(small, async_op=True)
+    small = gradient.div(dist.get_world_size(group)).to(torch.bfloat16)
+    work = dist.all_reduce(small, group=group, async_op=True)
     return work.get_future().then(lambda done: gradient.copy_(done.value()[0]))
 
 
 class DDP(Strategy):
     """Data parallel on any number of ranks, one included."""
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, crew: World | None = None) -> None:
+        """`crew`: the ranks that average gradients, if not all."""
         super().__init__(spec, world, module)
+        self.crew = crew or world
         self.trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
         self.module: nn.Module = module
         if world.size > 1:
             for parameter in self.trained.values():
                 dist.broadcast(parameter.data, 0)
+        if self.crew.size > 1:
             self.module = DistributedDataParallel(
                 module,
+                process_group=self.crew.group,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 forward_sync_buffers=False,
@@ -51,7 +55,7 @@ class DDP(Strategy):
                 init_sync=False,
             )
             if spec.gradient_wire == "bf16":
-                self.module.register_comm_hook(world.size, bf16_mean)
+                self.module.register_comm_hook(self.crew.group, bf16_mean)
         self.optimizer = make_optimizer(spec, self.trained.values())
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=spec.precision == "fp16-mixed")
 
@@ -65,7 +69,7 @@ class DDP(Strategy):
             with self._autocast():
                 loss = self.module(*batch)
             # DDP divides the sum over ranks by their number: times it back, so that tokens alone weigh.
-            self.scaler.scale(loss * (self.world.size / max(1, tokens))).backward()
+            self.scaler.scale(loss * (self.crew.size / max(1, tokens))).backward()
         return loss.detach()
 
     def step(self, lr: float) -> float:
