@@ -37,9 +37,10 @@ def sent_bytes() -> int:
 
 
 class Clock:
-    """Tokens, seconds, CPU seconds and bytes sent between the end of the warm-up and the last step."""
+    """Tokens, seconds, CPU seconds and bytes sent between the end of the warm-up (in steps) and the last step."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm: int = WARM) -> None:
+        self.warm = warm
         self.tokens: list[int] = []
         self.times: list[tuple[float, float, int]] = []
 
@@ -48,30 +49,27 @@ class Clock:
         self.times.append((time.perf_counter(), time.process_time(), sent_bytes()))
 
     def result(self) -> dict[str, Any]:
-        (began, cpu_began, sent_before), (ended, cpu_ended, sent) = self.times[WARM - 1], self.times[-1]
-        tokens = sum(self.tokens[WARM:])
+        (began, cpu_began, sent_before), (ended, cpu_ended, sent) = self.times[self.warm - 1], self.times[-1]
+        tokens = sum(self.tokens[self.warm :])
         return {
             "tokens": tokens,
             "seconds": ended - began,
             "tokens_per_second": tokens / (ended - began),
             "tokens_per_cpu_second": tokens / (cpu_ended - cpu_began),
-            "wire_bytes": (sent - sent_before) / (len(self.times) - WARM),
+            "wire_bytes": (sent - sent_before) / (len(self.times) - self.warm),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
 
 
 def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
     """Run the trainer's own loop; evaluation and checkpoints, which TRL's defaults have not, only at the end."""
-    clock = Clock()
+    clock = Clock(a.get("warm", WARM))
 
     class Beat(Heartbeat):
         def __call__(self, status: str, *, force: bool = False, **news: Any) -> None:
             super().__call__(status, force=force, **news)
             if status == "training" and news.get("step", 0) > len(clock.times):
-                tokens = 0
-                if world.rank == 0:
-                    tokens = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["tokens"]
-                clock.step(tokens)
+                clock.step(0)
 
     with tempfile.TemporaryDirectory() as work:
         run_dir = Path(work) / "runs" / "speed"
@@ -90,7 +88,9 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
             "the benchmark",
         )
         result = train(spec, run_dir, Path(work), world, Beat(run_dir, world.rank))
-    return clock.result() | {"loss": result["loss_last"]}
+        # Where ranks meet every few steps, the records come then.
+        clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return clock.result() | {"loss": result["loss_last"], "eval_loss": result["eval_loss"]}
 
 
 def trl(a: dict[str, Any]) -> dict[str, Any]:

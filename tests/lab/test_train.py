@@ -67,3 +67,24 @@ def test_ranks_follow_the_hosts_that_were_chosen(lab: Lab, hosts: list[Host], sa
         node = json.loads(ask(lab, host, "cat /home/yard/trainyard/runs/two/state/node.json"))
         assert node["node_rank"] == place and node["ranks"] == [place]
     assert "absent" in ask(lab, hosts[0], "test -e /home/yard/trainyard/runs/two || echo absent")
+
+
+@pytest.mark.parametrize("strategy", ["diloco", "averaging"])
+def test_replicas_train_and_resume(strategy: str, lab: Lab, hosts: list[Host], said: dict[str, Any]) -> None:
+    site = run_playbook("site.yml", lab.inventory)
+    assert site.rc == 0, site.stdout
+    fields = said | {"run": strategy, "hosts": "node1,node2", "checkpoint_interval": 2, "hv.local_steps": 2}
+    fields |= {"strategy": strategy}
+    played = run_playbook("train.yml", lab.inventory, fields)
+    assert played.rc == 0, played.stdout
+    assert "hv.local_steps is local_steps here: local_steps=2" in played.stdout
+    run = f"/home/yard/trainyard/runs/{strategy}"
+    kept = [json.loads(ask(lab, host, f"cat {run}/result.json")) for host in hosts[:2]]
+    assert kept[0]["adapter_sha256"] == kept[1]["adapter_sha256"]
+    assert len(kept[0].get("parts", [])) == (2 if strategy == "averaging" else 0)
+    for host in hosts[:2]:
+        ask(lab, host, f"rm -r {run}/result.json {run}/checkpoints/step-00000006")
+    again = run_playbook("train.yml", lab.inventory, fields)
+    assert again.rc == 0, again.stdout
+    assert "going on from step 4 of 6" in ask(lab, hosts[1], f"cat {run}/logs/rank1.log")
+    assert json.loads(ask(lab, hosts[1], f"cat {run}/result.json"))["adapter_sha256"] == kept[0]["adapter_sha256"]

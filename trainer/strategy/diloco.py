@@ -5,6 +5,7 @@ ways, weighed by the tokens that each trained on, is the pseudo-gradient of the 
 network, once in `local_steps` steps.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from trainer.strategy.replicas import Replicas, deal
 from trainer.world import World
 
 _CHUNK = 16 << 20  # numbers in one all-reduce: the memory that it takes besides
+_NEWEST = 0.5  # share of the newest round in what is known of a replica's speed
 
 
 class DiLoCo(DDP):
@@ -45,8 +47,10 @@ class DiLoCo(DDP):
             [[rank for rank, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))],
             spec.collective_timeout,
         )
-        self.tokens = 0
         self.owners: list[int] = []
+        # Of this round: tokens, seconds and inner steps of this replica. Of all rounds: seconds of an inner step, by replica.
+        self.tokens, self.seconds, self.taken = 0, 0.0, 0
+        self.costs = [0.0] * len(self.replicas)
         if world.first_here:
             self.outer = {name: nn.Parameter(p.detach().cpu().clone()) for name, p in self.trained.items()}
             self.outer_optimizer = torch.optim.SGD(
@@ -57,7 +61,8 @@ class DiLoCo(DDP):
         """Deal the step's rows to the replicas in portions of equal size, each an inner step for whoever gets it."""
         count, place = len(self.replicas), step % self.spec.local_steps
         if place == 0 or not self.owners:
-            self.owners = deal(count * self.spec.local_steps, [float(len(ranks)) for ranks in self.replicas.ranks])
+            self.owners = deal(count * self.spec.local_steps, self._speeds())
+        self._began = time.perf_counter()
         dealt = []
         for number in range(count):
             portion = rows[share(len(rows), [1] * count, number)]
@@ -69,16 +74,35 @@ class DiLoCo(DDP):
         self.tokens += tokens if last else 0
         return super().backward(batch, tokens, last)
 
+    def _speeds(self) -> list[float]:
+        """Return how many portions replicas take, one against another: by measured speed, or by their ranks."""
+        if getattr(self.spec, "balance", "even") == "auto" and all(self.costs):
+            return [1 / cost for cost in self.costs]
+        return [float(len(ranks)) for ranks in self.replicas.ranks]
+
+    def step(self, lr: float) -> float:
+        norm = super().step(lr)
+        now = time.perf_counter()
+        self.seconds, self.taken, self._began = self.seconds + now - self._began, self.taken + 1, now
+        return norm
+
     def meets(self, step: int) -> bool:
         return step % self.spec.local_steps == 0
 
     @torch.no_grad()
     def meet(self, waiting: Callable[[], None]) -> None:
         """Take the outer step: the same on every host, to the bit."""
-        tokens = [0.0] * len(self.replicas)
-        tokens[self.replicas.mine] = self.tokens / self.crew.size
-        tokens, self.tokens = self.world.sum_patiently(tokens, waiting), 0
-        weight = tokens[self.replicas.mine] / max(1.0, sum(tokens))
+        count, mine = len(self.replicas), self.replicas.mine
+        told = [0.0] * (2 * count)
+        told[mine] = self.tokens / self.crew.size
+        told[count + mine] = self.seconds / max(1, self.taken) / self.crew.size
+        told = self.world.sum_patiently(told, waiting)
+        tokens, costs = told[:count], told[count:]
+        # A replica that has taken no step is as fast as it was.
+        known = [(old or now, now or old) for old, now in zip(self.costs, costs, strict=True)]
+        self.costs = [old + _NEWEST * (now - old) for old, now in known]
+        self.tokens, self.seconds, self.taken = 0, 0.0, 0
+        weight = tokens[mine] / max(1.0, sum(tokens))
         if self.world.first_here:
             wire = torch.bfloat16 if self.spec.diloco_wire == "bf16" else torch.float32
             for names in self._chunks():
@@ -110,13 +134,16 @@ class DiLoCo(DDP):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        torch.save(self.outer_optimizer.state_dict(), folder / "outer.pt")
+        outer = {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
+        torch.save(outer, folder / "outer.pt")
 
     def load(self, folder: Path) -> None:
         super().load(folder)
-        self.owners, self.tokens = [], 0
+        outer = torch.load(folder / "outer.pt", weights_only=True)
+        if len(outer["costs"]) == len(self.costs):
+            self.costs = outer["costs"]
         if self.world.first_here:
             with torch.no_grad():
                 for name, parameter in self.outer.items():
                     parameter.copy_(self.trained[name])
-            self.outer_optimizer.load_state_dict(torch.load(folder / "outer.pt", weights_only=True))
+            self.outer_optimizer.load_state_dict(outer["optimizer"])
