@@ -22,14 +22,22 @@ from typing import Any
 PACKAGES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy", "pydantic", "tensorboard")
 OPTIONAL = ("datasets", "wandb", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn")
 SIOCGIFADDR = 0x8915  # netdevice(7)
+# CUDA's and NCCL's versions are asked for without importing torch, which takes seconds.
 _ASK_VERSIONS = """
-import importlib.metadata, json, platform
+import importlib.metadata, importlib.util, json, pathlib, platform, runpy
 versions = {"python": platform.python_version()}
 for name in %r:
     try:
         versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
+torch = importlib.util.find_spec("torch")
+if torch and torch.origin:
+    cuda = runpy.run_path(str(pathlib.Path(torch.origin).with_name("version.py"))).get("cuda")
+    versions |= {"cuda": cuda} if cuda else {}
+    for found in importlib.metadata.distributions():
+        if (found.metadata["Name"] or "").startswith("nvidia-nccl-cu"):
+            versions["nccl"] = found.version
 print(json.dumps(versions))
 """
 
@@ -104,11 +112,14 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def versions(python: str) -> dict[str, str]:
-    """Return the versions of Python and of what a run imports, as the interpreter `python` has them; {} if it cannot run."""
+def versions(python: str, more: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the versions of Python, of what a run imports and of the packages `more`, as the interpreter `python` has them.
+
+    `cuda` is what torch is built for, `nccl` the library beside it. {} if the interpreter cannot run.
+    """
     try:
         done = subprocess.run(
-            [python, "-I", "-c", _ASK_VERSIONS % (PACKAGES + OPTIONAL,)],
+            [python, "-I", "-c", _ASK_VERSIONS % (PACKAGES + OPTIONAL + more,)],
             capture_output=True,
             text=True,
             timeout=60,

@@ -28,7 +28,9 @@ def write(lab: Lab, venv: Path | None) -> None:
         "cluster_data_dir": f"/home/{root.USER}/trainyard",
     }
     if venv:
+        # This machine's own, read-only: site.yml proves it and leaves it alone.
         variables["cluster_python"] = str(venv / "bin/python")
+        variables["python_env"] = "as-is"
     cluster = {
         "vars": variables,
         "hosts": {host.name: {"ansible_host": host.address, "cluster_address": host.address} for host in hosts},
