@@ -84,6 +84,8 @@ def test_the_ranges_do_not_overlap() -> None:
 @pytest.mark.slow
 def test_the_role_says_what_the_cards_want_and_changes_nothing(tmp_path: Path) -> None:
     card(tmp_path / "sys", "0000:01:00.0", "0x1b06", module="nouveau")
+    variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+    (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"cluster": {"hosts": {"localhost": variables}}}))
     for name, sysfs, said in (("with", tmp_path / "sys", True), ("without", tmp_path / "none", False)):
         play = {
             "hosts": "all",
@@ -96,11 +98,7 @@ def test_the_role_says_what_the_cards_want_and_changes_nothing(tmp_path: Path) -
             [
                 Path(sys.executable).with_name("ansible-playbook"),
                 "-i",
-                "localhost,",
-                "-c",
-                "local",
-                "-e",
-                f"ansible_python_interpreter={sys.executable}",
+                tmp_path / "hosts.yml",
                 file,
             ],
             env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},

@@ -1,0 +1,212 @@
+"""The role python on stock hosts: one fetches for both, and what becomes of killed, air-gapped and unlike ones.
+
+Without torch (python_torch: false), which takes minutes; the way is the same. tests/bench/python-env.sh measures it with torch.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bed import until
+from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, Played, inventory_with, run_playbook
+
+from plugins.module_utils.environments import requirements
+from plugins.module_utils.python_kit import trainer_version
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+DATA = "/home/yard/trainyard"
+
+
+@dataclass
+class Yard:
+    """Two stock hosts, wheels in a folder, and a package index over that folder which knows who asked it for files."""
+
+    lab: Lab
+    wheels: Path
+    folder: Path
+    asked: list[str] = field(default_factory=list)
+
+    def play(self, **variables: Any) -> Played:
+        return run_playbook("site.yml", self.inventory(), variables, "--tags", "storage,python")
+
+    def inventory(self, **variables: Any) -> Path:
+        return inventory_with(self.lab, self.folder, python_torch=False, **variables)
+
+    def python(self, host: Host, code: str) -> str:
+        command = [*self.lab.ssh(host), f'{DATA}/venv/bin/python -I -c "{code}"']
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    folder = tmp_path_factory.mktemp("python")
+    wheels = folder / "wheels"
+    # The hosts' Python is that of this machine's distribution, not the one that the tests run in.
+    asked = ["/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    download = [sys.executable, "-m", "pip", "download", "-q", "-d", wheels, "-c", REPO / "constraints.txt"]
+    download += ["--only-binary=:all:", f"--python-version={version}"]
+    subprocess.run([*download, *requirements(REPO / "pyproject.toml", [], torch=False)], check=True)
+    one = Lab(f"python-{os.getpid()}")
+    one.up(hosts=2, stay=False)
+    here = Yard(one, wheels, folder)
+    server = http.server.ThreadingHTTPServer((f"10.231.{one.living.net}.254", 0), index(here))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"{server.server_address[0]}:{server.server_port}"
+    for host in one.hosts:
+        settings = f"[global]\nindex-url = http://{address}/simple\ntrusted-host = {address}\n"
+        one.inside(host, f"cat > /etc/pip.conf <<'E'\n{settings}E")
+    yield here
+    server.shutdown()
+    one.down()
+
+
+def index(yard: Yard) -> type[http.server.SimpleHTTPRequestHandler]:
+    """A package index: /simple/NAME/ lists that package's wheels, /NAME.whl is one."""
+
+    class Index(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(yard.wheels))
+
+        def do_GET(self) -> None:
+            if not self.path.startswith("/simple/"):
+                yard.asked.append(f"{self.client_address[0]} {self.path}")
+                super().do_GET()
+                return
+            name = self.path.split("/")[2]
+            found = [
+                one.name
+                for one in yard.wheels.glob("*.whl")
+                if one.name.split("-")[0].lower() == name.replace("-", "_")
+            ]
+            body = "".join(f'<a href="/{one}">{one}</a>' for one in found).encode()
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Index
+
+
+def test_one_host_fetches_for_both(yard: Yard) -> None:
+    one, two = yard.lab.hosts
+    dry = run_playbook("site.yml", yard.inventory(), None, "--tags", "storage,python", "--check")
+    assert dry.rc == 0, dry.stdout
+    assert not yard.asked and "absent" in yard.lab.inside(one, f"test -e {DATA} || echo absent")
+
+    played = yard.play()
+    assert played.rc == 0, played.stdout
+    assert len(yard.asked) == len(list(yard.wheels.glob("*.whl"))), "every wheel was fetched once"
+    assert {entry.split()[0] for entry in yard.asked} == {one.address}, "by one host"
+    for host in (one, two):
+        said = yard.python(
+            host, "import trainer.config, importlib.metadata as m, sys; print(m.version('trainyard'), sys.prefix)"
+        )
+        assert said == f"{trainer_version(REPO)} {DATA}/venv"
+    digests = {yard.lab.inside(host, f"sha256sum {DATA}/venv/lock.txt | cut -d' ' -f1") for host in (one, two)}
+    assert len(digests) == 1
+    # The server is gone, and the second host keeps no wheels.
+    assert "inactive" in yard.lab.inside(one, "systemctl is-active trainyard-wheels || :")
+    assert yard.lab.inside(two, f"find {DATA}/python -name '*.whl' ! -name 'trainyard-*'") == ""
+
+    again = yard.play()
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout
+
+
+def test_a_killed_play_converges(yard: Yard) -> None:
+    lock = yard.folder / "lock.txt"
+    lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==1.0\n")  # another lock, another environment
+    before = yard.lab.inside(yard.lab.hosts[1], f"readlink {DATA}/venv")
+    output = yard.folder / "killed.txt"
+    with output.open("w") as sink:
+        play = subprocess.Popen(
+            [
+                VENV / "bin/ansible-playbook",
+                "-i",
+                yard.inventory(),
+                "site.yml",
+                "--tags",
+                "storage,python",
+                "-e",
+                f"python_lock={lock}",
+            ],
+            cwd=REPO,
+            env={**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    until(lambda: "TASK [python : Install the wheels" in output.read_text(), 120, "pip at work")
+    os.killpg(play.pid, signal.SIGKILL)
+    play.wait()
+    assert yard.lab.inside(yard.lab.hosts[1], f"readlink {DATA}/venv") == before, (
+        "the old environment is in use until the end"
+    )
+
+    played = yard.play(python_lock=str(lock))
+    assert played.rc == 0, played.stdout
+    for host in yard.lab.hosts:
+        assert yard.lab.inside(host, f"readlink {DATA}/venv") != before
+        yard.python(host, "import trainer.config")
+        assert len(yard.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, "the one in use and the one before"
+    assert yard.play(python_lock=str(lock)).count("changed") == 0
+
+
+def test_no_network_at_all(yard: Yard) -> None:
+    lock = yard.folder / "other.txt"
+    lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==2.0\n")
+    asked = len(yard.asked)
+    lacking = yard.folder / "lacking"
+    lacking.mkdir()
+    for wheel in yard.wheels.glob("*.whl"):
+        if not wheel.name.startswith("annotated"):
+            (lacking / wheel.name).symlink_to(wheel)
+    refused = yard.play(python_lock=str(lock), python_wheelhouse=str(lacking))
+    assert refused.rc != 0
+    assert f"out of {lacking}: ERROR: No matching distribution found for annotated-types" in refused.stdout
+    played = yard.play(python_lock=str(lock), python_wheelhouse=str(yard.wheels))
+    assert played.rc == 0, played.stdout
+    assert len(yard.asked) == asked
+    for host in yard.lab.hosts:
+        yard.python(host, "import trainer.config")
+
+
+def test_what_differs_is_a_table_and_the_rest_is_taken_away(yard: Yard) -> None:
+    one, two = yard.lab.hosts
+    lock = yard.folder / "other.txt"
+    yard.lab.inside(
+        two, f"sed -i 's/^Version: .*/Version: 1.9/' {DATA}/venv/lib/python3*/site-packages/pydantic-*/METADATA"
+    )
+    # Another trainer there: its wheel alone is put right, at once.
+    yard.lab.inside(two, f'sed -i \'s/"trainer": "[^"]*/"trainer": "0/\' {DATA}/venv/trainyard.json')
+    played = yard.play(python_lock=str(lock))
+    assert played.rc != 0
+    table = [line.split() for line in played.stdout.splitlines()]
+    assert ["node1", "node2"] in table, played.stdout
+    assert any(row[:1] == ["pydantic"] and row[-1] == "1.9" for row in table), played.stdout
+    assert played.stats["changed"].get("node1", 0) == 0 and played.stats["changed"]["node2"] > 0
+
+    away = yard.folder / "away.yml"
+    role = {"ansible.builtin.include_role": {"name": "python", "tasks_from": "remove"}}
+    away.write_text(
+        yaml.safe_dump([{"hosts": "cluster", "gather_facts": False, "tasks": [{"name": "Remove", **role}]}])
+    )
+    for changed in (4, 0):
+        removed = run_playbook(str(away), yard.inventory())
+        assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
+    assert yard.lab.inside(one, f"ls {DATA}") == ""
