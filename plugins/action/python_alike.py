@@ -19,7 +19,11 @@ class ActionModule(AllHosts):
         super().run(tmp, task_vars)
         variables = task_vars or {}
         hostvars = variables["hostvars"]
-        looks = {host: hostvars[host]["__python_look"]["look"] for host in variables["ansible_play_hosts"]}
+        # A task that --check skips registers nothing worth having.
+        looks = {
+            host: hostvars[host].get("__python_made", {}).get("look") or hostvars[host]["__python_look"]["look"]
+            for host in variables["ansible_play_hosts"]
+        }
         versions = {host: dict(look["versions"]) for host, look in looks.items()}
         empty = [host for host, found in versions.items() if not found]
         if empty and not self._task.check_mode:

@@ -6,7 +6,8 @@ DOCUMENTATION = r"""
 module: python_alike
 short_description: See that all hosts have the same Python environment
 description:
-  - Compares Python, torch, CUDA, NCCL, the trainer and what it imports, as M(python_look) found them on every host of the play.
+  - Compares Python, torch, CUDA, NCCL, the trainer and what it imports, as M(python_look) found them on every host of the play and
+    registered as C(__python_made), or C(__python_look).
   - Fails with a table of what differs.
 options: {}
 attributes:
