@@ -25,7 +25,7 @@ from trainer.checkpoint import whole_checkpoints
 from trainer.config import from_opendiloco, make_spec, parse_flags, read_spec
 from trainer.errors import UserError
 from trainer.model import load_model
-from trainer.strategy.replicas import deal
+from trainer.strategy.replicas import by_speed, deal
 from trainer.train import due
 
 LONG = {"epochs": 200, "max_steps": 40, "checkpoint_interval": 10, "lora_r": 8}
@@ -42,6 +42,10 @@ def test_portions_are_dealt_by_share(turns: int, shares: list[float]) -> None:
 
 def test_a_slow_replica_steps_less_often() -> None:
     assert Counter(deal(20, [1.0, 3.0])) == {0: 5, 1: 15}
+    assert by_speed([1.0, 1.0], [0.0, 0.3]) == [1.0, 1.0], "not measured yet"
+    assert by_speed([1.0, 1.0], [0.3, 0.35]) == [1.0, 1.0], "noise"
+    assert by_speed([1.0, 1.0], [1.0, 0.5]) == [1.0, 2.0]
+    assert by_speed([4.0, 1.0], [0.25, 1.0]) == [4.0, 1.0]
 
 
 @pytest.mark.parametrize("interval", [0, 1, 3, 10, 25])

@@ -18,7 +18,7 @@ from trainer.model import TokenLoss
 from trainer.order import share
 from trainer.strategy.base import Batch, Rows, Update
 from trainer.strategy.ddp import DDP
-from trainer.strategy.replicas import Replicas, deal
+from trainer.strategy.replicas import Replicas, by_speed, deal
 from trainer.world import World
 
 _CHUNK = 16 << 20  # numbers in one all-reduce: the memory that it takes besides
@@ -75,10 +75,9 @@ class DiLoCo(DDP):
         return super().backward(batch, tokens, last)
 
     def _speeds(self) -> list[float]:
-        """Return how many portions replicas take, one against another: by measured speed, or by their ranks."""
-        if getattr(self.spec, "balance", "even") == "auto" and all(self.costs):
-            return [1 / cost for cost in self.costs]
-        return [float(len(ranks)) for ranks in self.replicas.ranks]
+        """Return how many portions replicas take, one against another: by their ranks, or by measured speed if that pays."""
+        even = [float(len(ranks)) for ranks in self.replicas.ranks]
+        return by_speed(even, self.costs) if getattr(self.spec, "balance", "even") == "auto" else even
 
     def step(self, lr: float) -> float:
         norm = super().step(lr)
