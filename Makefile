@@ -22,6 +22,7 @@ help:
 	@echo "make lab [N=3] / make lab-down                real hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make docs                                     write what is read off the code: docs/run-spec.md, roles' tables"
 	@echo "make bench-discovery                          discovery beside other tools"
+	@echo "make bench-replicas                           diloco and averaging beside DDP: bytes, speed, loss (root)"
 	@echo "make lock                                     take the newest versions and pin them"
 
 setup: $(READY)
