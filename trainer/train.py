@@ -77,7 +77,7 @@ def claim(spec: RunSpec, run_dir: Path) -> None:
             raise UserError(
                 f"run {spec.run} exists with another spec ({'; '.join(different)}): take another name with run="
             )
-        if spec.resume == "never" and not finished(run_dir):
+        if spec.resume == "never":
             raise UserError(
                 f"run {spec.run} has checkpoints in {run_dir} and resume is never: take another name with run="
             )

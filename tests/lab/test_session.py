@@ -1,0 +1,114 @@
+"""A run that goes on through what befalls its hosts, on hosts of their own; and its commands as Slurm takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faulty import Trial, questions, words_for
+from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+
+@pytest.fixture
+def trial(lab: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run_playbook("site.yml", lab.inventory, {}, "--tags", "storage").rc == 0
+    one = Trial(lab, lab.inventory, words_for("faulty", questions(tmp_path), 60))
+    yield one
+    one.clean()
+
+
+def test_a_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> None:
+    """A rank dies, the head is cut off, the controller's terminal closes; it ends as if nothing had been."""
+    trial.start()
+    trial.wait_line(r"step [3-9]/", 0.0)
+    first = trial.hurt("kill", lab.hosts[1], head=False)
+    assert "rank 1 on node2 was killed by SIGKILL" in first.words
+    second = trial.hurt("cut", lab.hosts[0], head=True)
+    assert "node1 has not answered" in second.words
+    assert trial.members() == lab.hosts[1:], "node2 is the head now"
+
+    os.killpg(trial.playing.pid, signal.SIGHUP)
+    trial.playing.wait(30)
+    at = json.loads(trial.read(lab.hosts[1], "state/rank0.json"))
+    assert at["status"] in ("training", "saving", "finished")
+    trial.start()  # the same command follows it, or says that it has ended
+    assert trial.end() == 0, trial.output()
+    assert "60 of 60 steps" in trial.output()
+    assert not trial.left()
+    assert trial.wrong_samples() == []
+    assert trial.metrics_steps() == list(range(1, 61))
+
+    straight = Trial(lab, trial.inventory, trial.said | {"run": "straight", "hosts": "node3"} | {"nodes_min": 0})
+    straight.start()
+    assert straight.end() == 0, straight.output()
+    there = json.loads(straight.read(lab.hosts[2], "result.json"))
+    assert trial.result()["loss_last"] == pytest.approx(there["loss_last"], abs=1e-3)
+
+
+SLURM = """\
+ClusterName=yard
+SlurmctldHost=node1
+AuthType=auth/none
+CryptoType=crypto/none
+CredType=cred/none
+SlurmUser=root
+StateSaveLocation=/var/spool/slurmctld
+SlurmdSpoolDir=/var/spool/slurmd
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+ReturnToService=2
+NodeName=node[1-2] CPUs=1 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path) -> None:
+    two = lab.hosts[:2]
+    said = trial.said | {
+        "run": "slurm",
+        "hosts": "node1,node2",
+        "render_only": True,
+        "render_to": str(tmp_path / "out"),
+    }
+    played = run_playbook("train.yml", lab.inventory, {name: str(value) for name, value in said.items()})
+    assert played.rc == 0, played.stdout
+    for file in (tmp_path / "out").iterdir():
+        lab.in_lab("bash", "-n", file)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"node1.sh", "node2.sh", "slurm.sbatch"}
+
+    install = (
+        "DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client"
+    )
+    names = "\n".join(f"{host.address} {host.name}" for host in two)
+    for host in two:
+        got = lab.inside(host, f"(apt-get update -qq && {install}) >/tmp/apt.log 2>&1 && echo installed", check=False)
+        if "installed" not in got:
+            pytest.skip("apt has no Slurm here: " + lab.inside(host, "tail -1 /tmp/apt.log", check=False))
+        lab.inside(
+            host, f"printf '{names}\\n' >>/etc/hosts; mkdir -p /etc/slurm /var/spool/slurmctld /var/spool/slurmd"
+        )
+        lab.inside(host, f"cat >/etc/slurm/slurm.conf <<'.'\n{SLURM}.")
+    lab.inside(two[0], "slurmctld")
+    for host in two:
+        lab.inside(host, f"slurmd -N {host.name}")
+    try:
+        lab.wait(lambda: "idle" in lab.inside(two[0], "sinfo -h", check=False), "Slurm's nodes stay away", 60)
+        script = (tmp_path / "out" / "slurm.sbatch").read_text()
+        lab.inside(two[0], f"cat >/tmp/slurm.sbatch <<'_END_'\n{script}_END_")
+        tested = lab.inside(two[0], "sbatch --test-only /tmp/slurm.sbatch 2>&1")
+        assert "to start at" in tested and "node[1-2]" in tested, tested
+    finally:
+        for host in two:
+            lab.inside(
+                host,
+                "for n in slurmd slurmctld; do [ -e /var/run/$n.pid ] && kill $(cat /var/run/$n.pid) || true; done",
+                check=False,
+            )
