@@ -54,6 +54,7 @@ class Trial:
     lab: Lab
     inventory: Path
     said: dict[str, Any]
+    playing: subprocess.Popen[str] | None = None
     heard: list[tuple[float, str]] = field(default_factory=list)
 
     def start(self) -> None:
@@ -165,7 +166,7 @@ class Trial:
         return self.playing.wait(limit)
 
     def clean(self) -> None:
-        if self.playing.poll() is None:
+        if self.playing and self.playing.poll() is None:
             os.killpg(self.playing.pid, signal.SIGKILL)
             self.playing.wait()
         for host in self.lab.hosts:

@@ -151,7 +151,7 @@ class ActionModule(AllHosts):
             word = f"run {run} was stopped after step {step}: train.yml with the same spec goes on from there"
             return ended | {"status": "stopped", "lines": [word]}
         # Who is half way to being lost when another is found so does not count as there: a switch takes several.
-        limit = max(self.a["lost_limit"] / 2, self.a["lost_limit"] - 2 * CALM)
+        limit = self.a["lost_limit"] / 2
         lost = [part.host for part in parts if part.silent > limit and part.status not in ENDED]
         unstopped = self.stop_all([part for part in parts if part.host not in lost], ["--now"], STOP_LIMIT)
         lines = [*self.evidence(parts, cause), *(f"could not stop {h}: {w}" for h, w in unstopped.items())]
@@ -299,7 +299,7 @@ class Follower:
             if found:
                 doubt_since = doubt_since or now
                 # A host that is silent may be the cause of what the others complain about.
-                silent = any(part.silent > DOUBT + self.patience for part in self.parts if part.status not in ENDED)
+                silent = any(part.silent > DOUBT for part in self.parts if part.status not in ENDED)
                 if found[0].sure or now - doubt_since > (self.lost_limit if silent else DOUBT):
                     return found[0]
             elif all(part.status in ENDED for part in self.parts):
@@ -317,7 +317,8 @@ class Follower:
                 self.asked_at[part.host] = now
                 patience = 0.0 if hasty else self.patience
                 self.asked[part.host] = Round({part.host: asker(self.links[part.host], part, patience)})
-            part.silent = now - self.heard[part.host]
+            # A host that keeps the question is not silent: its answer is not due yet.
+            part.silent = now - self.heard[part.host] - self.patience
 
     def hear(self, part: Part, asked: Round) -> bool:
         """Take up what the host said; whether it has said it."""
