@@ -87,7 +87,9 @@ class ActionModule(AllHosts):
         lines += table(nodes, spec, port)
         if members:
             state, lines = "running", [f"run {run} is running already: following it"]
-        elif a["again"] and any(host["facts"]["stop_wanted"] for host in hosts):
+        elif a["again"] and any(
+            host["facts"]["stop_wanted"] and (host["facts"]["part"] or {}).get("attempt") == attempt for host in hosts
+        ):
             state, lines = "stopped", [f"run {run} was stopped: train.yml with the same spec goes on from there"]
         elif same_run(hosts, entries[0]["spec"], run):
             state, lines = "finished", []
