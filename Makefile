@@ -23,6 +23,7 @@ help:
 	@echo "make docs                                     write what is read off the code: docs/run-spec.md, roles' tables"
 	@echo "make bench-discovery                          discovery beside other tools"
 	@echo "make bench-replicas                           diloco and averaging beside DDP: bytes, speed, loss (root)"
+	@echo "make bench-start / bench-faults                how soon a run starts; what 30 random faults do to one (root)"
 	@echo "make lock                                     take the newest versions and pin them"
 
 setup: $(READY)
