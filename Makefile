@@ -21,6 +21,8 @@ help:
 	@echo "make lint                                     ruff, mypy, ansible-lint, and that the docs are true"
 	@echo "make lab [N=3] / make lab-down                real hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make docs                                     write what is read off the code: docs/run-spec.md, roles' tables"
+	@echo "make bench [ARGS='--rounds 5']                 the trainer beside TRL (docs/benchmarks.md)"
+	@echo "sudo make bench-wire                          bytes and speed over shaped links between two hosts here"
 	@echo "make bench-discovery                          discovery beside other tools"
 	@echo "make bench-replicas                           diloco and averaging beside DDP: bytes, speed, loss (root)"
 	@echo "make bench-start / bench-faults                how soon a run starts; what 30 random faults do to one (root)"

@@ -1,5 +1,6 @@
 """``python -m trainer [train] [SPEC.yml] [--run-dir DIR] [--data-dir DIR] [--lr 1e-3 ...]``: one rank, or all there are."""
 
+import json
 import os
 import sys
 import traceback
@@ -13,24 +14,43 @@ from trainer.report import Heartbeat
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     print the whole spec, or what is wrong with it
        python -m trainer fields                               the run spec as a table
+       python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
+                                                              memory, wire and speed of every strategy; which to take
+       python -m trainer config deepspeed|fsdp|accelerate|slurm [SPEC.yml] [--hosts 2] [--head ADDRESS] [--no-gpu]
+                                                              the spec as another tool's config file
 
 SPEC.yml holds names and values of the run spec, the flags go over it; `lr=1e-3` is taken for `--lr=1e-3`, too.
 Several ranks: torchrun ... -m trainer run=mine lr=1e-3 (torchrun itself stumbles over --run).
+--hosts: how many, or a JSON list with one object a host (host, processes, memory_mib); a run's plan.json will do.
 DIR: the data dir (default: here) holds runs/<run>/, and in store/ what several runs share.
 """
 _LOST_PEER = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _LOST_PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
 
 
-def _take(argv: list[str], flag: str) -> Path | None:
-    """Take ``--flag DIR`` or ``--flag=DIR`` out of argv."""
+def _word(argv: list[str], flag: str) -> str | None:
+    """Take ``--flag WORD`` or ``--flag=WORD`` out of argv."""
     for place, word in enumerate(argv):
         if word == flag and place + 1 < len(argv):
             del argv[place]
-            return Path(argv.pop(place)).expanduser().absolute()
+            return argv.pop(place)
         if word.startswith(f"{flag}="):
-            return Path(argv.pop(place).partition("=")[2]).expanduser().absolute()
+            return argv.pop(place).partition("=")[2]
     return None
+
+
+def _take(argv: list[str], flag: str) -> Path | None:
+    """Take ``--flag DIR`` or ``--flag=DIR`` out of argv."""
+    word = _word(argv, flag)
+    return None if word is None else Path(word).expanduser().absolute()
+
+
+def _switch(argv: list[str], flag: str) -> bool:
+    """Take ``--flag`` out of argv."""
+    if flag not in argv:
+        return False
+    argv.remove(flag)
+    return True
 
 
 def _is_flag(word: str) -> bool:
@@ -49,6 +69,36 @@ def _spec(argv: list[str]) -> RunSpec:
         for note in notes + from_opendiloco(flags, below)[1]:
             print(note, file=sys.stderr)
     return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")
+
+
+def _plan(argv: list[str]) -> int:
+    from trainer.plan import plan, read_hosts
+
+    data_dir, hosts = _take(argv, "--data-dir") or Path.cwd(), read_hosts(_word(argv, "--hosts") or "1")
+    as_json, fast, said = _switch(argv, "--json"), _switch(argv, "--no-measure"), _word(argv, "--link-mbit")
+    try:
+        link = None if said is None else float(said)
+    except ValueError:
+        link = 0.0
+    if link is not None and not 0 < link < 1e9:
+        raise UserError(f"--link-mbit: got {said!r}, takes a number of Mbit/s > 0")
+    made = plan(_spec(argv), hosts, link, fast=fast, data_dir=data_dir)
+    print(json.dumps(made, indent=1) if as_json else "\n".join(made["lines"]))
+    return 0
+
+
+def _config(argv: list[str]) -> int:
+    from trainer.tools import render
+
+    kind = argv.pop(0) if argv and not argv[0].startswith("--") else ""
+    hosts, head, gpus = (
+        _word(argv, "--hosts") or "1",
+        _word(argv, "--head") or "127.0.0.1",
+        not _switch(argv, "--no-gpu"),
+    )
+    file = argv[0] if argv and not argv[0].startswith("--") else ""
+    print(render(kind, _spec(argv), hosts, head, file, gpus), end="")
+    return 0
 
 
 def _help() -> int:
@@ -97,9 +147,17 @@ def _run(spec: RunSpec, run_dir: Path, data_dir: Path, beat: Heartbeat) -> dict:
     from trainer.world import World
 
     done = finished(run_dir)
+    asked_for = spec.strategy
+    if asked_for == "auto":
+        from trainer.plan import choose_here
+
+        spec, why = choose_here(spec, run_dir)
+        print(why)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
     world = World.join(spec.collective_timeout)
+    if asked_for == "auto" and len(set(world.gather(spec.strategy))) > 1:
+        raise UserError("strategy: auto comes to another answer on unlike hosts: name one, or start by train.yml")
     # Only if all are: a host that died before it wrote its result needs the others to get to one.
     if all(world.gather(done is not None)) and done:
         print(f"run {spec.run} is finished: {done['steps']} steps, last loss {done['loss_last']:.4f}; nothing to do")
@@ -135,11 +193,15 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if "--help" in words or "-h" in words:
         return _help()
-    command = words.pop(0) if words and words[0] in ("train", "check", "fields") else "train"
+    command = words.pop(0) if words and words[0] in ("train", "check", "fields", "plan", "config") else "train"
     try:
         if command == "fields":
             print(table())
             return 0
+        if command == "plan":
+            return _plan(words)
+        if command == "config":
+            return _config(words)
         if command == "check":
             print(_spec(words).named().to_yaml(), end="")
             return 0

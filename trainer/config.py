@@ -189,10 +189,10 @@ class RunSpec(BaseModel):
         also=["activation_checkpointing"],
     )
     torch_compile: bool = _field(False, "torch.compile the model; needs a C++ compiler on every node", also=["compile"])
-    strategy: Literal["ddp", "diloco", "averaging"] = _field(
+    strategy: Literal["ddp", "diloco", "averaging", "auto"] = _field(
         "ddp",
         "how ranks share the work: ddp: each has the whole model; diloco: hosts meet every local_steps steps; "
-        "averaging: once, at the end",
+        "averaging: once, at the end; auto: what fits and talks least, said with the reason",
         also=["distributed_strategy", "parallelism"],
     )
     local_steps: int = _field(

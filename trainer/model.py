@@ -80,7 +80,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
-        model = _add_lora(spec, model)
+        model = add_lora(spec, model)
     if spec.quantize == "none":
         model.to(device)
     model.train()
@@ -134,7 +134,8 @@ def lora_config(spec: RunSpec) -> LoraConfig:
     )
 
 
-def _add_lora(spec: RunSpec, model: Any) -> nn.Module:
+def add_lora(spec: RunSpec, model: Any) -> nn.Module:
+    """Return the model with the spec's adapters. Raises UserError: a target is no layer of it."""
     try:
         adapted: nn.Module = get_peft_model(model, lora_config(spec))
     except ValueError as error:

@@ -21,7 +21,9 @@ import yaml
 from plugins.module_utils import judgement
 from plugins.module_utils.links import AllHosts, Link, Round, plain
 from plugins.module_utils.plan import PORTS, Unplannable, choose_port, head_first, plan, table
-from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
+from trainer.config import FIELDS, TINY, RunSpec, changed_fields, make_spec
+from trainer.errors import UserError
+from trainer.plan import choose
 
 PROBE = (TOP / "plugins/module_utils/probe.py").read_bytes()
 PROBE_LIMIT = 60.0  # s for a host to say what it is
@@ -56,6 +58,9 @@ class ActionModule(AllHosts):
         run, spec = a["run"]["run"], dict(a["run"]["spec"])
         hosts, left_out = self.those_that_can(hosts, hostvars, a)
         check(hosts)
+        chosen = ""
+        if spec["strategy"] == "auto":
+            spec["strategy"], chosen = automatic(hosts, spec, a["run"]["files"])
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
         lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
         parts = [host["facts"]["part"] for host in hosts if host["facts"]["part"]]
@@ -84,7 +89,7 @@ class ActionModule(AllHosts):
             for node, host in zip(nodes, hosts, strict=True)
         ]
         state = "new"
-        lines += table(nodes, spec, port)
+        lines += table(nodes, spec, port) + ([chosen] if chosen else [])
         if members:
             state, lines = "running", [f"run {run} is running already: following it"]
         elif a["again"] and any(
@@ -233,6 +238,33 @@ def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_stag
             raise Unplannable(
                 f"{name}: torch_compile needs a C++ compiler there: apt install g++, or torch_compile=false"
             )
+
+
+def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the strategy that auto means here, and why: what the run began with, if it did. Raises Unplannable."""
+    for host in hosts:
+        if host["facts"]["spec"]:
+            began = RunSpec.model_validate(yaml.safe_load(host["facts"]["spec"])).strategy
+            return began, f"auto: this run began with {began}"
+    model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
+    known = []
+    for host in hosts:
+        facts = host["facts"]
+        processes = host["processes"] or len(facts["gpus"]) or 1
+        known.append(
+            {
+                "processes": processes,
+                "threads": max(1, facts["cpus"] // processes),
+                "gpu_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=0),
+                "memory_mib": facts["memory_mib"],
+                "link_mbit": facts["link_mbit"],
+            }
+        )
+    fields = {name: value for name, value in spec.items() if name in FIELDS} | {"model": model}
+    try:
+        return choose(make_spec(fields, "the plan"), known)
+    except UserError as error:
+        raise Unplannable(str(error)) from None
 
 
 def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) -> dict[str, Any]:

@@ -81,6 +81,14 @@ def addresses() -> list[str]:
     return sorted(address for address in found if not address.startswith("127."))
 
 
+def link_mbit(device: str) -> int:
+    """Return the speed that a network device's driver states, in Mbit/s; 0 if it does not (Wi-Fi, no carrier)."""
+    try:
+        return max(0, int(Path(f"/sys/class/net/{device}/speed").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
 def port_is_free(address: str, port: int) -> bool:
     """Tell whether a server could listen on address:port now."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -198,6 +206,8 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "trouble": why,
         "free_ports": [port for port in a["ports"] if port_is_free(a["address"], port)] if a["ports"] else [],
         "cpus": len(os.sched_getaffinity(0)),
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
+        "link_mbit": link_mbit(device),
         "gpus": gpus(),
         "compiler": any(shutil.which(name) for name in ("g++", "clang++", "c++")),
         "versions": versions(a["python"]),

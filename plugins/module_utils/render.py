@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from trainer.tools import slurm_header
+
 # What trainer.supervise gives a launcher: who we are and where programs lie, and the lines of `env`, read and not sourced
 # (a value may hold blanks or quotes). No value of `env` stands in a script: they may be secrets.
 _ENVIRONMENT = """\
@@ -35,18 +37,7 @@ def sbatch(plan: list[dict[str, Any]], run: str) -> str:
     """
     gpus = {len(entry["gpus"]) for entry in plan}
     lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name=trainyard-{run}",
-        f"#SBATCH --nodes={len(plan)}",
-        "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --nodelist={','.join(entry['host'] for entry in plan)}",
-        "#SBATCH --exclusive",
-        # Unlike nodes cannot be asked for in one number; --exclusive gives all that they have.
-        *([f"#SBATCH --gpus-per-node={gpus.pop()}"] if len(gpus) == 1 and gpus != {0} else []),
-        "#SBATCH --output=%x-%j.log",
-        # The ranks write a checkpoint when they get SIGTERM; after a requeue they go on from it.
-        "#SBATCH --signal=TERM@120",
-        "#SBATCH --requeue",
+        *slurm_header(run, len(plan), gpus.pop() if len(gpus) == 1 else 0, [entry["host"] for entry in plan]),
         f"# trainyard run {run}. Its files are staged on every host; submitted again, it goes on from its newest checkpoint.",
         "set -euo pipefail",
         "exec srun --kill-on-bad-exit=1 bash -euo pipefail -c '",

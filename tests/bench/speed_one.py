@@ -36,6 +36,17 @@ def sent_bytes() -> int:
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
+def status_bytes(name: str) -> int:
+    """Return a size out of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def peak_bytes() -> int:
+    """Return the largest resident set so far."""
+    return status_bytes("VmHWM")
+
+
 class Clock:
     """Tokens, seconds, CPU seconds and bytes sent between the end of the warm-up (in steps) and the last step."""
 
@@ -63,7 +74,7 @@ class Clock:
 
 def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
     """Run the trainer's own loop; evaluation and checkpoints, which TRL's defaults have not, only at the end."""
-    clock = Clock(a.get("warm", WARM))
+    clock, base = Clock(a.get("warm", WARM)), status_bytes("VmRSS")
 
     class Beat(Heartbeat):
         def __call__(self, status: str, *, force: bool = False, **news: Any) -> None:
@@ -89,8 +100,10 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
         )
         result = train(spec, run_dir, Path(work), world, Beat(run_dir, world.rank))
         # Where ranks meet every few steps, the records come then.
-        clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return clock.result() | {"loss": result["loss_last"], "eval_loss": result["eval_loss"]}
+        if world.rank == 0:
+            clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    about = {"loss": result["loss_last"], "eval_loss": result["eval_loss"], "above_base_bytes": peak_bytes() - base}
+    return clock.result() | about
 
 
 def trl(a: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,223 @@
+"""The plan: a model's shape off its config, memory against measured peaks, what is recommended, and strategy=auto."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from starts import TOP, Here
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.__main__ import main
+from trainer.config import RunSpec, make_spec, read_spec
+from trainer.cost import Layout, Rows, memory, wire_bytes
+from trainer.errors import UserError
+from trainer.model import TokenLoss, add_lora, lora_config
+from trainer.plan import Speed, choose, options, read_hosts, recommend
+from trainer.shape import Shape, read_shape, shape_of
+from trainer.strategy.base import Batch
+from trainer.strategy.ddp import DDP
+from trainer.world import World
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 300, "head_dim": 16, "pad_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite"),
+    SIZES,
+)
+KINDS["gpt2"] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 300}
+BIG = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+BIG |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama", "max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_shape_is_read_off_the_config_alone(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **KINDS[kind])
+    shape, spec = read_shape(config.to_diff_dict()), make_spec({"lora_r": 4, "model": "x"}, "here")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    adapted = get_peft_model(model, lora_config(spec))
+    assert shape.trained(spec) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_an_unknown_kind_is_a_plain_word(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(UserError, match=r"model: the plan knows no mamba; it knows gpt2, llama"):
+        shape_of(make_spec({"model": str(tmp_path)}, "here"))
+
+
+def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
+    """Return the bytes of all tensors alive at the worst moment of a step, by torch's own account."""
+    torch.manual_seed(1)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = add_lora(spec, model) if spec.lora_r else model
+    strategy = DDP(spec, World(0, 1, 0, 0, torch.device("cpu")), TokenLoss(model.train()))
+    ids = torch.randint(0, config.vocab_size, (spec.batch_size, spec.seq_length))
+    positions = (torch.arange(spec.seq_length) % (spec.seq_length // 4)).repeat(spec.batch_size, 1)
+
+    def step() -> None:
+        strategy.backward(Batch(ids, positions, ids), ids.numel(), True)
+        strategy.step(1e-3)
+
+    step()  # gradients and moments are there from now on
+    kept = sum(p.nbytes for p in model.parameters()) + sum(
+        p.grad.nbytes for p in model.parameters() if p.grad is not None
+    )
+    kept += sum(v.nbytes for state in strategy.optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    now = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return kept + peak, read_shape(config.to_diff_dict())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"lora_r": 0},
+        {"gradient_checkpointing": True},
+        {"batch_size": 8},
+        {"seq_length": 256},
+        {"lora_targets": "q_proj,v_proj"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layers", [2, 6])
+def test_memory_is_within_10_percent_of_what_is_measured(fields: dict[str, Any], layers: int) -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=192, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=6,
+        num_key_value_heads=2, vocab_size=2048,
+    )  # fmt: skip
+    spec = make_spec({"model": "x", "seq_length": 128} | fields, "here")
+    measured, shape = live_peak(spec, config)
+    planned = memory(spec, shape, Layout((1,)), Rows.full(spec)).total
+    assert planned == pytest.approx(measured, rel=0.10)
+
+
+@pytest.mark.slow
+def test_memory_is_within_10_percent_of_the_process(model_folder: Path, tmp_path: Path) -> None:
+    """The peak of the resident set over what Python and its libraries take, with a C library that gives back what is freed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 4,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096)).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_bytes((model_folder / name).read_bytes())
+    fields = {"fake_data": True, "seq_length": 256, "batch_size": 8, "total_batch_size": 8}
+    about = {"model": str(tmp_path / "model"), "dataset": "none", "steps": 3, "fields": fields}
+    done = subprocess.run(
+        [sys.executable, str(TOP / "tests/bench/speed_one.py"), "trainyard", json.dumps([about])],
+        env=os.environ | {"PYTHONPATH": str(TOP), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads(done.stdout.strip().splitlines()[-1])[0]["above_base_bytes"]
+    spec = make_spec({"model": about["model"]} | fields, "here")
+    planned = memory(spec, shape_of(spec), Layout((1,)), Rows.full(spec)).total
+    assert planned == pytest.approx(measured, rel=0.10)
+
+
+def plan_of(spec: RunSpec, hosts: int, link: float, part: float = 1.0, room: float | None = None) -> tuple[Any, Any]:
+    shape, layout = shape_of(spec), Layout((1,) * hosts)
+    found = options(spec, shape, layout, Rows.full(spec), Speed(part, 0.0, True), link, room, True)
+    return {option.strategy: option for option in found}, recommend(spec, found, layout, shape, link, True)
+
+
+def test_bytes_of_a_step() -> None:
+    spec = make_spec({"model": "tiny"}, "here")
+    shape = shape_of(spec)
+    for ranks in (2, 3, 8):
+        ring = 2 * (ranks - 1) / ranks
+        assert wire_bytes(spec, shape, Layout((1,) * ranks), gloo=True) == ring * 4 * shape.trained(spec)
+        half = spec.model_copy(update={"gradient_wire": "bf16"})
+        assert wire_bytes(half, shape, Layout((ranks,)), gloo=True) == ring * 2 * shape.trained(spec)
+    assert wire_bytes(spec, shape, Layout((1,)), gloo=True) == 0
+
+
+def test_what_is_recommended() -> None:
+    spec = make_spec({"model": "tiny"}, "here")
+    found, advice = plan_of(spec, 2, 1000)
+    assert advice.strategy == "ddp" and "it fits" in advice.why and "alone" not in advice.why
+    assert found["ddp"].tokens_per_second > 1.9 * found["alone"].tokens_per_second
+    full = make_spec({"model": "tiny", "lora_r": 0}, "here")
+    _, slow = plan_of(full, 2, 10, part=0.01)
+    assert "one process alone is faster" in slow.why or slow.strategy == "diloco"
+    with pytest.raises(UserError, match=r"plan: .* GiB a process do not fit: try gradient_checkpointing=true or "):
+        plan_of(spec, 1, 1000, room=10e6)
+
+
+def test_auto_is_the_same_every_time_and_says_why() -> None:
+    spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
+    host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 1000}
+    answers = {choose(spec, [host] * 3) for _ in range(3)}
+    assert len(answers) == 1
+    strategy, why = answers.pop()
+    assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
+    big = make_spec({"model": "x", "strategy": "auto"}, "here")
+    with pytest.raises(UserError, match="do not fit"):
+        choose(big, [host], read_shape(BIG))
+
+
+def test_auto_without_a_controller(here: Here) -> None:
+    few = {"strategy": "auto", "max_steps": 4, "checkpoint_interval": 2}
+    assert here(**few) == 0, here.err
+    assert "auto took ddp: one process: nothing to share" in here.out
+    assert read_spec(here.run_dir() / "spec.yml", {}, "kept").strategy == "ddp"
+    (here.run_dir() / "result.json").unlink()
+    assert here(**few) == 0, here.err
+    assert "auto: this run began with ddp" in here.out
+
+
+def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_path: Path, capsys: Any) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"host": "a", "processes": 2, "memory_mib": 8000}, {"host": "b", "ranks": [2, 3]}]))
+    flags = [f"--model={model_folder}", f"--dataset={dataset}", "--seq-length=64", f"--data-dir={tmp_path}"]
+    assert main(["plan", *flags, f"--hosts={hosts}", "--link-mbit=100", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    by = {option["strategy"]: option for option in made["options"]}
+    assert {"alone", "ddp"} <= set(by) and by["ddp"]["processes"] == 4 and by["ddp"]["fits"] is True
+    assert made["speed"]["measured"] and made["speed"]["part"] > 0
+    assert 0 < made["rows"]["trained"] < 1 and made["rows"]["tokens"] <= made["rows"]["places"] <= 64
+    assert made["recommended"]["strategy"] in by
+    assert main(["plan", "--no-measure", "--hosts", "3"]) == 0
+    table = capsys.readouterr().out
+    assert "take strategy=" in table and "nominal speed" in table
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (["--hosts", "none.json"], "--hosts: none.json is neither a number of hosts nor a file here"),
+        (["--link-mbit", "fast"], "--link-mbit: got 'fast', takes a number of Mbit/s > 0"),
+        (["--model", "./none"], "model: no config.json of ./none here"),
+    ],
+)
+def test_what_the_plan_refuses(said: list[str], why: str, capsys: Any) -> None:
+    assert main(["plan", "--no-measure", *said]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {why}")
+
+
+def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
+    assert [host["host"] for host in read_hosts("2")] == ["host1", "host2"]
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    with pytest.raises(UserError, match="takes a JSON list"):
+        read_hosts(str(tmp_path / "x.json"))
