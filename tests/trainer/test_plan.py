@@ -221,3 +221,23 @@ def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"a": 1}')
     with pytest.raises(UserError, match="takes a JSON list"):
         read_hosts(str(tmp_path / "x.json"))
+
+
+def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
+    from plugins.action.run_plan import automatic
+
+    facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
+    hosts: list[dict[str, Any]] = [{"host": f"node{place}", "processes": 0, "facts": dict(facts)} for place in range(3)]
+    spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
+    said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
+    strategy, why = automatic(hosts, said, [])
+    assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
+    hosts[1]["facts"]["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
+    assert automatic(hosts, said, []) == ("diloco", "auto: this run began with diloco")
+
+
+def test_a_slow_link_is_for_diloco() -> None:
+    spec = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
+    host = {"processes": 1, "threads": 8, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 10}
+    strategy, why = choose(spec, [host] * 2)
+    assert strategy == "diloco" and "ddp would spend " in why and "local_steps=" in why
