@@ -1,0 +1,191 @@
+"""The role `netplan` on real hosts: nobody is locked out, other NICs stay, and what was there before comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, run_playbook
+from yard import faults
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+FILES = "cd /; sha256sum $(find etc/netplan etc/cloud -type f 2>/dev/null | sort); ls -A run/netplan var/lib/trainyard 2>&1 || :"
+REMOVE = """
+- hosts: cluster
+  gather_facts: false
+  roles: [cluster]
+  tasks:
+    - ansible.builtin.include_role: {name: netplan, tasks_from: remove}
+"""
+
+
+def inventory(lab: Lab, folder: Path, **hosts: dict[str, Any]) -> Path:
+    """An inventory of these hosts alone, with their variables on top; nobody says their cluster_address."""
+    document = yaml.safe_load(lab.inventory.read_text())
+    children = document["all"]["children"]
+    for group in children.values():
+        group["hosts"] = {name: of for name, of in group["hosts"].items() if name in hosts}
+    for name, more in hosts.items():
+        del children["cluster"]["hosts"][name]["cluster_address"]
+        children["cluster"]["hosts"][name].update(more)
+    file = folder / "inventory.yml"
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    return file
+
+
+def netplan(inventory: Path, *arguments: str) -> Played:
+    return run_playbook("site.yml", inventory, {}, "--tags", "netplan", *arguments)
+
+
+def addresses(lab: Lab, host: Host, nic: str) -> list[str]:
+    links = json.loads(lab.inside(host, f"ip -json -4 address show dev {nic}"))
+    return [f"{a['local']}/{a['prefixlen']}" for link in links for a in link.get("addr_info", [])]
+
+
+def logs_in(lab: Lab, host: Host, address: str) -> bool:
+    """Whether one can log in at that address, with the keys that known_hosts has for it."""
+    argv = [str(word).replace(f"@{host.address}", f"@{address}") for word in lab.ssh(host)]
+    return subprocess.run([*argv, "hostname"], capture_output=True, text=True).stdout.strip() == host.name
+
+
+def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
+    lab, (one, two, three) = bare, bare.hosts
+    net = f"10.231.{one.net}"
+    second = f"10.232.{three.net}.{8 + three.index}/24"
+    faults.inject(lab, three, "nic")
+    lab.inside(
+        three,
+        f"sed -i '/ethernets:/a\\    {three.nic}b: {{addresses: [{second}]}}' /etc/netplan/50-cloud-init.yaml",
+    )
+    lab.inside(one, "mkdir -p /etc/cloud/cloud.cfg.d")
+    before = {host.name: lab.inside(host, FILES) for host in lab.hosts}
+    hosts: dict[str, dict[str, Any]] = {
+        "node1": {"netplan_address": f"{net}.109/24"},
+        # Nobody is there, and no way leads there.
+        "node2": {"netplan_address": "10.99.0.5/24", "netplan_mtu": 1300, "netplan_timeout": 15},
+        "node3": {"netplan_address": f"{net}.111/24", "netplan_mtu": 1400, "netplan_dns": ["192.0.2.53"]},
+    }
+    written = inventory(lab, tmp_path, **hosts)
+    shown = netplan(written, "--check", "--diff")
+    assert shown.rc == 0 and shown.count("changed") == 3, shown.stdout
+    assert f"+      - {net}.109/24" in shown.stdout
+    assert {host.name: lab.inside(host, FILES) for host in lab.hosts} == before
+
+    began = time.monotonic()
+    played = netplan(written)
+    assert played.rc != 0
+    assert "error: node2: not reached at 10.99.0.5 (" in played.stdout, played.stdout
+    assert f"so it went back to {two.address}" in played.stdout
+    assert played.stats["changed"] == {"node1": 1, "node3": 1}
+    assert time.monotonic() - began < 60 and logs_in(lab, two, two.address)
+    assert lab.inside(two, FILES) == before["node2"]
+    assert lab.inside(two, f"cat /sys/class/net/{two.nic}/mtu") == "1500\n"
+
+    assert addresses(lab, one, one.nic) == [f"{net}.109/24"] and logs_in(lab, one, f"{net}.109")
+    assert addresses(lab, three, three.nic) == [f"{net}.111/24"] and logs_in(lab, three, f"{net}.111")
+    assert addresses(lab, three, f"{three.nic}b") == [second]
+    assert f"{three.nic}b" in lab.inside(three, "cat /etc/netplan/50-cloud-init.yaml")
+    assert lab.inside(three, f"cat /sys/class/net/{three.nic}/mtu") == "1400\n"
+    assert f"via {net}.1" in lab.inside(one, "ip route show default")
+    assert lab.inside(one, "stat -c %a /etc/netplan/*").split() == ["600", "600"]
+    assert lab.inside(one, "cat /etc/cloud/cloud.cfg.d/*").endswith("network: {config: disabled}\n")
+    assert lab.inside(one, "systemctl list-units --all --plain --no-legend 'trainyard*'") == ""
+
+    # The inventory still has the old addresses: the hosts are found at the new ones, and nothing is left to do.
+    del hosts["node2"]
+    again = netplan(inventory(lab, tmp_path, **hosts))
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout
+    assert f"node1 is at {net}.109 now" in again.stdout
+
+    # It is really written down: a reboot changes nothing.
+    boot = lab.inside(one, "stat -c %Y /proc/1")
+    lab.inside(one, "systemctl reboot --no-block", check=False)
+    lab.wait(
+        lambda: lab.init_pid(one) is not None and lab.inside(one, "stat -c %Y /proc/1", check=False) not in ("", boot),
+        "no reboot",
+    )
+    lab.wait(lambda: logs_in(lab, one, f"{net}.109"), "node1 is not at its address after a reboot")
+
+    (tmp_path / "remove.yml").write_text(REMOVE)
+    for name in hosts:
+        hosts[name] = {"ansible_host": hosts[name]["netplan_address"].split("/")[0]}
+    removed = run_playbook(str(tmp_path / "remove.yml"), inventory(lab, tmp_path, **hosts))
+    assert removed.rc == 0 and removed.count("changed") == 2, removed.stdout
+    for host in lab.hosts:
+        lab.inside(host, "rmdir /var/lib/trainyard 2>/dev/null || :")
+        assert lab.inside(host, FILES) == before[host.name]
+        assert addresses(lab, host, host.nic) == [f"{host.address}/24"] and logs_in(lab, host, host.address)
+        assert lab.inside(host, f"cat /sys/class/net/{host.nic}/mtu") == "1500\n"
+    assert addresses(lab, three, f"{three.nic}b") == [second]
+    removed = run_playbook(str(tmp_path / "remove.yml"), lab.inventory)
+    assert removed.rc == 0 and removed.count("changed") == 0, removed.stdout
+
+
+def test_a_try_that_nobody_ends_ends_by_itself(bare: Lab, tmp_path: Path) -> None:
+    """The controller is killed in the middle: one host goes back by its fuse, the other by a reboot."""
+    lab, (one, two, _) = bare, bare.hosts
+    before = {host.name: lab.inside(host, FILES) for host in (one, two)}
+    wrong = {"netplan_address": "10.99.0.5/24"}
+    written = inventory(
+        lab,
+        tmp_path,
+        node1=wrong | {"netplan_timeout": 15},
+        node2=wrong | {"netplan_address": "10.99.0.6/24", "netplan_timeout": 110},
+    )
+    argv = [
+        str(Path(sys.executable).with_name("ansible-playbook")),
+        "-i",
+        str(written),
+        "site.yml",
+        "--tags",
+        "netplan",
+    ]
+    playbook = subprocess.Popen(
+        argv, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        for host, address in ((one, "10.99.0.5/24"), (two, "10.99.0.6/24")):
+            lab.wait(
+                lambda host=host, address=address: address in addresses(lab, host, host.nic), "nothing was tried", 60
+            )
+    finally:
+        os.killpg(playbook.pid, 9)
+        playbook.wait()
+    lab.inside(two, "systemctl reboot --no-block", check=False)
+    for host in (one, two):
+        lab.wait(lambda host=host: logs_in(lab, host, host.address), f"{host.name} is locked out", 60)
+        lab.wait(lambda host=host: lab.inside(host, FILES) == before[host.name], "something of the try is left")
+
+
+def test_what_is_wrong_is_said_before_a_host_is_touched(bare: Lab, tmp_path: Path) -> None:
+    lab, (one, two, three) = bare, bare.hosts
+    hosts = {"node1": {"netplan_address": "10.1.1.1"}, "node2": {"netplan_mtu": 1400}, "node3": {}}
+    played = netplan(inventory(lab, tmp_path, **hosts))
+    assert played.rc != 0 and played.count("changed") == 0
+    assert "error: node1: netplan_address is '10.1.1.1', takes an address with its prefix" in played.stdout
+    # Somebody else's address: the gateway's, whom only the host can see; and that of a machine with another key.
+    hosts = {
+        "node1": {"netplan_address": f"10.231.{one.net}.1/24"},
+        "node2": {"netplan_address": f"{three.address}/24"},
+    }
+    played = netplan(inventory(lab, tmp_path, **hosts))
+    assert played.rc != 0 and played.count("changed") == 0
+    assert f"error: node1: 10.231.{one.net}.1 is taken already, by the machine with the MAC" in played.stdout
+    assert (
+        f"error: node2: known_hosts has another SSH host key for {three.address} than for {two.address}"
+        in played.stdout
+    )
+    assert "removed" in lab.inside(
+        one, "apt-get -qq remove -y --no-autoremove netplan.io >/dev/null 2>&1 && echo removed"
+    )
+    played = netplan(inventory(lab, tmp_path, node1={"netplan_address": f"{one.address}/24"}))
+    assert played.rc != 0 and played.count("changed") == 0
+    assert "error: node1: netplan is not installed: install netplan.io, or leave netplan_address out" in played.stdout
