@@ -46,7 +46,7 @@ class ActionModule(ActionBase):
             self.pins = pins_of(option("ssh_executable"), words, self.old, option("port"))
             if trouble := self._other_key(wished):
                 return plain(trouble)
-            if wished and wished != self.old and (trouble := self._go_on_there(wished)):
+            if wished not in ("", self.old) and self._known(wished) and (trouble := self._go_on_there(wished)):
                 return plain(trouble)
         seen = self._step("look")
         if seen.get("failed") or seen.get("unreachable"):
@@ -60,6 +60,8 @@ class ActionModule(ActionBase):
     def _change(self, seen: dict[str, Any]) -> dict[str, Any]:
         """Try it, reach the host there, and have it confirmed; or wait until it is back where it was."""
         target, limit = str(seen["target"]), float(self.args.get("timeout") or 30)
+        if self.ssh and not self._known(target):
+            return plain(f"known_hosts has no SSH host key for {self.old}, so nobody could tell it at {target}")
         tried = self._step("try")
         if tried.get("failed"):
             return tried
@@ -124,9 +126,11 @@ class ActionModule(ActionBase):
                 f"known_hosts has another SSH host key for {wished} than for {self.old}: is that another machine? If not, "
                 f"take the old key out: ssh-keygen -R '{self.pins.named(wished)}' -f {self.pins.files[0]}"
             )
-        if not mine and not there:
-            return f"known_hosts has no SSH host key for {self.old}, so nobody could tell it at its new address"
         return None
+
+    def _known(self, address: str) -> bool:
+        """Tell whether there is a key to know the host by, at this address or at the one that it has now."""
+        return bool(self.pins.keys(self.pins.name) or self.pins.keys(self.pins.named(address)))
 
     def _point_at(self, address: str) -> None:
         """Let the connection lead there from now on, each time anew, to the one host that has the known key."""
