@@ -1,6 +1,6 @@
 """The role python on stock hosts: one fetches for both, and what becomes of killed, air-gapped and unlike ones.
 
-Without torch (python_torch: false), which takes minutes; the way is the same. tests/bench/python-env.sh measures it with torch.
+Without torch (python_torch: false), which takes minutes; the way is the same. tests/bench/python-env measures it with torch.
 """
 
 from __future__ import annotations
@@ -151,9 +151,11 @@ def test_a_killed_play_converges(yard: Yard) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    until(lambda: "TASK [python : Install the wheels" in output.read_text(), 120, "pip at work")
-    os.killpg(play.pid, signal.SIGKILL)
-    play.wait()
+    try:
+        until(lambda: "TASK [python : Install the wheels" in output.read_text(), 400, "pip at work")
+    finally:
+        os.killpg(play.pid, signal.SIGKILL)
+        play.wait()
     assert yard.lab.inside(yard.lab.hosts[1], f"readlink {DATA}/venv") == before, (
         "the old environment is in use until the end"
     )

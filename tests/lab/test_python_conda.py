@@ -31,13 +31,14 @@ CONDA = """#!/usr/bin/env python3
 import asyncio, sys
 sys.path.insert(0, "@PREFIX@/site")
 from rattler import PackageRecord, RepoDataRecord, install
+from rattler.package import BuildString
 prefix, lock = (sys.argv[sys.argv.index(name) + 1] for name in ("--prefix", "--file"))
 records = []
 for line in open(lock).read().split("@EXPLICIT")[1].split():
     url, digest = line.split("#")
     channel, subdir, file = url.rsplit("/", 2)
     name, version, build = file.removesuffix(".tar.bz2").rsplit("-", 2)
-    about = PackageRecord(name, version, build, 0, subdir, sha256=bytes.fromhex(digest))
+    about = PackageRecord(name, version, BuildString(build), 0, subdir, sha256=bytes.fromhex(digest))
     records.append(RepoDataRecord(about, file, url, channel))
 asyncio.run(install(records, prefix, cache_dir=__import__("os").environ["CONDA_PKGS_DIRS"], show_progress=False))
 """
