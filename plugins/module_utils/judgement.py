@@ -183,7 +183,7 @@ def machine(host: Host) -> list[Finding]:
             f"a quota allows it {seen['quota']:g} of {facts['cpus']} CPUs",
             "lift it: every rank waits for the slowest",
         )
-    elif spin["share"] < SHARE and spin["pauses"] >= 3:
+    elif spin["share"] < SHARE and spin["pauses"] >= 3 and seen["load"] < 1.5 * facts["cpus"]:
         text = f"a busy loop gets {spin['share']:.0%} of a core and is stopped for {spin['gap'] * 1e3:.0f} ms at a time: a CPU quota"
         say("cpu", "warning", text, "lift it: every rank waits for the slowest")
     elif spin["share"] < SHARE and not others:
