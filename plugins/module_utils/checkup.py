@@ -233,14 +233,10 @@ def gpu_state() -> dict[str, Any]:
 
 def digest(path: Path) -> str:
     """Return a file's SHA-256 in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(file)
-
-
-def _digest(file: Any) -> str:
     total = hashlib.sha256()
-    while block := file.read(1 << 20):
-        total.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            total.update(block)
     return total.hexdigest()
 
 
