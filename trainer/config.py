@@ -195,6 +195,12 @@ class RunSpec(BaseModel):
         "averaging: once, at the end; auto: what fits and talks least, said with the reason",
         also=["distributed_strategy", "parallelism"],
     )
+    balance: Literal["auto", "even"] = _field(
+        "auto",
+        "with ddp: auto shares a step's rows by the measured speed of the ranks, even equally; the step is the same",
+        later=True,
+        also=["load_balancing"],
+    )
     local_steps: int = _field(
         10,
         "diloco: steps between two meetings of the replicas",

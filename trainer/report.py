@@ -250,6 +250,7 @@ def scalars_of(record: dict[str, Any]) -> dict[str, float]:
     scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
     scalars = {name: value for name, value in scalars.items() if value is not None}
     scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
+    scalars |= {f"rows/rank{rank}": value for rank, value in enumerate(record.get("rows", []))}
     return scalars | {f"gpu/{name}": value for name, value in record.get("gpu", {}).items()}
 
 

@@ -162,7 +162,7 @@ def evaluate(spec: RunSpec, world: World, strategy: Strategy, corpus: Corpus, ba
         return None
     order = Order(corpus.lengths, seed=spec.seed, capacity=spec.seq_length, packing=spec.packing, epochs=1, rows=1)
     rows = order.epoch(0)
-    mine = rows[share(len(rows), strategy.shares(), world.rank)]
+    mine = rows[share(len(rows), strategy.shares(len(rows)), world.rank)]
     module = strategy.plain
     module.eval()
     loss = tokens = 0.0
@@ -341,6 +341,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
                 "tokens": int(lengths[here].sum()),
                 "trained_tokens": int(trained_counts[here].sum()),
                 "samples": len(here),
+                "rows": list(strategy.rows),
                 "seconds": time.perf_counter() - started,
             }
         )
@@ -352,15 +353,18 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
 
         meeting = time.perf_counter()
         strategy.meet(waiting)
-        busy, whole = [0.0] * world.size, [0.0] * world.size
+        busy, whole, spent = [0.0] * world.size, [0.0] * world.size, [0.0] * world.size
         busy[world.rank] = sum(record.pop("seconds") for record in walked) / len(walked)
         whole[world.rank] = busy[world.rank] + (time.perf_counter() - meeting) / len(walked)
-        told = strategy.sum([float(bool(stop_asked)), *busy, *whole, *(record["loss"] for record in walked)])
-        stopping, busy, whole = told[0] > 0, told[1 : world.size + 1], told[world.size + 1 : 2 * world.size + 1]
+        spent[world.rank] = strategy.spent()
+        told = strategy.sum([float(bool(stop_asked)), *busy, *whole, *spent, *(record["loss"] for record in walked)])
+        stopping, told = told[0] > 0, told[1:]
+        busy, whole, spent = (told[place * world.size :][: world.size] for place in range(3))
+        strategy.learn(spent)
         # The slowest rank's, so that every host's checkpoint says the same.
         seconds = max(whole)
         use = gpu_use(world.device)
-        for record, total_loss in zip(walked, told[2 * world.size + 1 :], strict=True):
+        for record, total_loss in zip(walked, told[3 * world.size :], strict=True):
             mean_loss = total_loss / max(1, record["trained_tokens"])
             speed = record["tokens"] / seconds
             for name in ("tokens", "trained_tokens", "samples"):

@@ -89,7 +89,7 @@ class ActionModule(AllHosts):
             for node, host in zip(nodes, hosts, strict=True)
         ]
         state = "new"
-        lines += table(nodes, spec, port) + ([chosen] if chosen else [])
+        lines += table(nodes, spec, port, hosts[0]["facts"].get("rows", [])) + ([chosen] if chosen else [])
         if members:
             state, lines = "running", [f"run {run} is running already: following it"]
         elif a["again"] and any(

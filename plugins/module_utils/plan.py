@@ -148,13 +148,26 @@ def environment(node: Node, extra: dict[str, str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in values.items())
 
 
-def table(nodes: list[Node], spec: dict[str, Any], port: int) -> list[str]:
-    """Return the plan as lines that a person reads before anything starts."""
+def shared_rows(nodes: list[Node], spec: dict[str, Any], before: list[int]) -> list[int]:
+    """Return the rows of a step that every host takes: as the run shared them last, else equal for every rank."""
+    ranks, rows = sum(len(node.ranks) for node in nodes), spec["rows_per_step"]
+    if len(before) != ranks or sum(before) != rows:
+        before = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
+    return [sum(before[rank] for rank in node.ranks) for node in nodes]
+
+
+def table(nodes: list[Node], spec: dict[str, Any], port: int, before: list[int]) -> list[str]:
+    """Return the plan as lines that a person reads before anything starts; `before`: rows by rank, of an earlier start."""
     world = sum(len(node.ranks) for node in nodes)
     head = ["host", "node", "ranks", "address", "device", "threads"]
     rows = [
         [n.host, str(n.node_rank), ",".join(map(str, n.ranks)), n.address, n.interface, str(n.threads)] for n in nodes
     ]
+    by_speed = ""
+    if spec["strategy"] == "ddp":
+        head.append("rows")
+        rows = [[*row, str(count)] for row, count in zip(rows, shared_rows(nodes, spec, before), strict=True)]
+        by_speed = ", shared by speed as it is measured" if spec["balance"] == "auto" and world > 1 else ""
     widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
@@ -162,5 +175,5 @@ def table(nodes: list[Node], spec: dict[str, Any], port: int) -> list[str]:
     return [
         *lines,
         f"world size {world}, rendezvous {nodes[0].address}:{port}, strategy {spec['strategy']}, "
-        f"{spec['rows_per_step']} rows a step in micro-batches of {spec['batch_size']}",
+        f"{spec['rows_per_step']} rows a step in micro-batches of {spec['batch_size']}{by_speed}",
     ]

@@ -187,6 +187,17 @@ def busy_with(run_dir: Path) -> str:
     return next((other.name for other in others if other != run_dir and lives(other)), "")
 
 
+def last_rows(metrics: Path) -> list[int]:
+    """Return how the ranks shared the rows of the last step that the run's metrics tell of; nothing if they do not."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+            rows = json.loads(file.read().splitlines()[-1]).get("rows", [])
+    except (OSError, ValueError, IndexError, AttributeError):
+        return []
+    return rows if isinstance(rows, list) and all(isinstance(count, int) for count in rows) else []
+
+
 def look(a: dict[str, Any]) -> dict[str, Any]:
     """Return what this host is: device towards the head, ports, CPUs, GPUs, versions, disk, and the run as it stands."""
     run_dir, data_dir = Path(a["run_dir"]), Path(a["data_dir"])
@@ -216,6 +227,7 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "may_write": may_write(data_dir),
         "spec": spec.read_text() if spec.exists() and (run_dir / "checkpoints").is_dir() else None,
         "result": read_json(run_dir / "result.json"),
+        "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": lives(run_dir),
         "part": read_json(run_dir / "state/node.json"),
         "stop_wanted": (run_dir / "state/stop-wanted").exists(),

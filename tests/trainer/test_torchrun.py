@@ -23,7 +23,7 @@ from trainer.train import held_out
 
 pytestmark = pytest.mark.slow
 
-LONG = {"epochs": 200, "max_steps": 50, "checkpoint_interval": 10}
+LONG = {"balance": "even", "epochs": 200, "max_steps": 50, "checkpoint_interval": 10}
 
 
 def alive(pid: int) -> bool:
@@ -187,7 +187,7 @@ def test_hosts_with_unlike_data_are_told_before_a_step(cluster: Cluster) -> None
 
 
 def test_20_kills_lose_no_sample_and_repeat_none(cluster: Cluster) -> None:
-    fields = {"epochs": 200, "max_steps": 300, "checkpoint_interval": 4}
+    fields = {"balance": "even", "epochs": 200, "max_steps": 300, "checkpoint_interval": 4}
     wanted = cluster.run(1, 2, run="undisturbed", **fields)
     draw = random.Random(20)
     metrics = cluster.run_dir() / "metrics.jsonl"

@@ -1,7 +1,7 @@
 """The seam between the loop and the ways to share a model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class Strategy(ABC):
 
     # Files of a checkpoint of which every host keeps its own.
     own: tuple[str, ...] = ()
+    # The rows that every rank took in the last step, where they are divided by one plan.
+    rows: Sequence[int] = ()
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         """`world` is that of all ranks; `self.world` that of those which share steps, records and checkpoints."""
@@ -52,7 +54,7 @@ class Strategy(ABC):
 
     def updates(self, step: int, rows: Rows) -> list[Update]:
         """Return the updates of the optimiser in `step` (from 0): one, of all its rows."""
-        return [Update(rows, rows[share(len(rows), self.shares(), self.world.rank)])]
+        return [Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])]
 
     def meets(self, step: int) -> bool:
         """Tell whether ranks meet after step number `step` (from 1); after the last one they always do."""
@@ -81,9 +83,16 @@ class Strategy(ABC):
         """
         return {}
 
-    def shares(self) -> list[int]:
-        """Return how many parts of a step's rows every rank takes (equal here; by measured speed where ranks are unlike)."""
+    def shares(self, rows: int) -> list[int]:
+        """Return in what proportion the ranks take `rows` rows: equal here, by measured speed where that can be told."""
         return [1] * self.world.size
+
+    def spent(self) -> float:
+        """Return the seconds that this rank has computed since the last call, without waiting for others; 0 if unknown."""
+        return 0.0
+
+    def learn(self, seconds: list[float]) -> None:  # noqa: B027  not every strategy shares by speed
+        """Take up what every rank has `spent`, after they have met."""
 
     @abstractmethod
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:

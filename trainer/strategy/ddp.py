@@ -4,6 +4,8 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 """
 
 import contextlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.balance import Balance
 from trainer.config import RunSpec
 from trainer.model import TokenLoss
 from trainer.optim import make_optimizer
-from trainer.strategy.base import Batch, Strategy
+from trainer.order import share
+from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.world import World
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
@@ -58,6 +62,8 @@ class DDP(Strategy):
                 self.module.register_comm_hook(self.crew.group, bf16_mean)
         self.optimizer = make_optimizer(spec, self.trained.values())
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=spec.precision == "fp16-mixed")
+        self.balance = Balance(world.size) if spec.balance == "auto" and world.size > 1 and crew is None else None
+        self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def _autocast(self) -> torch.autocast:
         dtype = _DTYPES.get(self.spec.precision)
@@ -66,11 +72,46 @@ class DDP(Strategy):
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         silent = isinstance(self.module, DistributedDataParallel) and not last
         with self.module.no_sync() if silent else contextlib.nullcontext():  # type: ignore[operator]
-            with self._autocast():
+            with self._autocast(), self._timed():
                 loss = self.module(*batch)
             # DDP divides the sum over ranks by their number: times it back, so that tokens alone weigh.
             self.scaler.scale(loss * (self.crew.size / max(1, tokens))).backward()
         return loss.detach()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Time the forward pass. It waits for nobody, unlike the last backward pass, and grows with the rows as that does."""
+        if self.balance is None:
+            yield
+        elif self.world.device.type == "cuda":
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            yield
+            ended.record()
+            self._forwards.append((began, ended))
+        else:
+            start = time.perf_counter()
+            yield
+            self._forwards.append(time.perf_counter() - start)
+
+    def spent(self) -> float:
+        if any(isinstance(each, tuple) for each in self._forwards):
+            torch.cuda.synchronize(self.world.device)
+        total = sum(e[0].elapsed_time(e[1]) / 1e3 if isinstance(e, tuple) else e for e in self._forwards)
+        self._forwards.clear()
+        return total
+
+    def shares(self, rows: int) -> list[int]:
+        return self.balance.shares(rows) if self.balance else super().shares(rows)
+
+    def updates(self, step: int, rows: Rows) -> list[Update]:
+        shares = self.shares(len(rows))
+        self.rows = [len(rows[share(len(rows), shares, rank)]) for rank in range(self.world.size)]
+        return super().updates(step, rows)
+
+    def learn(self, seconds: list[float]) -> None:
+        if self.balance:
+            self.balance.learn(seconds, self.rows)
 
     def step(self, lr: float) -> float:
         self.scaler.unscale_(self.optimizer)
@@ -91,7 +132,12 @@ class DDP(Strategy):
     def save(self, folder: Path) -> None:
         save_file({name: p.detach().contiguous() for name, p in self.trained.items()}, folder / "trained.safetensors")
         torch.save(
-            {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}, folder / "optimizer.pt"
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "costs": self.balance.costs if self.balance else [],
+            },
+            folder / "optimizer.pt",
         )
 
     def load(self, folder: Path) -> None:
@@ -102,3 +148,5 @@ class DDP(Strategy):
         state = torch.load(folder / "optimizer.pt", map_location=self.world.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        if self.balance:
+            self.balance = Balance(self.world.size, state["costs"])

@@ -1,0 +1,63 @@
+"""Two hosts, one at half speed: tokens/s with rows shared by speed against rows shared equally. Root on Debian or Ubuntu.
+
+    make bench-balance
+
+Both hosts have a core; one gets half of its time (the lab's fault `cpu`). Equal shares are then worth 2 x the slow host, shares by
+speed 3 x: 1.5 is the limit. Runs take turns, and of each the second half of its steps counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lab_hosts import VENV, Lab, run_playbook
+from yard import faults
+
+
+def tokens_per_second(lab: Lab, run: str, **fields: Any) -> tuple[float, list[int]]:
+    """Train, and return the median speed of the run's second half and how its last step was shared."""
+    played = run_playbook("train.yml", lab.inventory, {"run": run, "model": "tiny", "eval_split": 0, **fields})
+    if played.rc:
+        raise SystemExit(played.stdout)
+    text = lab.inside(lab.hosts[0], f"cat /home/yard/trainyard/runs/{run}/metrics.jsonl")
+    steps = [json.loads(line) for line in text.splitlines()]
+    return statistics.median(step["tokens_per_second"] for step in steps[len(steps) // 2 :]), steps[-1]["rows"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
+    a = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    lab = Lab(f"balance-{os.getpid()}")
+    lab.up(hosts=2, venv=VENV, stay=False)
+    try:
+        made = run_playbook("site.yml", lab.inventory, None, "--tags storage")
+        if made.rc:
+            raise SystemExit(made.stdout)
+        faults.inject(lab, lab.hosts[1], "cpu", "50")
+        speeds: dict[str, list[float]] = {"even": [], "auto": []}
+        for number in range(a.rounds):
+            for balance, kept in speeds.items():
+                speed, rows = tokens_per_second(
+                    lab, f"{balance}{number}", balance=balance, max_steps=a.steps, total_batch_size=24, batch_size=4
+                )
+                kept.append(speed)
+                print(f"balance={balance}: {speed:.0f} tokens/s, last step shared {rows}", flush=True)
+        ratios = [auto / even for auto, even in zip(speeds["auto"], speeds["even"], strict=True)]
+        print(f"auto / even: {statistics.median(ratios):.2f} (each round: {', '.join(f'{r:.2f}' for r in ratios)})")
+    finally:
+        lab.down()
+
+
+if __name__ == "__main__":
+    main()
