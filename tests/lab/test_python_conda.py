@@ -28,7 +28,7 @@ LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", 
 
 CONDA = """#!/usr/bin/env python3
 # Stand-in for conda: create --prefix P --file LOCK, done by rattler.
-import asyncio, sys
+import asyncio, os, sys
 sys.path.insert(0, "@PREFIX@/site")
 from rattler import PackageRecord, RepoDataRecord, install
 from rattler.package import BuildString
@@ -40,7 +40,8 @@ for line in open(lock).read().split("@EXPLICIT")[1].split():
     name, version, build = file.removesuffix(".tar.bz2").rsplit("-", 2)
     about = PackageRecord(name, version, BuildString(build), 0, subdir, sha256=bytes.fromhex(digest))
     records.append(RepoDataRecord(about, file, url, channel))
-asyncio.run(install(records, prefix, cache_dir=__import__("os").environ["CONDA_PKGS_DIRS"], show_progress=False))
+asyncio.run(install(records, prefix, cache_dir=os.environ["CONDA_PKGS_DIRS"], show_progress=False))
+os._exit(0)  # its threads and the end of the interpreter do not always get along
 """
 INSTALLER = """#!/bin/bash
 # Stand-in for Miniforge's installer: -b -u -p PREFIX. What follows the last line is a wheel of rattler.
