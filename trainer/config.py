@@ -197,7 +197,8 @@ class RunSpec(BaseModel):
     )
     balance: Literal["auto", "even"] = _field(
         "auto",
-        "with ddp: auto shares a step's rows by the measured speed of the ranks, even equally; the step is the same",
+        "auto shares rows by the measured speed of the ranks, even equally; with ddp the step is the same, with diloco "
+        "fast replicas take more inner steps",
         later=True,
         also=["load_balancing"],
     )

@@ -77,7 +77,7 @@ class DiLoCo(DDP):
     def _speeds(self) -> list[float]:
         """Return how many portions replicas take, one against another: by their ranks, or by measured speed if that pays."""
         even = [float(len(ranks)) for ranks in self.replicas.ranks]
-        return by_speed(even, self.costs) if getattr(self.spec, "balance", "even") == "auto" else even
+        return by_speed(even, self.costs) if self.spec.balance == "auto" else even
 
     def step(self, lr: float) -> float:
         norm = super().step(lr)
