@@ -66,6 +66,17 @@ Logger = Literal["tensorboard", "wandb", "none"]
 Wire = Annotated[Literal["32", "bf16"], BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))]
 
 
+# Strategies that take the model apart, and what cannot be taken apart.
+SHARDED = ("fsdp", "deepspeed")
+ONLY_DDP: dict[str, Any] = {
+    "backend": "unsloth",
+    "quantize": "nf4",
+    "optimizer": "adamw8bit",
+    "precision": "fp16-mixed",
+    "torch_compile": True,
+}
+
+
 class RunSpec(BaseModel):
     """All that defines a training run; the same spec gives the same run on any number of nodes."""
 
@@ -189,10 +200,10 @@ class RunSpec(BaseModel):
         also=["activation_checkpointing"],
     )
     torch_compile: bool = _field(False, "torch.compile the model; needs a C++ compiler on every node", also=["compile"])
-    strategy: Literal["ddp", "diloco", "averaging", "auto"] = _field(
+    strategy: Literal["ddp", "fsdp", "deepspeed", "diloco", "averaging", "auto"] = _field(
         "ddp",
-        "how ranks share the work: ddp: each has the whole model; diloco: hosts meet every local_steps steps; "
-        "averaging: once, at the end; auto: what fits and talks least, said with the reason",
+        "how ranks share the work: ddp: each has the whole model; fsdp, deepspeed: each keeps a part of it; "
+        "diloco: hosts meet every local_steps steps; averaging: once, at the end; auto: what fits and talks least, said with the reason",
         also=["distributed_strategy", "parallelism"],
     )
     balance: Literal["auto", "even"] = _field(
@@ -201,6 +212,23 @@ class RunSpec(BaseModel):
         "fast replicas take more inner steps",
         later=True,
         also=["load_balancing"],
+    )
+    fsdp_shard: Literal["all", "host"] = _field(
+        "all", "fsdp: share one model among all ranks, or within each host", also=["sharding_strategy", "fsdp"]
+    )
+    deepspeed_stage: int = _field(
+        2,
+        "what ZeRO shares out: 1: optimizer state; 2: gradients too; 3: weights too",
+        ge=1,
+        le=3,
+        later=True,
+        also=["zero_stage", "zero_optimization"],
+    )
+    deepspeed_offload: Literal["none", "optimizer", "all"] = _field(
+        "none",
+        "what ZeRO keeps in the host's memory: the optimizer's state, or with stage 3 all (weights too)",
+        later=True,
+        also=["offload", "cpu_offload", "offload_optimizer"],
     )
     local_steps: int = _field(
         10,
@@ -305,6 +333,12 @@ class RunSpec(BaseModel):
             raise ValueError("backend: unsloth is for LoRA here, got lora_r 0: take backend=peft for full fine-tuning")
         if self.quantize != "none" and not self.lora_r:
             raise ValueError(f"quantize: {self.quantize} is for LoRA, got lora_r 0: 4-bit weights cannot be trained")
+        if self.strategy in SHARDED and self.only_ddp:
+            raise ValueError(f"{self.only_ddp} goes with strategy ddp, got strategy {self.strategy}")
+        if self.strategy == "deepspeed" and self.deepspeed_offload == "all" and self.deepspeed_stage < 3:
+            raise ValueError(
+                f"deepspeed_offload: all needs deepspeed_stage 3, got {self.deepspeed_stage}: take deepspeed_offload=optimizer"
+            )
         return self
 
     @property
@@ -313,6 +347,17 @@ class RunSpec(BaseModel):
         if self.gradient_accumulation:
             return self.gradient_accumulation * self.batch_size
         return self.total_batch_size or 32
+
+    @property
+    def only_ddp(self) -> str:
+        """What this spec wants that cannot be taken apart (``field: value``), or an empty string."""
+        wanted = [f"{name}: {value}" for name, value in ONLY_DDP.items() if getattr(self, name) == value]
+        return wanted[0].replace("True", "true") if wanted else ""
+
+    @property
+    def weights_in_parts(self) -> bool:
+        """Whether no rank has the whole model on its device."""
+        return self.strategy == "fsdp" or (self.strategy == "deepspeed" and self.deepspeed_stage == 3)
 
     def digest(self) -> str:
         """Return 6 hex digits that are equal for equal mathematics (what a resumed run may change is left out)."""

@@ -54,7 +54,8 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     torch.manual_seed(spec.seed)
     if spec.backend == "unsloth":
         return _load_unsloth(spec, device)
-    frozen_bf16 = spec.lora_r > 0 and spec.precision == "bf16-mixed"
+    # DeepSpeed takes weights of one kind only.
+    frozen_bf16 = spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed"
     how: dict[str, Any] = {"dtype": torch.bfloat16 if frozen_bf16 else torch.float32}
     fast = levers(spec, device)
     if "flash attention" in fast:
@@ -81,7 +82,8 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
         model = add_lora(spec, model)
-    if spec.quantize == "none":
+    if spec.quantize == "none" and not spec.weights_in_parts:
+        # Else it need not fit the device whole: the strategy takes it apart first.
         model.to(device)
     model.train()
     return model
@@ -91,6 +93,8 @@ def levers(spec: RunSpec, device: torch.device) -> list[str]:
     """Return which faster kernels this process takes: those that are installed, on CUDA alone, unless kernels=torch."""
     if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
         return []
+    if spec.strategy == "deepspeed" and spec.weights_in_parts:
+        return []  # it takes the model from the host's memory, where they cannot be tried with packed samples
     # Flash attention knows 16-bit numbers only.
     wanted = {"liger": "liger_kernel"} | ({"flash attention": "flash_attn"} if spec.precision == "bf16-mixed" else {})
     return [name for name, package in wanted.items() if importlib.util.find_spec(package)]
@@ -217,8 +221,9 @@ class TokenLoss(nn.Module):
 
 
 @torch.no_grad()
-def keeps_samples_apart(model: nn.Module, device: torch.device, vocabulary: int) -> bool:
+def keeps_samples_apart(model: nn.Module, vocabulary: int) -> bool:
     """Find out whether this model keeps packed samples apart: the second one's logits must not know the first."""
+    device = next(model.parameters()).device
     was_training = model.training
     model.eval()
     flash = getattr(getattr(model, "config", None), "_attn_implementation", "") == "flash_attention_2"
@@ -228,7 +233,7 @@ def keeps_samples_apart(model: nn.Module, device: torch.device, vocabulary: int)
     for shift in (1, 5):
         ids = torch.cat([(second + shift) % vocabulary, second])[None]
         positions = torch.arange(8, device=device).repeat(2)[None]
-        with torch.autocast(device.type, torch.bfloat16, enabled=flash):
+        with torch.autocast(device.type, torch.bfloat16, enabled=flash or torch.is_autocast_enabled(device.type)):
             outputs.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:].float())
     model.train(was_training)
     return torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-3)

@@ -94,9 +94,10 @@ def share(rows: int, shares: Sequence[int], rank: int) -> slice:
     return slice(rows * before // total, rows * (before + shares[rank]) // total)
 
 
-def micro_batches(rows: Sequence[list[int]], size: int) -> list[list[list[int]]]:
-    """Cut a rank's rows into micro-batches of at most `size` rows; always at least one, empty if there are no rows.
+def micro_batches(rows: Sequence[list[int]], size: int, least: int = 1) -> list[list[list[int]]]:
+    """Cut a rank's rows into micro-batches of at most `size` rows; at least `least` (1 or more), the last ones empty.
 
     A rank without rows still has to take part in the step's collectives.
     """
-    return [list(rows[first : first + size]) for first in range(0, len(rows), size)] or [[]]
+    parts = [list(rows[first : first + size]) for first in range(0, len(rows), size)]
+    return parts + [[] for _ in range(least - len(parts))]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from trainer.config import FIELDS, RunSpec, read_spec
+from trainer.config import FIELDS, SHARDED, RunSpec, read_spec
 from trainer.cost import Layout, Memory, Rows, memory, row_flops, wire_bytes
 from trainer.errors import UserError
 from trainer.shape import Shape, shape_of
@@ -82,7 +82,7 @@ def options(
     ways = [("alone", Layout((1,)))] + ([(name, layout) for name in known] if layout.world > 1 else [])
     found = []
     for name, place in ways:
-        if name in ("fsdp", "deepspeed") and spec.quantize != "none":
+        if name in SHARDED and spec.only_ddp:
             continue
         one = spec.model_copy(update={"strategy": "ddp" if name == "alone" else name})
         need = memory(one, shape, place, rows)
@@ -118,7 +118,7 @@ def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Sha
         if alone.fits is False:
             raise UserError(f"plan: {_tight(spec, alone)}")
         return Advice("ddp", "one process: nothing to share", {})
-    exact = [by[name] for name in ("ddp", "fsdp", "deepspeed") if name in by and by[name].fits is not False]
+    exact = [by[name] for name in ("ddp", "fsdp") if name in by and by[name].fits is not False]
     quiet = by.get("diloco")
     if quiet and quiet.fits is False:
         quiet = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer import __version__
-from trainer.checkpoint import agree, write_checkpoint
+from trainer.checkpoint import Saver, agree
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
 from trainer.data import Sample, is_hub_id, read_hub, read_samples
 from trainer.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
@@ -166,7 +166,7 @@ def evaluate(spec: RunSpec, world: World, strategy: Strategy, corpus: Corpus, ba
     module = strategy.plain
     module.eval()
     loss = tokens = 0.0
-    for part in micro_batches(mine, spec.batch_size):
+    for part in micro_batches(mine, spec.batch_size, strategy.rounds(len(rows))):
         batch = batches(corpus, part)
         loss += float(strategy.loss(batch))
         tokens += int((batch.labels[:, 1:] != -100).sum())
@@ -190,14 +190,23 @@ def gpu_use(device: torch.device) -> dict[str, float]:
     return use
 
 
-def save_trained(spec: RunSpec, module: TokenLoss, tokenizer: Any, run_dir: Path) -> dict[str, Any]:
-    """Write the adapter (or the whole model) in the form that transformers and peft read; return its path and digest."""
+def save_trained(
+    spec: RunSpec, module: TokenLoss, whole: dict[str, torch.Tensor] | None, tokenizer: Any, run_dir: Path
+) -> dict[str, Any]:
+    """Write the adapter (or the whole model) in the form that transformers and peft read; return its path and digest.
+
+    `whole`: the weights by name, if the module itself has only parts of them.
+    """
     kind = "adapter" if spec.lora_r else "model"
     final, aside = run_dir / kind, run_dir / f".tmp-{kind}"
     shutil.rmtree(aside, ignore_errors=True)
     try:
         # peft would ask the hub whether the vocabulary has grown; it never does here.
-        module.model.save_pretrained(aside, **({"save_embedding_layers": False} if spec.lora_r else {}))  # type: ignore[operator]
+        how: dict[str, Any] = {"save_embedding_layers": False} if spec.lora_r else {}
+        how |= {"state_dict": whole} if whole else {}
+        # transformers would write on rank 0 alone, as if all hosts shared a disk.
+        module.model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
+        module.model.save_pretrained(aside, **how)  # type: ignore[operator]
         tokenizer.save_pretrained(aside)
         sync_files(aside)
         # Left by a start that died between this and the result.
@@ -249,10 +258,11 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     data = same_data(corpus, world)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus)))
     model = load_model(spec, world.device)
-    if spec.packing and not keeps_samples_apart(model, world.device, len(tokenizer)):
-        raise UserError("packing: this model mixes the samples of a packed row: set packing=false")
     module = TokenLoss(model, compiled=spec.torch_compile)
     strategy = make_strategy(spec, world, module)
+    with strategy.autocast():
+        if spec.packing and not keeps_samples_apart(model, len(tokenizer)):
+            raise UserError("packing: this model mixes the samples of a packed row: set packing=false")
     every, world = world, strategy.world
     batches = Batches(spec, world, tokenizer.pad_token_id or 0)
     order = Order(
@@ -301,6 +311,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             f"{world.size} ranks; held out {len(eval_set)}, dropped {corpus.dropped} without a trained token, cut {corpus.cut}"
         )
 
+    saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
     eval_loss: float | None = None
     evaluated = -1
     met = step
@@ -319,7 +330,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         for update in strategy.updates(step, rows):
             # Every rank knows all rows, so the tokens of an update need no message.
             tokens = int(trained_counts[[sample for row in update.rows for sample in row]].sum())
-            parts = micro_batches(update.mine, spec.batch_size)
+            parts = micro_batches(update.mine, spec.batch_size, strategy.rounds(len(update.rows)))
             for part in parts:
                 # A function of the step and the place in it, so that a resumed run draws what a straight one draws: the
                 # adapters' dropout and the model's own.
@@ -357,8 +368,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         busy[world.rank] = sum(record.pop("seconds") for record in walked) / len(walked)
         whole[world.rank] = busy[world.rank] + (time.perf_counter() - meeting) / len(walked)
         spent[world.rank] = strategy.spent()
-        told = strategy.sum([float(bool(stop_asked)), *busy, *whole, *spent, *(record["loss"] for record in walked)])
-        stopping, told = told[0] > 0, told[1:]
+        flags = [float(bool(stop_asked)), float(saver.written())]
+        told = strategy.sum([*flags, *busy, *whole, *spent, *(record["loss"] for record in walked)])
+        stopping, written, told = told[0] > 0, told[1] == world.size, told[2:]
         busy, whole, spent = (told[place * world.size :][: world.size] for place in range(3))
         strategy.learn(spent)
         # The slowest rank's, so that every host's checkpoint says the same.
@@ -397,13 +409,14 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             beat("evaluating")
             eval_loss, evaluated = evaluate(spec, world, strategy, eval_set, batches), step
             report.scalars({"eval_loss": eval_loss or 0.0}, step)
+        if written:
+            saver.finish()
         if due(spec.checkpoint_interval, met, step) or stopping or step == steps:
             beat("saving")
             report.flush()
-            if world.first_here:
-                state = {"totals": totals, "world_size": world.size, "data": data, "starts": past.starts}
-                write_checkpoint(checkpoints, step, state, strategy.save, spec.checkpoint_keep)
+            saver.save(step, {"totals": dict(totals), "world_size": world.size, "data": data, "starts": past.starts})
         met = step
+    saver.finish()
 
     result: dict[str, Any] = {
         "run": spec.run,
@@ -432,8 +445,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             report.scalars({"eval_loss": result["eval_loss"]}, step)
         beat("saving")
         hosts = world.gather(socket.gethostname())
+        gathered = strategy.weights()
         if world.first_here:
-            result |= save_trained(spec, module, tokenizer, run_dir)
+            result |= save_trained(spec, module, gathered, tokenizer, run_dir)
             if spec.merge and spec.lora_r and world.rank == 0:
                 result["merged"] = str(merge_adapter(spec, run_dir))
             write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, data)

@@ -221,6 +221,7 @@ def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_stag
     eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
+        "deepspeed": spec["strategy"] == "deepspeed" and "strategy=deepspeed",
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
         "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",

@@ -48,6 +48,7 @@ def field_words() -> list[tuple[str, str, Any]]:
         "dataset_split": ("train[:10]", "train[:10]"),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
+        "deepspeed_stage": ("3", 3),
     }
     words = []
     for name, field in FIELDS.items():

@@ -88,8 +88,8 @@ def test_the_loss_is_that_of_transformers(corpus: Corpus) -> None:
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 def test_models_that_keep_samples_apart_are_known(kind: str, spread: float) -> None:
     model = small_model(kind, spread=spread).train()
-    assert keeps_samples_apart(model, CPU, 256)
-    assert keeps_samples_apart(model.to(torch.bfloat16), CPU, 256)
+    assert keeps_samples_apart(model, 256)
+    assert keeps_samples_apart(model.to(torch.bfloat16), 256)
     assert model.training
 
 
@@ -110,7 +110,7 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_that_mix_samples_are_caught(kind: str, spread: float, dtype: torch.dtype) -> None:
-    assert not keeps_samples_apart(Mixing(small_model(kind, spread=spread).to(dtype)), CPU, 256)
+    assert not keeps_samples_apart(Mixing(small_model(kind, spread=spread).to(dtype)), 256)
 
 
 @pytest.mark.parametrize("shares", [[1], [1, 1], [3, 1], [1, 2, 4], [0, 1]])

@@ -13,6 +13,14 @@ STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "diloco": DiLoCo, "averagin
 
 def make_strategy(spec: RunSpec, world: World, module: TokenLoss) -> Strategy:
     """Return the strategy that the spec names, with `module` in its hands."""
+    if spec.strategy == "fsdp":
+        from trainer.strategy.fsdp import FSDP  # torch.distributed.checkpoint takes its time, DeepSpeed even more
+
+        return FSDP(spec, world, module)
+    if spec.strategy == "deepspeed":
+        from trainer.strategy.zero import ZeRO
+
+        return ZeRO(spec, world, module)
     return STRATEGIES[spec.strategy](spec, world, module)
 
 

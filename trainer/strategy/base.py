@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from trainer.order import share
 from trainer.world import World
 
 Rows = list[list[int]]
+_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class Batch(NamedTuple):
@@ -30,6 +31,18 @@ class Update(NamedTuple):
     mine: Rows
 
 
+class Writing(Protocol):
+    """A checkpoint that is being written while the training goes on."""
+
+    def done(self) -> bool:
+        """Tell whether this rank has nothing left to write."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for it. Every rank calls it, at the same step. Raises what went wrong on any of them."""
+        ...
+
+
 class Strategy(ABC):
     """Owns the module, its optimizer and all that has to be the same on every rank.
 
@@ -43,6 +56,10 @@ class Strategy(ABC):
     own: tuple[str, ...] = ()
     # The rows that every rank took in the last step, where they are divided by one plan.
     rows: Sequence[int] = ()
+    # Every forward and backward pass is a collective: ranks must take equally many micro-batches, empty ones too.
+    together = False
+    # Ranks write a checkpoint in parts, each its own, beside the training (see `save`).
+    in_parts = False
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         """`world` is that of all ranks; `self.world` that of those which share steps, records and checkpoints."""
@@ -94,13 +111,26 @@ class Strategy(ABC):
     def learn(self, seconds: list[float]) -> None:  # noqa: B027  not every strategy shares by speed
         """Take up what every rank has `spent`, after they have met."""
 
+    def autocast(self) -> torch.autocast:
+        """Return the context of a forward pass in the spec's precision."""
+        dtype = _DTYPES.get(self.spec.precision)
+        return torch.autocast(self.world.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def rounds(self, rows: int) -> int:
+        """Return how many micro-batches every rank takes at least, of `rows` rows over all ranks."""
+        if not self.together:
+            return 1
+        shares = self.shares(rows)
+        most = max(len(range(rows)[share(rows, shares, rank)]) for rank in range(self.world.size))
+        return max(1, -(-most // self.spec.batch_size))
+
     @abstractmethod
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         """Add one micro-batch's gradient, weighed so that the step's gradient is that of the mean over `tokens`.
 
         Args:
             tokens: tokens with loss in the whole step, over all ranks.
-            last: the step's last micro-batch on this rank: gradients are shared in this call, and in no other.
+            last: the step's last micro-batch on this rank: after this call the gradients are those of all ranks.
 
         Returns:
             The micro-batch's summed loss, detached, a float32 scalar.
@@ -114,10 +144,27 @@ class Strategy(ABC):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return a micro-batch's summed loss without gradients, for evaluation."""
 
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """Return what the run was for, by the model's names, whole and in the host's memory; None if `plain` has it so.
+
+        Every rank calls it; what it returns counts on the first rank of every host.
+        """
+        return None
+
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write all that `load` needs into `folder`; called on the first rank of every host at the same step."""
+    def save(self, folder: Path) -> Writing | None:
+        """Write all that `load` needs into `folder`; called on the first rank of every host at the same step.
+
+        With `together` it is called on every rank, because what is whole must be put together: the first of a host
+        writes it. With `in_parts` every rank writes what it owns.
+
+        Returns:
+            With `in_parts`: what is still to be written. Else None, and everything is.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote, on every rank; the run goes on as if it had never stopped."""
+        """Take back what `save` wrote, on every rank; the run goes on as if it had never stopped.
+
+        `state.json` in `folder` tells the step.
+        """

@@ -22,8 +22,6 @@ from trainer.order import share
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.world import World
 
-_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-
 
 def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients with bfloat16 on the wire: half the bytes. torch's own hook refuses gloo.
@@ -65,14 +63,10 @@ class DDP(Strategy):
         self.balance = Balance(world.size) if spec.balance == "auto" and world.size > 1 and crew is None else None
         self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def _autocast(self) -> torch.autocast:
-        dtype = _DTYPES.get(self.spec.precision)
-        return torch.autocast(self.world.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         silent = isinstance(self.module, DistributedDataParallel) and not last
         with self.module.no_sync() if silent else contextlib.nullcontext():  # type: ignore[operator]
-            with self._autocast(), self._timed():
+            with self.autocast(), self._timed():
                 loss = self.module(*batch)
             # DDP divides the sum over ranks by their number: times it back, so that tokens alone weigh.
             self.scaler.scale(loss * (self.crew.size / max(1, tokens))).backward()
@@ -126,7 +120,7 @@ class DDP(Strategy):
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> torch.Tensor:
-        with self._autocast():
+        with self.autocast():
             return self.plain(*batch)
 
     def save(self, folder: Path) -> None:
