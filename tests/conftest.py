@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections import Counter
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+
+with contextlib.suppress(ImportError):
+    # Before any module of Ansible's: those patch sys.intern, and torch's compiler cannot be imported after that.
+    import torch._dynamo  # noqa: F401
 
 # So that fixtures take down what they put up when the run is told to end.
 signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -33,6 +33,8 @@ def test_deepspeed_reads_its_own(precision: str, capsys: Any, monkeypatch: pytes
         def get_data_parallel_world_size(self) -> int:
             return 4
 
+    # Without a process group DeepSpeed counts one rank, whatever mpu says.
+    monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
     read = runtime.DeepSpeedConfig(json.loads(text), mpu=Four())
     assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (32, 4, 2)
     assert read.optimizer_name == "adamw" and read.gradient_clipping == 1.0
