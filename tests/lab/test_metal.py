@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_hosts import NEEDS_LAB, Lab, run_playbook
+from lab_hosts import NEEDS_LAB, Lab
 from yard import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
-
-DATASETS = "/home/yard/trainyard/datasets"
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +31,6 @@ def test_whole_machines_have_kernels_of_their_own(metal: Lab) -> None:
         assert metal.inside(host, "ufw status").strip() == "Status: inactive"
 
 
-def test_datasets_are_exported_and_mounted(metal: Lab) -> None:
-    server, client = metal.hosts
-    played = run_playbook("site.yml", metal.inventory, {"nfs_dataset_delivery": "nfs"}, "--tags nfs", timeout=1200)
-    assert played.rc == 0, played.stdout
-    metal.inside(server, f"echo real > {DATASETS}/file")
-    assert metal.inside(client, f"cat {DATASETS}/file; findmnt -n -o FSTYPE {DATASETS}").split() == [
-        *("real", "autofs", "nfs4"),
-    ]
-    assert "1" not in metal.inside(client, f"touch {DATASETS}/more 2>/dev/null && echo 1 || true")
-    exported = metal.inside(server, "exportfs -s")
-    assert client.address in exported and "root_squash" in exported and "*" not in exported
-    # Version 4 alone: nobody listens on rpcbind's port.
-    assert ":111 " not in metal.inside(server, "ss -Htuln") + metal.inside(client, "ss -Htuln")
-
-
 def test_address_firewall_and_disk_are_there_after_a_reboot(metal: Lab) -> None:
     host = metal.host("node2")
     metal.inside(
@@ -59,20 +42,19 @@ def test_address_firewall_and_disk_are_there_after_a_reboot(metal: Lab) -> None:
     metal.inside(host, "ufw --force disable >/dev/null")
 
 
-def test_mounts_are_there_after_a_reboot_and_a_dead_head_hangs_nobody(metal: Lab) -> None:
-    """The reboot was the test before's: its client is back, with nothing mounted until somebody looks."""
+def test_nfs_from_one_to_the_other(metal: Lab) -> None:
     server, client = metal.hosts
-    assert metal.inside(client, f"findmnt -n -o FSTYPE {DATASETS}").split() == ["autofs"]
-    # The server's grace period after its own start may hold the first answer back.
-    assert metal.inside(client, f"cat {DATASETS}/file") == "real\n"
-    faults.inject(metal, server, "cut")
-    # As many seconds as an emulated machine may take; without `soft` it would be for ever.
-    for state in ("mounted", "let go"):
-        said = metal.inside(client, f"timeout 200 cat {DATASETS}/other 2>&1; echo $?", check=False)
-        assert said.split()[-1] == "1", f"{state}: {said}"
-        metal.inside(client, f"systemctl stop $(systemd-escape --path --suffix=mount {DATASETS})", check=False)
-    faults.undo(metal, server, "cut")
-    metal.wait(lambda: "real" in metal.inside(client, f"cat {DATASETS}/file", check=False), "no datasets", 120)
+    metal.inside(
+        server,
+        f"""mkdir -p /srv/data /etc/exports.d
+        echo real > /srv/data/file
+        echo '/srv/data {client.address}(ro,sync,no_subtree_check)' > /etc/exports.d/lab.exports
+        systemctl start nfs-server""",
+    )
+    metal.inside(client, f"mount -t nfs -o ro {server.address}:/srv/data /mnt")
+    assert metal.inside(client, "cat /mnt/file; findmnt -n -o FSTYPE /mnt") == "real\nnfs4\n"
+    assert "1" not in metal.inside(client, "touch /mnt/more 2>/dev/null && echo 1 || true")
+    metal.inside(client, "umount /mnt")
 
 
 def test_faults_of_whole_machines(metal: Lab) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from lab_hosts import NEEDS_LAB, Lab, inventory_with, run_playbook
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 DATA = "/home/yard/trainyard"
 BASE = Path(sys.base_prefix)
 VERSION = ".".join(map(str, sys.version_info[:3]))
