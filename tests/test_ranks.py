@@ -247,4 +247,4 @@ def test_its_documentation_is_what_it_takes() -> None:
     for name, option in documented.items():
         assert f'"{name}": {{' in source, name
         if "default" in option and option["default"] not in ([], False):
-            assert f'"{name}": {{"type": "float", "default": {option["default"]}}}' in source, name
+            assert f'"{name}": {{"type": "{option["type"]}", "default": {option["default"]}}}' in source, name

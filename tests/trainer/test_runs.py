@@ -280,7 +280,9 @@ def test_a_second_interrupt_is_meant_now_but_not_under_torchrun(
 
 def test_an_interrupt_while_torch_is_loaded_ends_plainly(tmp_path: Path, dataset: Path) -> None:
     command = [sys.executable, "-m", "trainer", "--run=r", f"--dataset={dataset}", f"--data-dir={tmp_path}"]
-    process = subprocess.Popen(command, cwd=TOP, stderr=subprocess.PIPE, text=True)
+    # Who started the tests in a shell's background has SIGINT ignored, and so would a child have.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, cwd=TOP, stderr=subprocess.PIPE, text=True, **heard)
     state = tmp_path / "runs" / "r" / "state" / "rank0.json"
     until(state.exists, what="the first heartbeat")
     process.send_signal(signal.SIGINT)
