@@ -15,7 +15,7 @@ import yaml
 from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, run_playbook
 from yard import faults
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 
 FILES = "cd /; sha256sum $(find etc/netplan etc/cloud -type f 2>/dev/null | sort); ls -A run/netplan var/lib/trainyard 2>&1 || :"
 REMOVE = """

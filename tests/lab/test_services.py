@@ -84,6 +84,7 @@ def tags(host: Host) -> dict[str, str]:
         return {model["name"]: model["digest"] for model in json.load(answer)["models"]}
 
 
+@pytest.mark.long
 def test_ollama_from_archive_to_models_to_nothing(lab: Lab, hosts: list[Host], keys: None, archive: Path) -> None:
     wanted = {
         "ollama_state": "present",

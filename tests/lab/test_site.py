@@ -16,7 +16,7 @@ import yaml
 from bed import until
 from lab_hosts import NEEDS_LAB, REPO, Host, Lab, run_playbook
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 
 # A quarter of a minute each: ten are a measurement, three a test.
 KILLS = int(os.environ.get("TRAINYARD_KILLS", "3"))
