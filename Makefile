@@ -25,7 +25,9 @@ help:
 	@echo "sudo make bench-wire                          bytes and speed over shaped links between two hosts here"
 	@echo "make bench-discovery                          discovery beside other tools"
 	@echo "make bench-replicas                           diloco and averaging beside DDP: bytes, speed, loss (root)"
+	@echo "make bench-site                               site.yml again, beside as many tasks that do nothing (root)"
 	@echo "make bench-start / bench-faults                how soon a run starts; what 30 random faults do to one (root)"
+	@echo "make bench-balance                            rows shared by speed beside equal shares, one host at half speed (root)"
 	@echo "make lock                                     take the newest versions and pin them"
 
 setup: $(READY)

@@ -9,11 +9,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import ansible.module_utils
 import hypothesis
 
 with contextlib.suppress(ImportError):
     # Before any module of Ansible's: those patch sys.intern, and torch's compiler cannot be imported after that.
     import torch._dynamo  # noqa: F401
+
+# A module finds ours beside Ansible's, as it does where Ansible runs it.
+ansible.module_utils.__path__.append(str(Path(__file__).resolve().parent.parent / "plugins/module_utils"))
 
 # So that fixtures take down what they put up when the run is told to end.
 signal.signal(signal.SIGTERM, signal.default_int_handler)

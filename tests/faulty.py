@@ -220,7 +220,7 @@ class Trial:
 
 def questions(folder: Path) -> Path:
     """Write a small dataset."""
-    rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(60)]
+    rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(600)]
     buffer = io.StringIO()
     for row in rows:
         buffer.write(json.dumps(row) + "\n")
@@ -230,8 +230,12 @@ def questions(folder: Path) -> Path:
 
 
 def words_for(run: str, dataset: Path, steps: int) -> dict[str, Any]:
-    """What is said to train.yml for a run that is to outlive faults."""
+    """What is said to train.yml for a run that is to outlive faults.
+
+    At model=tiny's own lr (3e-3) a few samples are learnt by heart, and two undisturbed runs that only sum their floats in
+    another order part by 0.1 within 275 steps: nothing could be told of the loss then.
+    """
     return {
         "run": run, "dataset": dataset, "seq_length": 64, "total_batch_size": 6, "max_steps": steps, "epochs": 1000,
-        "checkpoint_interval": 5, "eval_interval": 0, "loggers": "none", "retries": 1000, "nodes_min": 2, "progress_interval": 0.5,
+        "lr": 2e-4, "checkpoint_interval": 5, "eval_interval": 0, "loggers": "none", "retries": 1000, "nodes_min": 2,
     }  # fmt: skip

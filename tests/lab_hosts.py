@@ -6,6 +6,7 @@ A test file needs `pytestmark = NEEDS_LAB` and the fixture `lab` (tests/lab/conf
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ sys.path.insert(0, str(REPO / "molecule/resources"))
 
 from yard import machine  # noqa: E402  found by the line above
 from yard.lab import Host, Lab  # noqa: E402
+
+from plugins.module_utils.environments import requirements  # noqa: E402
 
 VENV = Path(sys.prefix)  # the hosts see the environment that the tests run in
 REASON = machine.why_not()
@@ -95,6 +98,15 @@ def bare() -> Iterator[Lab]:
     one.down()
 
 
+@pytest.fixture(scope="module")
+def metal() -> Iterator[Lab]:
+    """Two whole machines that no other test module has touched."""
+    one = Lab(f"metal-{os.getpid()}")
+    one.up(hosts=2, kind="metal", stay=False)
+    yield one
+    one.down()
+
+
 @pytest.fixture
 def hosts(lab: Lab) -> Iterator[list[Host]]:
     """The hosts of the lab, and afterwards every fault that a test left undone."""
@@ -116,6 +128,17 @@ def inventory_with(lab: Lab, folder: Path, **variables: Any) -> Path:
     return folder / "inventory.yml"
 
 
+def small_wheels(folder: Path) -> Path:
+    """Fetch into `folder` the wheels of an environment without torch, for the hosts' Python; return it."""
+    # The hosts' Python is that of this machine's distribution, not the one that the tests run in.
+    asked = ["/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    download = [sys.executable, "-m", "pip", "download", "-q", "-d", folder, "-c", REPO / "constraints.txt"]
+    download += ["--only-binary=:all:", f"--python-version={version}"]
+    subprocess.run([*download, *requirements(REPO / "pyproject.toml", [], torch=False)], check=True)
+    return folder
+
+
 __all__ = [
     "NEEDS_LAB",
     "REPO",
@@ -127,5 +150,7 @@ __all__ = [
     "hosts",
     "inventory_with",
     "lab",
+    "metal",
     "run_playbook",
+    "small_wheels",
 ]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.filter.cluster import peer_host_keys, peer_keys, peer_names
-from plugins.modules.member_lines import BEGIN, settled, write
+from plugins.module_utils.whole import write_whole
+from plugins.modules.member_lines import BEGIN, settled
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="#\u2028\u2029\x85"), min_size=1)
 NAMES = ["a", "b", "c"]
@@ -56,7 +57,7 @@ def test_owner_and_mode_stay(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("old")
     file.chmod(0o640)
-    write(file, "new", 0o644, None, False)
+    write_whole(file, "new", 0o644, keep=True)
     assert file.read_text() == "new" and file.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [file]
 

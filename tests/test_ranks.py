@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from bed import TOP, Bed, bed, parent_of, until
 
+from trainer.supervise import descendants, running
+
 __all__ = ["bed"]
 
 LIMIT = 5.0  # s from a fault to the end of the playbook
@@ -196,6 +198,20 @@ def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
     again = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
     assert again.wait(60) == 0
     assert "ok: [node1]" in bed.said(), "nothing is left to stop"
+
+
+def test_who_follows_ends_with_the_playbook_and_the_run_does_not(bed: Bed) -> None:
+    """Ansible's workers are in sessions of their own: the terminal's SIGHUP does not come to them."""
+    bed.make_run(1)
+    playbook = bed.ranks(bed.plan(1))
+    until(lambda: "Ctrl-C leaves it running" in bed.said(), 60)
+    step = bed.at_step(0)["step"]
+    workers = descendants(playbook.pid)
+    assert workers
+    os.killpg(playbook.pid, signal.SIGHUP)
+    playbook.wait(30)
+    until(lambda: not any(map(running, workers)), 10, "the workers' end")
+    bed.at_step(0, step + 3)
 
 
 def test_stop_now_and_wrong_names(bed: Bed) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plugins.module_utils import following
-from plugins.module_utils.following import Part, Progress, causes
+from plugins.module_utils.following import Part, Progress, causes, left_behind, others_go_on
 
 
 def part(host: str, rank: int, status: str = "running", **more: Any) -> Part:
@@ -142,4 +142,34 @@ def test_words() -> None:
     assert [following.clock(value) for value in (0.4, 62, 3723)] == ["0:00", "1:02", "1:02:03"]
     assert following.table([["a", "bb"], ["ccc", "d"]]) == ["a    bb", "ccc  d"]
     (row,) = following.status_rows("a", part("a", 0).answer | {"node": {"run": "r", "ranks": [0], "status": "running"}})
-    assert row == ["r", "a", "0", "training", "5/80", "5", "-", "1:39 ago"]
+    assert row == ["r", "a", "0", "training", "5/80", "5", "-", "-", "1:39 ago"]
+    assert following.gpu_word({"utilisation_percent": 87.2, "memory_peak_gb": 11.24}) == "87% 11.2GB"
+
+
+def replicas(*parts: Part) -> list[Part]:
+    for number, one in enumerate(parts):
+        one.replica = number
+    return list(parts)
+
+
+@pytest.mark.parametrize(
+    ("broken", "away"),
+    [
+        ([part("a", 0), part("b", 1, "lost"), part("c", 2)], {1}),
+        ([part("a", 0), part("b", 1, silent=30.0), part("c", 2, "failed")], {1, 2}),
+        ([part("a", 0, "lost"), part("b", 1), part("c", 2)], set()),  # the head keeps the lighthouse
+        ([part("a", 0), part("b", 1, "failed", state=error("no file", plain=True)), part("c", 2)], set()),
+        ([part("a", 0), part("b", 1, node={"restarts": True, "failures": [1]}), part("c", 2)], set()),  # its own affair
+    ],
+)
+def test_the_others_go_on_without_a_replica(broken: list[Part], away: set[int]) -> None:
+    parts = replicas(*broken)
+    found = causes(parts, lost_limit=10)
+    assert others_go_on(parts, found) == away
+    with_one_torchrun = [part("a", 0), part("b", 1, "lost")]
+    assert not others_go_on(with_one_torchrun, causes(with_one_torchrun, 10))
+
+
+def test_who_is_not_at_the_last_step_is_left_behind() -> None:
+    assert left_behind(part("a", 0)) and left_behind(part("a", 0, state={"status": "starting", "steps": 0}))
+    assert not left_behind(part("a", 0, state={"step": 80})) and not left_behind(part("a", 0, "finished"))

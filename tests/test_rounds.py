@@ -58,6 +58,51 @@ def test_elastic_says_who_keeps_the_store() -> None:
     assert "--local-addr=10.0.0.2" in second.command and not any("--master" in word for word in second.command)
 
 
+def test_replicas_with_a_torchrun_each() -> None:
+    hosts = [host("a", gpus=2), host("bb"), host("ccc", gpus=3)]
+    for one in hosts:
+        one["facts"]["free_ports"] = [29500, 29501, 29502, 29503]
+    nodes = plan(hosts, run="r", port=29501, restarts=4, replica_hosts=2)
+    assert [node.replica for node in nodes] == [0, 0, 1] and [node.ranks for node in nodes] == [[0, 1], [2], [3, 4, 5]]
+    assert [node.lighthouse for node in nodes] == ["10.0.0.1:29500", "", ""] and {node.restarts for node in nodes} == {
+        4
+    }
+    places = [
+        (
+            "--nnodes=2",
+            "--node-rank=0",
+            "--master-addr=10.0.0.1",
+            "--master-port=29501",
+            "--replica=0/2",
+            "--first-rank=0",
+        ),
+        (
+            "--nnodes=2",
+            "--node-rank=1",
+            "--master-addr=10.0.0.1",
+            "--master-port=29501",
+            "--replica=0/2",
+            "--first-rank=0",
+        ),
+        (
+            "--nnodes=1",
+            "--node-rank=0",
+            "--master-addr=10.0.0.3",
+            "--master-port=29502",
+            "--replica=1/2",
+            "--first-rank=3",
+        ),
+    ]
+    for node, words in zip(nodes, places, strict=True):
+        assert {*words, "--lighthouse=10.0.0.1:29500"} <= set(node.command)
+    texts = [script(node.as_dict(), "r") for node in nodes]
+    assert ["trainer.lighthouse 10.0.0.1:29500 >>" in text for text in texts] == [True, False, False]
+    assert "trainer.lighthouse 10.0.0.1:29500 >>" in sbatch([node.as_dict() | {"gpus": []} for node in nodes], "r")
+    hosts[2]["facts"]["free_ports"] = [29500, 29501]
+    with pytest.raises(Unplannable, match="no port from 29500 to 29599 is free on ccc"):
+        plan(hosts, run="r", port=29501, replica_hosts=2)
+
+
 def broke(step: int, **more: Any) -> dict[str, Any]:
     cause = {"host": "a", "rank": 0, "kind": "rank", "mend": more.pop("mend", "")}
     return {"cause": cause, "hosts": {"a": {"ranks": {"0": {"step": step}}}}} | more

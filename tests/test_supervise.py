@@ -236,6 +236,28 @@ def test_a_rank_is_judged_by_its_own_word(bed: Bed) -> None:
     assert (told["status"], told["node"]["exit_code"]) == ("finished", 1)
 
 
+def test_a_launcher_that_waits_for_peers_that_are_gone_is_ended(bed: Bed) -> None:
+    """torchrun's exit barrier holds it for minutes when a peer is gone: its ranks have ended well long before."""
+    bed.make_run(1)
+    start(bed, ["/bin/sh", "-c", f"{' '.join(plain_rank(steps=2))} & wait; sleep 300; :"])
+    until(lambda: bed.state(0).get("status") == "finished", what="the rank's end")
+    began = time.monotonic()
+    told = ended(bed)
+    assert told["status"] == "finished"
+    assert supervise.LEAVE_LIMIT - 1 < time.monotonic() - began < supervise.LEAVE_LIMIT + 5
+
+
+def test_ranks_that_torchrun_starts_again_may_have_other_numbers(bed: Bed) -> None:
+    bed.make_run(1, environment="FAKE=1:1:kill\n")
+    second, first = (" ".join(plain_rank(steps=20)).replace("RANK=0", f"RANK={rank}") for rank in (1, 0))
+    start(bed, ["/bin/sh", "-c", f"{second}; {first}; exit 1", "--max-restarts=3"], ranks="1")
+    bed.at_step(0)
+    told = status(bed)
+    assert (told["status"], told["node"]["ranks"], list(told["ranks"])) == ("running", [0], ["0"])
+    assert not told["node"]["failures"]
+    assert ended(bed)["status"] == "finished"
+
+
 def test_the_environment_is_clean_and_secrets_stay_out_of_argv(bed: Bed) -> None:
     bed.make_run(1, environment="# a comment\nSECRET=hunter2=x y\nFAKE=0:1:secret\n")
     start(bed, plain_rank(), environment={"LOGIN_ONLY": "1"})

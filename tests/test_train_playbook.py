@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -240,6 +242,43 @@ def test_a_port_in_use_is_named(inventory: Path, dataset: Path) -> None:
         played = run_playbook("train.yml", inventory, {"dataset": str(dataset), "master_port": port} | SMALL)
     assert played.rc != 0
     assert f"port {port} is in use on the head node1" in error_line(played)
+
+
+@pytest.mark.slow
+def test_what_keeps_a_run_from_its_first_start_is_tried_again(inventory: Path, dataset: Path) -> None:
+    """One after the other: a host without its Python, a folder that cannot be written, a start that is not let in."""
+    document = yaml.safe_load(inventory.read_text())
+    hosts = document["all"]["children"]["cluster"]["children"]["workers"]["hosts"]
+    python, store = inventory.parent / "python", inventory.parent / "node2/store"
+    hosts["node2"]["cluster_python"] = str(python)
+    inventory.write_text(yaml.safe_dump(document, sort_keys=False))
+    store.parent.mkdir()
+    store.touch()
+    runs = inventory.parent / "node2/runs"
+    runs.mkdir()
+    said = {"run": "patient", "dataset": str(dataset), "retries": 9, **SMALL}
+    output = inventory.parent / "output.txt"
+
+    def told(words: str) -> None:
+        until(lambda: words in output.read_text(), 120, words)
+
+    with (runs / ".start").open("w") as lock, output.open("w") as sink:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        playing = subprocess.Popen(
+            ["ansible-playbook", "-i", str(inventory), "train.yml", "-e", json.dumps(said)],
+            cwd=Path(__file__).parents[1], stdout=sink, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        told("failed: node2: there is no Python at")
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        told("failed: node2: cannot write")
+        store.unlink()
+        told("failed: node2: another start on this host does not come to its end")
+    assert playing.wait(300) == 0, output.read_text()
+    assert "4 of 4 steps on 2 ranks" in output.read_text()
+    assert [line for line in output.read_text().splitlines() if "starting again in" in line][:3] == [
+        f"starting again in {2**count} s (retry {count + 1} of 9 without progress in between)" for count in range(3)
+    ]
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from trainer.config import FIELDS, RunSpec, from_opendiloco, make_spec, parse_flags, read_spec, read_yaml, table
 from trainer.errors import DiskError, UserError, disk_trouble
+from trainer.member import Member
 from trainer.report import Heartbeat
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
+                       [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_members=torchft
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     print the whole spec, or what is wrong with it
        python -m trainer fields                               the run spec as a table
        python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
@@ -111,20 +113,27 @@ def _help() -> int:
 
 def _train(argv: list[str]) -> int:
     run_dir, data_dir = _take(argv, "--run-dir"), _take(argv, "--data-dir")
-    rank = int(os.environ.get("RANK", "0"))
-    if "TORCHELASTIC_RUN_ID" in os.environ and run_dir:
+    member = Member.parse(_word(argv, "--replica"), _word(argv, "--first-rank"), _word(argv, "--lighthouse"))
+    rank = member.first_rank + int(os.environ.get("RANK", "0"))
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and run_dir:
         # Before anything that takes time: what goes wrong while torch is imported belongs in the rank's own log too.
         from trainer.launched import die_with_launcher, redirect_output
 
         die_with_launcher()
         redirect_output(run_dir / "logs" / f"rank{rank}.log")
     spec = _spec(argv).named()
+    member.check(spec)
+    wanted = spec.quantize != "none" or spec.optimizer == "adamw8bit" or spec.backend == "unsloth"
+    if launched and not wanted:
+        # peft imports it wherever it is installed, and with it torch's compiler: a fifth of the time that a start takes.
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
     run_dir = run_dir or data_dir / "runs" / spec.run
     beat = Heartbeat(run_dir, rank)
     beat("starting", force=True, note="importing torch")
     try:
-        result = _run(spec, run_dir, data_dir, beat)
+        result = _run(spec, run_dir, data_dir, member, beat)
     except UserError as error:
         return _failed(beat, error, plain=True, secondary=False)
     except KeyboardInterrupt:
@@ -142,7 +151,7 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def _run(spec: RunSpec, run_dir: Path, data_dir: Path, beat: Heartbeat) -> dict:
+def _run(spec: RunSpec, run_dir: Path, data_dir: Path, member: Member, beat: Heartbeat) -> dict:
     from trainer.train import claim, finished, train
     from trainer.world import World
 
@@ -155,15 +164,16 @@ def _run(spec: RunSpec, run_dir: Path, data_dir: Path, beat: Heartbeat) -> dict:
         print(why)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
-    world = World.join(spec.collective_timeout)
+    world = World.join(spec.collective_timeout, member)
     if asked_for == "auto" and len(set(world.gather(spec.strategy))) > 1:
         raise UserError("strategy: auto comes to another answer on unlike hosts: name one, or start by train.yml")
     # Only if all are: a host that died before it wrote its result needs the others to get to one.
-    if all(world.gather(done is not None)) and done:
+    # Whether other torchruns need it only their meeting tells.
+    if all(world.gather(done is not None)) and done and not spec.by_torchft:
         print(f"run {spec.run} is finished: {done['steps']} steps, last loss {done['loss_last']:.4f}; nothing to do")
         return done
     result = train(spec, run_dir, data_dir, world, beat)
-    if world.rank == 0:
+    if world.rank == 0 and result.get("loss_first") is not None:
         print(
             f"run {spec.run} {result['status']} at step {result['step']}/{result['steps']}: loss {result['loss_first']:.4f} -> "
             f"{result['loss_last']:.4f}, eval {result['eval_loss']}, {result['tokens_per_second']:.0f} tokens/s, in {run_dir}"

@@ -239,14 +239,23 @@ class RunSpec(BaseModel):
         also=["inner_steps", "sync_every"],
     )
     outer_lr: float = _field(0.7, "diloco: learning rate of the outer step", gt=0, also=["outer_learning_rate"])
-    outer_momentum: float = _field(0.9, "diloco: Nesterov momentum of the outer step", ge=0, lt=1)
+    outer_momentum: float = _field(0.9, "diloco: Nesterov momentum of the outer step, at its highest", ge=0, lt=1)
     diloco_wire: Wire = _field("bf16", "diloco: bits of what replicas send each other", also=["hivemind_compression"])
+    diloco_members: Literal["fixed", "torchft"] = _field(
+        "fixed",
+        "diloco: fixed: all replicas from a start to its end; torchft: they may leave and come back (needs the torchft extra)",
+        later=True,
+        also=["fault_tolerance"],
+    )
     replica_hosts: int = _field(
         1,
-        "diloco, averaging: neighbouring hosts that make one replica, with DDP inside",
+        "diloco, averaging: neighbouring hosts that make one replica",
         ge=1,
         le=4096,
         unit="hosts",
+    )
+    replica_strategy: Literal["ddp", "fsdp"] = _field(
+        "ddp", "diloco: how the ranks of one replica share the work; fsdp: the model too"
     )
     gradient_wire: Wire = _field(
         "32", "bits of a gradient between ranks: bf16 halves the bytes and rounds what it sends", also=["ddp_comm_hook"]
@@ -335,6 +344,11 @@ class RunSpec(BaseModel):
             raise ValueError(f"quantize: {self.quantize} is for LoRA, got lora_r 0: 4-bit weights cannot be trained")
         if self.strategy in SHARDED and self.only_ddp:
             raise ValueError(f"{self.only_ddp} goes with strategy ddp, got strategy {self.strategy}")
+        if self.strategy == "diloco" and self.replica_strategy == "fsdp":
+            if self.only_ddp:
+                raise ValueError(f"{self.only_ddp} goes with replica_strategy ddp, got replica_strategy fsdp")
+            if self.diloco_members == "torchft":
+                raise ValueError("diloco_members: torchft goes with replica_strategy ddp, got replica_strategy fsdp")
         if self.strategy == "deepspeed" and self.deepspeed_offload == "all" and self.deepspeed_stage < 3:
             raise ValueError(
                 f"deepspeed_offload: all needs deepspeed_stage 3, got {self.deepspeed_stage}: take deepspeed_offload=optimizer"
@@ -349,6 +363,11 @@ class RunSpec(BaseModel):
         return self.total_batch_size or 32
 
     @property
+    def by_torchft(self) -> bool:
+        """Whether every replica is a torchrun of its own, and torchft tells who is there."""
+        return self.strategy == "diloco" and self.diloco_members == "torchft"
+
+    @property
     def only_ddp(self) -> str:
         """What this spec wants that cannot be taken apart (``field: value``), or an empty string."""
         wanted = [f"{name}: {value}" for name, value in ONLY_DDP.items() if getattr(self, name) == value]
@@ -357,6 +376,8 @@ class RunSpec(BaseModel):
     @property
     def weights_in_parts(self) -> bool:
         """Whether no rank has the whole model on its device."""
+        if self.strategy == "diloco":
+            return self.replica_strategy == "fsdp"
         return self.strategy == "fsdp" or (self.strategy == "deepspeed" and self.deepspeed_stage == 3)
 
     def digest(self) -> str:

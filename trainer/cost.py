@@ -87,16 +87,18 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows) -> Memory:
     gradients = trained * 4
     optimizer = trained * (8 if spec.optimizer == "adamw" else 2)
     # Sharded by the whole world, or by the processes of a host alone.
-    parts = min(layout.processes) if getattr(spec, "fsdp_shard", "all") == "host" else world
+    parts = min(layout.processes) if spec.fsdp_shard == "host" else world
     gathered = 0
-    if spec.strategy == "fsdp" or (spec.strategy == "deepspeed" and getattr(spec, "deepspeed_stage", 3) == 3):
+    if spec.strategy == "diloco":
+        parts = min(layout.processes) * spec.replica_hosts
+    if spec.weights_in_parts:
         layer = _weight_bytes(spec, shape) / shape.layers
         gathered = round(2 * layer)  # the layer at work and the one that is fetched
         weights, frozen, gradients, optimizer = (n // parts for n in (weights, frozen, gradients, optimizer))
     elif spec.strategy == "deepspeed":
         optimizer //= parts
-        gradients //= parts if getattr(spec, "deepspeed_stage", 3) >= 2 else 1
-    elif spec.strategy == "diloco":
+        gradients //= parts if spec.deepspeed_stage >= 2 else 1
+    if spec.strategy == "diloco":
         optimizer += trained * 8  # the outer optimiser's copy and momentum
     tokens = spec.batch_size * rows.places
     layer, edge = _saved(spec, shape)
@@ -122,12 +124,12 @@ def wire_bytes(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> fl
     if spec.strategy == "fsdp":
         return 2 * ring * weights * micro + scattered
     if spec.strategy == "deepspeed":
-        stage = getattr(spec, "deepspeed_stage", 3)
+        stage = spec.deepspeed_stage
         return 2 * ring * weights * micro + scattered if stage == 3 else scattered + ring * trained * 4
     if spec.strategy == "diloco":
         hosts = len(layout.processes)
-        number = 2 if getattr(spec, "diloco_wire", "bf16") == "bf16" else 4
-        return 2 * (hosts - 1) / hosts * trained * number / getattr(spec, "local_steps", 1)
+        number = 2 if spec.diloco_wire == "bf16" else 4
+        return 2 * (hosts - 1) / hosts * trained * number / spec.local_steps
     if spec.strategy == "averaging":
         return 0.0
     return 2 * ring * trained * (2 if spec.gradient_wire == "bf16" else 4)

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import platform
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import yaml
 from trainer import __version__
 from trainer.config import RunSpec
 from trainer.data import HUB_ID
-from trainer.errors import DiskError, disk_trouble
-from trainer.files import sync_files, write_atomic
+from trainer.files import whole_folder, write_atomic
 
 _PACKAGES = ("torch", "transformers", "peft", "tokenizers")
 
@@ -31,22 +29,13 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    final, aside = run_dir / "merged", run_dir / ".tmp-merged"
-    shutil.rmtree(aside, ignore_errors=True)
+    final = run_dir / "merged"
     dtype = torch.float32 if spec.precision == "32-true" else torch.bfloat16
     base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
     model: Any = PeftModel.from_pretrained(base, str(run_dir / "adapter")).merge_and_unload()
-    try:
+    with whole_folder(final, "merge") as aside:
         model.save_pretrained(aside)
         AutoTokenizer.from_pretrained(run_dir / "adapter").save_pretrained(aside)
-        sync_files(aside)
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-    except Exception as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if why := disk_trouble(error):
-            raise DiskError(f"merge: cannot write to {run_dir}: {why}: make room and start the run again") from error
-        raise
     return final
 
 

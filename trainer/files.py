@@ -1,9 +1,14 @@
 """Files that a reader never sees half of."""
 
+import contextlib
 import hashlib
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from trainer.errors import DiskError, disk_trouble
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
@@ -21,6 +26,30 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(final: Path, what: str) -> Iterator[Path]:
+    """Yield a folder to write files into, which takes the place of `final` when they are all there and on the disk.
+
+    Raises:
+        DiskError: no room, or a disk that cannot be written; begins with `what`.
+    """
+    aside = final.with_name(f".tmp-{final.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        yield aside
+        sync_files(aside)
+        # Left by a start that died between this and the result.
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if why := disk_trouble(error):
+            raise DiskError(
+                f"{what}: cannot write to {final.parent}: {why}: make room and start the run again"
+            ) from error
+        raise
 
 
 def sync_folder(path: Path) -> None:

@@ -10,7 +10,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with_launcher() -> None:
-    """Ask the kernel to end this process when torchrun dies: kill -9 of it leaves its workers running otherwise."""
+    """Ask the kernel to end this process when the one that started it dies: kill -9 of torchrun leaves its workers otherwise."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

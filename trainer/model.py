@@ -77,6 +77,11 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
         # The loss is summed here, over tokens that have one: liger's own would take the mean.
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     if spec.quantize == "nf4":
+        for part in model.modules():
+            # At the first pass in eval mode it would lay the weights out anew on some CPUs, and round their scales: not
+            # the model any more that is trained, and an error where a width is no multiple of 64.
+            if hasattr(part, "support_avx512bf16_for_cpu"):
+                part.support_avx512bf16_for_cpu = False
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -139,7 +139,7 @@ def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Sha
             why += "; one process alone is faster"
         return Advice(best.strategy, why, fields)
     if quiet:
-        steps = getattr(spec, "local_steps", 1) * quiet.wire_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
+        steps = spec.local_steps * quiet.wire_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
         fields = {"local_steps": max(10, math.ceil(steps / 10) * 10)}
         loud = f"ddp would spend {by['ddp'].share:.0%} of the time in communication at {link:.0f} Mbit/s"
         return Advice("diloco", f"{loud}; local_steps={fields['local_steps']} keeps it below {_QUIET:.0%}", fields)
@@ -301,7 +301,16 @@ def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, 
         "",
         f"memory of {chosen.strategy} in MiB, above what Python and its libraries take: {parts}",
         f"take strategy={advice.strategy}: {advice.why}",
+        *([healing(spec, shape)] if spec.diloco_members == "torchft" else []),
     ]
+
+
+def healing(spec: RunSpec, shape: Shape) -> str:
+    """Return what membership by torchft takes, as a line: a checkpoint (weights, AdamW's two moments, momentum) in memory."""
+    return (
+        f"diloco_members=torchft: while a replica that was away is healed, it and another one hold "
+        f"{_mib(16 * shape.trained(spec))} MiB more each in their hosts' memory, and send it once"
+    )
 
 
 def plan(

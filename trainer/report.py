@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -91,8 +91,20 @@ class Past:
         """Tell whether the record's step is part of the run as it is now."""
         for this, following in pairwise(self.starts):
             if record.get("start") == this["start"]:
-                return bool(record["step"] <= following["step"])
+                return bool(record["step"] <= this.get("until", following["step"]))
         return False
+
+    def met(self, present: Iterable[str], before: int, now: int) -> None:
+        """Note which starts were at the meeting of step `now`, the one before being that of step `before`.
+
+        Replicas that leave and come back have starts of their own, side by side: each holds `until` its last meeting.
+        """
+        known = {entry["start"]: entry for entry in self.starts}
+        for start in present:
+            if start not in known:
+                known[start] = {"start": start, "step": before, "head": ""}
+                self.starts.insert(len(self.starts) - 1, known[start])
+            known[start]["until"] = now
 
     @property
     def step(self) -> int:
@@ -189,7 +201,7 @@ class Report:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if past.moved else past.step + 1)
             for record in _records(run_dir / "metrics.jsonl") if past.moved else []:
                 self.scalars(scalars_of(record), record["step"])
-        if "wandb" in spec.loggers:
+        if "wandb" in spec.loggers and world.global_rank == 0:
             self._wandb = _start_wandb(spec, run_dir)
 
     def used(self, step: int, rows: list[list[int]]) -> None:

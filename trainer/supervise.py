@@ -1,6 +1,7 @@
 """One host's part of a run: start it in the background, say how it is, stop it. Standard library only, no torch.
 
-    python -m trainer.supervise start --run-dir D --node-rank 0 --ranks 0 [--backend B] [--hold] -- <torchrun ...>
+    python -m trainer.supervise start --run-dir D --node-rank 0 --ranks 0 [--backend B] [--hold]
+                                      [--replica 0 --restarts N [--lighthouse HOST:PORT]] -- <torchrun ...>
     python -m trainer.supervise status --run-dir D [--wait S] [--logs-from '{"rank0.log": 1234}']
     python -m trainer.supervise stop --run-dir D [--grace S] [--now] [--wanted]
     python -m trainer.supervise list --data-dir DIR
@@ -8,7 +9,9 @@
 Each prints one JSON object on one line; what cannot be done is `{"error": "one plain line"}` and exit code 1. `start`
 returns as soon as the supervisor (`run`, below) lives; `run` is what stays: the main process of a transient systemd
 unit, or a detached process of its own where no systemd runs. With `--hold` it waits for the file `state/go` before it
-starts torchrun, so that many hosts can be made ready first and then begin at once. `status --wait` answers when there
+starts torchrun, so that many hosts can be made ready first and then begin at once. With `--restarts` a torchrun that
+breaks is started again here, alone, up to so many times in a row without a step further than before: the run goes on
+without it meanwhile (docs/strategies.md); `--lighthouse` is where this host keeps the lighthouse of such a run. `status --wait` answers when there
 is news, or after that time. What the files of a run folder hold: docs/run-folder.md.
 
 Whether a run lives is asked of the kernel, never of a pid file: the supervisor holds a lock that dies with it.
@@ -38,8 +41,11 @@ TICK = 0.1  # s between two looks of the supervisor at its children, as torchrun
 LOOK = 0.2  # s between two looks of a `status --wait`
 START_LIMIT = 15.0  # s for a supervisor to come up on a loaded machine
 HOLD_LIMIT = 120.0  # s that a supervisor waits for `state/go`
+RESTART_LIMIT = 60.0  # s between two starts of a torchrun that breaks, at most; the first waits 1 s
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for a killed process to leave; longer means that it hangs in the kernel
+# s for torchrun to leave once its ranks have: where a peer is gone, its exit barrier would hold it for 300.
+LEAVE_LIMIT = 10.0
 LOG_LIMIT = 64 * 1024  # bytes of a log in one status
 MARK = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
 DONE = ("finished", "stopped")  # a rank that ended as it should
@@ -253,7 +259,9 @@ def launch(a: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     unit = unit_name(run_dir) if systemd else None
     command = [sys.executable, "-m", "trainer.supervise", "run", "--run-dir", str(run_dir)]
     command += ["--node-rank", str(a.node_rank), "--ranks", a.ranks, "--attempt", str(a.attempt), "--hosts", a.hosts]
-    command += [*(["--unit", unit] if unit else []), *(["--hold"] if a.hold else []), "--", *a.command]
+    command += [*(["--unit", unit] if unit else []), *(["--hold"] if a.hold else [])]
+    command += ["--restarts", str(a.restarts), *(["--replica", str(a.replica)] if a.replica is not None else [])]
+    command += [*(["--lighthouse", a.lighthouse] if a.lighthouse else []), "--", *a.command]
     own = {MARK: str(run_dir), "PYTHONPATH": str(Path(__file__).parent.parent)}
     log = run_dir / f"logs/torchrun.{a.node_rank}.log"
     if systemd and unit:
@@ -322,10 +330,15 @@ class Supervisor:
         self.ranks = [int(rank) for rank in a.ranks.split(",")]
         # torchrun restarts its workers itself then, and a worker's death is not yet the run's.
         self.restarts = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", argument) for argument in a.command)
+        # Or we start torchrun again.
+        self.limit, self.best, self.in_a_row, self.restarted = a.restarts, -1, 0, 0
+        self.where, self.lit = a.lighthouse, 0.0
+        self.lighthouse: subprocess.Popen[bytes] | None = None
         self.log, self.read_to = log, log.stat().st_size
         self.workers: dict[int, int] = {}  # rank -> pid
         self.gone: dict[int, float] = {}  # rank -> when its process was first seen gone
         self.terminated = False
+        self.done_since: float | None = None
         self.oom_kills = oom_kills()
         me = stat(os.getpid())
         self.node: dict[str, Any] = {
@@ -334,7 +347,8 @@ class Supervisor:
             "ranks": self.ranks,
             "hosts": a.hosts.split(",") if a.hosts else [],
             "attempt": a.attempt,
-            "restarts": self.restarts,
+            "restarts": self.restarts or self.limit > 0,
+            "replica": a.replica,
             "backend": "systemd" if a.unit else "process",
             "unit": a.unit,
             "pid": os.getpid(),
@@ -353,38 +367,98 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
         if self.hold and not self.told_to_go(awaited):
             return
+        while True:
+            try:
+                self.light()
+                torchrun = self.spawn(self.command, None)
+            except (OSError, subprocess.SubprocessError) as error:
+                self.node.update(status="failed", ended=time.time(), exit_code=127, error=str(error))
+                self.save()
+                self.kill_all()
+                return
+            self.save()
+            while (code := self.reap(torchrun)) is None:
+                caught = signal.sigtimedwait(awaited, TICK)
+                if caught and caught.si_signo in (signal.SIGTERM, signal.SIGINT):
+                    self.terminated = True
+                    send(torchrun.pid, signal.SIGTERM)
+                elif caught and caught.si_signo == signal.SIGUSR1:  # stop --now
+                    self.terminated = True
+                    self.kill_all(torchrun)
+                self.watch(torchrun.pid)
+                self.light()
+                if self.overdue():
+                    self.kill_all(torchrun, but=self.lighthouse)
+            self.kill_all(torchrun, but=self.lighthouse)
+            self.read_log()
+            if not self.again(awaited):
+                break
+        self.kill_all(torchrun)
+        self.end(code)
+
+    def spawn(self, command: list[str], log: Path | None) -> subprocess.Popen[bytes]:
+        """Start a program that dies with us, even by kill -9."""
         parent = os.getpid()
 
         def before_exec() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the launcher dies with us, even by kill -9
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 
-        try:
-            torchrun = subprocess.Popen(
-                self.command,
+        environment = run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
+        with log.open("ab") if log else contextlib.nullcontext() as sink:
+            return subprocess.Popen(
+                command,
                 stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
                 cwd=self.run_dir,
-                env=run_environment(self.run_dir),
+                env=environment,
                 preexec_fn=before_exec,
             )
-        except (OSError, subprocess.SubprocessError) as error:
-            self.node.update(status="failed", ended=time.time(), exit_code=127, error=str(error))
-            self.save()
-            return
+
+    def light(self) -> None:
+        """Keep the run's lighthouse, if it is here, alive."""
+        ended = self.lighthouse is None or self.lighthouse.returncode is not None
+        if self.where and ended and time.monotonic() - self.lit > 1.0:
+            self.lit = time.monotonic()
+            command = [self.command[0], "-m", "trainer.lighthouse", self.where]
+            self.lighthouse = self.spawn(command, self.run_dir / "logs/lighthouse.log")
+
+    def again(self, awaited: set[signal.Signals]) -> bool:
+        """Whether a torchrun that has ended is started once more; wait first, longer every time that it comes no further.
+
+        Not if its ranks have ended as they should, a person wants it to stop, or has to mend something.
+        """
+        said = [read_json(self.run_dir / f"state/rank{rank}.json") or {} for rank in self.ranks]
+        if {state.get("status") for state in said} <= set(DONE) or any(
+            (s.get("error") or {}).get("plain") for s in said
+        ):
+            return False
+        step = max(int(state.get("step") or 0) for state in said)
+        self.in_a_row = 1 if step > self.best else self.in_a_row + 1
+        self.best = max(step, self.best)
+        if self.in_a_row > self.limit:
+            return False
         self.save()
-        while (code := self.reap(torchrun)) is None:
+        deadline = time.monotonic() + min(RESTART_LIMIT, 2.0 ** (self.in_a_row - 1))
+        while time.monotonic() < deadline:
             caught = signal.sigtimedwait(awaited, TICK)
-            if caught and caught.si_signo in (signal.SIGTERM, signal.SIGINT):
+            self.terminated |= bool(caught and caught.si_signo != signal.SIGCHLD)
+            if self.terminated or (self.run_dir / "stop").exists():
                 self.terminated = True
-                send(torchrun.pid, signal.SIGTERM)
-            elif caught and caught.si_signo == signal.SIGUSR1:  # stop --now
-                self.terminated = True
-                self.kill_all(torchrun)
-            self.watch(torchrun.pid)
-        self.kill_all(torchrun)
-        self.end(code)
+                return False
+            self.light()
+        self.restarted += 1
+        print(
+            f"supervise: starting again what broke at step {step} (start {self.restarted + 1})",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.workers, self.gone = {}, {}
+        self.node.update(failures=[], restarted=self.restarted)
+        return True
 
     def told_to_go(self, awaited: set[signal.Signals]) -> bool:
         """Wait for `state/go`; False if we were stopped before, or nobody said it."""
@@ -404,13 +478,14 @@ class Supervisor:
         self.node.update(status="running", started=time.time())
         return True
 
-    def reap(self, torchrun: subprocess.Popen[bytes]) -> int | None:
+    def reap(self, torchrun: subprocess.Popen[bytes] | None) -> int | None:
         """Bury every dead child, orphans too; torchrun's exit code once it has one."""
         with contextlib.suppress(ChildProcessError):
             while (dead := os.waitpid(-1, os.WNOHANG))[0]:
-                if dead[0] == torchrun.pid:
-                    torchrun.returncode = os.waitstatus_to_exitcode(dead[1])
-        return torchrun.returncode
+                for child in (torchrun, self.lighthouse):
+                    if child and dead[0] == child.pid:
+                        child.returncode = os.waitstatus_to_exitcode(dead[1])
+        return torchrun.returncode if torchrun else None
 
     def watch(self, torchrun: int) -> None:
         """Note what became of the ranks' processes, while torchrun still lives.
@@ -420,13 +495,8 @@ class Supervisor:
         """
         before = list(self.node["failures"])
         self.read_log()
-        if len(self.workers) < len(self.ranks):
-            for pid in descendants(torchrun):
-                values = environ(pid)
-                told = values.get("RANK", "")
-                # RANK is inherited by whatever a worker starts: the worker itself is torchrun's own child.
-                if told.isdigit() and (seen := stat(pid)) and seen[1] == torchrun:
-                    self.workers.setdefault(int(told), pid)
+        if len(self.workers) < len(self.ranks) or (self.restarts and not all(map(running, self.workers.values()))):
+            self.find_workers(torchrun)
         for rank, pid in self.workers.items():
             if rank not in self.gone and not running(pid) and not self.is_done(rank):
                 self.gone[rank] = time.monotonic()
@@ -436,6 +506,35 @@ class Supervisor:
                 self.node["failures"] = [failure(first, None, self.workers[first])]
         if self.node["failures"] != before:
             self.save()
+
+    def find_workers(self, torchrun: int) -> None:
+        """Note the ranks' processes. Where torchrun starts them again itself, it may number them anew."""
+        found: dict[int, int] = {}
+        for pid in descendants(torchrun):
+            values = environ(pid)
+            told = values.get("RANK", "")
+            # RANK is inherited by whatever a worker starts: the worker itself is torchrun's own child.
+            if told.isdigit() and (seen := stat(pid)) and seen[1] == torchrun:
+                # In a replica with a torchrun of its own it counts from 0.
+                found[self.ranks[int(values["LOCAL_RANK"])] if self.limit else int(told)] = pid
+        if self.restarts and set(found.values()) - set(self.workers.values()):
+            self.workers, self.gone = {}, {}
+            self.ranks = sorted(found)
+            self.node.update(ranks=self.ranks, failures=[])
+            for path in (self.run_dir / "state").glob("rank*.json"):
+                if not running((read_json(path) or {}).get("pid", 0)):  # of the ranks before
+                    path.unlink(missing_ok=True)
+            self.save()
+        for rank, pid in found.items():
+            self.workers.setdefault(rank, pid)
+
+    def overdue(self) -> bool:
+        """Whether all ranks have said that they are done, and torchrun should have left by now."""
+        if not self.workers or any(map(running, self.workers.values())) or not all(map(self.is_done, self.ranks)):
+            self.done_since = None
+            return False
+        self.done_since = self.done_since or time.monotonic()
+        return time.monotonic() - self.done_since > LEAVE_LIMIT
 
     def read_log(self) -> None:
         with self.log.open("rb") as file:
@@ -451,9 +550,16 @@ class Supervisor:
     def is_done(self, rank: int) -> bool:
         return (read_json(self.run_dir / f"state/rank{rank}.json") or {}).get("status") in DONE
 
-    def kill_all(self, torchrun: subprocess.Popen[bytes]) -> None:
+    def kill_all(
+        self, torchrun: subprocess.Popen[bytes] | None = None, but: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """Leave none of our processes alive, except what is below `but`."""
         deadline = time.monotonic() + KILL_LIMIT
-        while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            spared = {but.pid, *descendants(but.pid)} if but else set()
+            left = [pid for pid in descendants(os.getpid()) if pid not in spared]
+            if not left:
+                return
             for pid in left:
                 send(pid, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, 0.01)
@@ -663,6 +769,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         verb.add_argument("--backend", choices=("auto", "systemd", "process"), default="auto")
         verb.add_argument("--property", action="append", default=[], help="of the systemd unit: MemoryMax=20G")
         verb.add_argument("--hold", action="store_true", help="be ready, and start torchrun once state/go is there")
+        verb.add_argument(
+            "--replica", type=int, help="the replica that this host belongs to, if each has its own torchrun"
+        )
+        verb.add_argument("--restarts", type=int, default=0, help="start torchrun again so many times in a row")
+        verb.add_argument("--lighthouse", default="", help="HOST:PORT at which to keep the run's lighthouse")
         verb.add_argument("--unit", help=argparse.SUPPRESS)
         verb.add_argument("command", nargs="+")
     verb = verbs.add_parser("status")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import time
@@ -19,16 +18,17 @@ from trainer.checkpoint import Saver, agree
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
 from trainer.data import Sample, is_hub_id, read_hub, read_samples
 from trainer.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
-from trainer.errors import DiskError, UserError, disk_trouble
+from trainer.errors import UserError
 from trainer.export import merge_adapter, write_card
-from trainer.files import sha256_file, sha256_tree, sync_files, write_atomic
+from trainer.files import sha256_file, sha256_tree, whole_folder, write_atomic
 from trainer.model import TokenLoss, keeps_samples_apart, load_model, load_tokenizer, need_compiler
 from trainer.optim import learning_rate
 from trainer.order import Order, micro_batches, permutation, share
 from trainer.report import Heartbeat, Past, Report, cut_back, share_metrics
-from trainer.strategy import Batch, Strategy, make_strategy
+from trainer.strategy import Batch, Stopped, Strategy, make_strategy
 from trainer.world import World
 
+_COUNTS = ("loss", "tokens", "trained_tokens", "samples")  # of a step, over its ranks
 _HELD_OUT = 0xE7A1  # keeps the draw of the eval samples apart from that of the epochs
 
 
@@ -198,9 +198,8 @@ def save_trained(
     `whole`: the weights by name, if the module itself has only parts of them.
     """
     kind = "adapter" if spec.lora_r else "model"
-    final, aside = run_dir / kind, run_dir / f".tmp-{kind}"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    final = run_dir / kind
+    with whole_folder(final, kind) as aside:
         # peft would ask the hub whether the vocabulary has grown; it never does here.
         how: dict[str, Any] = {"save_embedding_layers": False} if spec.lora_r else {}
         how |= {"state_dict": whole} if whole else {}
@@ -208,15 +207,6 @@ def save_trained(
         module.model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
         module.model.save_pretrained(aside, **how)  # type: ignore[operator]
         tokenizer.save_pretrained(aside)
-        sync_files(aside)
-        # Left by a start that died between this and the result.
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-    except Exception as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if why := disk_trouble(error):
-            raise DiskError(f"{kind}: cannot write to {run_dir}: {why}: make room and start the run again") from error
-        raise
     weights = sorted(file.name for file in final.glob("*.safetensors"))
     digest = sha256_file(final / weights[0]) if len(weights) == 1 else sha256_tree(final)
     return {kind: str(final), f"{kind}_sha256": digest}
@@ -280,6 +270,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         "tokens": 0,
         "trained_tokens": 0,
         "samples": 0,
+        "missed_samples": 0,  # of those that were to be trained on
         "seconds": 0.0,
         "loss_first": None,
         "loss_last": None,
@@ -287,8 +278,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     step = 0
     starts: list[dict[str, Any]] = []
     checkpoints = run_dir / "checkpoints"
-    newest = agree(checkpoints, world, print, strategy.own)
-    if newest:
+
+    def restore() -> None:
+        nonlocal step, starts
+        newest = agree(checkpoints, world, print, strategy.own)
+        if not newest:
+            return
         strategy.load(newest)
         kept = json.loads((newest / "state.json").read_text())
         if kept.get("data") != data:
@@ -296,10 +291,35 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
                 f"dataset: {spec.dataset} or its encoding is not what run {spec.run} began with: "
                 "put the old one back, or take another name with run="
             )
-        step, totals, starts = kept["step"], kept["totals"], kept.get("starts", [])
+        step, starts = kept["step"], kept.get("starts", [])
+        totals.update(kept["totals"])
         print(f"going on from step {step} of {steps}")
-    here_now = {"start": f"{time.time_ns():x}", "step": step, "head": f"{socket.gethostname()}:{run_dir}"}
-    past = Past([*starts, world.gather(here_now)[0]])
+
+    def standing() -> dict[str, Any]:
+        about = {"totals": dict(totals), "world_size": world.size, "data": data}
+        return {"step": met, "starts": past.starts if past else starts, **about}
+
+    def waiting() -> bool:
+        beat(
+            "training" if past else "starting",
+            note="waiting for slower ranks" if past else "waiting for other replicas",
+        )
+        return bool(stop_asked)
+
+    restore()
+    met = step
+    past: Past | None = None
+    # Microseconds, so that a float can carry it.
+    here_now: dict[str, Any] = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
+    here_now = world.gather(here_now)[0]
+    try:
+        if strategy.join(here_now["start"], steps, run_dir, standing, waiting):
+            restore()
+    except Stopped:
+        if world.first_here:
+            stop_asked.done()
+        return {"run": spec.run, "status": "stopped", "step": step, "steps": steps}
+    past = Past([*starts, {**here_now, "step": step}])
     if world.first_here:
         cut_back(run_dir, past)
     world.barrier()
@@ -317,14 +337,10 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     met = step
     walked: list[dict[str, Any]] = []  # the steps since the ranks met
 
-    def waiting() -> None:
-        beat("training", note="waiting for slower ranks")
-
     stopping = False
     while step < steps and not stopping:
         started = time.perf_counter()
         rows = strategy.part(order.step(step))
-        here = [sample for row in rows for sample in row]
         loss, place, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
         taken: list[list[int]] = []
         for update in strategy.updates(step, rows):
@@ -334,13 +350,14 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             for part in parts:
                 # A function of the step and the place in it, so that a resumed run draws what a straight one draws: the
                 # adapters' dropout and the model's own.
-                torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (every.rank + 1) + place)
+                torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (every.global_rank + 1) + place)
                 place += 1
                 loss += strategy.backward(batches(train_set, part), tokens, last=part is parts[-1]).double().cpu()
             norm = strategy.step(learning_rate(spec, step, steps))
             taken += update.mine
         step += 1
         report.used(step, taken)
+        here = [sample for row in taken for sample in row]
         walked.append(
             {
                 "step": step,
@@ -349,36 +366,48 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
                 "lr": learning_rate(spec, step - 1, steps),
                 # fp16's scaler steps over overflows; JSON knows no infinity.
                 "grad_norm": norm if math.isfinite(norm) else None,
+                # This rank's, until the ranks meet.
                 "tokens": int(lengths[here].sum()),
                 "trained_tokens": int(trained_counts[here].sum()),
                 "samples": len(here),
+                "due": sum(map(len, rows)),
                 "rows": list(strategy.rows),
                 "seconds": time.perf_counter() - started,
             }
         )
         if not strategy.meets(step) and step < steps:
-            own = int(trained_counts[[sample for row in taken for sample in row]].sum())
+            own = walked[-1]["trained_tokens"]
             news: dict[str, Any] = {"loss": float(loss) / own} if own else {}
             beat("training", step=step, steps=steps, note="", **news)
             continue
 
         meeting = time.perf_counter()
-        strategy.meet(waiting)
+        counts = [float(record[name]) for record in walked for name in _COUNTS]
+        strategy.meet(waiting, [float(bool(stop_asked)), float(saver.written()), *counts])
+        past.met(strategy.present, met, step)
         busy, whole, spent = [0.0] * world.size, [0.0] * world.size, [0.0] * world.size
         busy[world.rank] = sum(record.pop("seconds") for record in walked) / len(walked)
         whole[world.rank] = busy[world.rank] + (time.perf_counter() - meeting) / len(walked)
         spent[world.rank] = strategy.spent()
         flags = [float(bool(stop_asked)), float(saver.written())]
-        told = strategy.sum([*flags, *busy, *whole, *spent, *(record["loss"] for record in walked)])
-        stopping, written, told = told[0] > 0, told[1] == world.size, told[2:]
-        busy, whole, spent = (told[place * world.size :][: world.size] for place in range(3))
+        told = strategy.sum([*flags, *counts, *busy, *whole, *spent])
+        stopping, written, told, times = (
+            told[0] > 0,
+            told[1] == world.size,
+            told[2 : 2 + len(counts)],
+            told[2 + len(counts) :],
+        )
+        busy, whole, spent = (times[place * world.size :][: world.size] for place in range(3))
         strategy.learn(spent)
         # The slowest rank's, so that every host's checkpoint says the same.
         seconds = max(whole)
         use = gpu_use(world.device)
-        for record, total_loss in zip(walked, told[3 * world.size :], strict=True):
-            mean_loss = total_loss / max(1, record["trained_tokens"])
+        for place, record in enumerate(walked):
+            record |= {name: told[place * len(_COUNTS) + number] for number, name in enumerate(_COUNTS)}
+            record |= {name: int(record[name]) for name in _COUNTS if name != "loss"}
+            mean_loss = record["loss"] / max(1, record["trained_tokens"])
             speed = record["tokens"] / seconds
+            totals["missed_samples"] += record.pop("due") - record["samples"]
             for name in ("tokens", "trained_tokens", "samples"):
                 totals[name] += record[name]
             totals["seconds"] += seconds
@@ -399,6 +428,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             eta=eta,
             note="",
             step_seconds=[round(value, 4) for value in busy],
+            gpu=use,
         )
         if mean_loss != mean_loss:
             raise UserError(
@@ -414,7 +444,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         if due(spec.checkpoint_interval, met, step) or stopping or step == steps:
             beat("saving")
             report.flush()
-            saver.save(step, {"totals": dict(totals), "world_size": world.size, "data": data, "starts": past.starts})
+            met = step
+            saver.save(step, {name: value for name, value in standing().items() if name != "step"})
         met = step
     saver.finish()
 

@@ -11,6 +11,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainer.member import NO_MEMBER, Member
+
 T = TypeVar("T")
 
 _LOOK = 0.002  # seconds between two looks at a collective that is waited for with patience
@@ -33,9 +35,10 @@ class World:
     group: Any = None
     patient: Any = None  # a group of the same ranks whose collectives may take as long as they like
     store: Any = None
+    member: Member = NO_MEMBER  # the replica that all these ranks are, if it is a torchrun of its own
 
     @classmethod
-    def join(cls, timeout: float) -> "World":
+    def join(cls, timeout: float, member: Member = NO_MEMBER) -> "World":
         """Join the process group that torchrun's environment names, or one of our own if there is none.
 
         NCCL where CUDA is, gloo elsewhere. `timeout`: seconds until a collective fails.
@@ -53,7 +56,7 @@ class World:
         dist.init_process_group(
             backend, store=store, rank=rank if size > 1 else 0, world_size=size, timeout=wait, **where
         )
-        return cls(rank, size, local_rank, int(os.environ.get("GROUP_RANK", "0")), device, store=store)
+        return cls(rank, size, local_rank, int(os.environ.get("GROUP_RANK", "0")), device, store=store, member=member)
 
     def part(self, parts: Sequence[Sequence[int]], timeout: float) -> "World":
         """Return the world of that one of `parts` (lists of ranks) which this rank is in. Every rank calls it.
@@ -72,7 +75,7 @@ class World:
     @property
     def global_rank(self) -> int:
         """This process's rank over all hosts."""
-        return self.members[self.rank] if self.members else self.rank
+        return self.member.first_rank + (self.members[self.rank] if self.members else self.rank)
 
     @property
     def first_here(self) -> bool:
@@ -86,7 +89,7 @@ class World:
             dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
-    def sum_patiently(self, values: list[float], waiting: Callable[[], None]) -> list[float]:
+    def sum_patiently(self, values: list[float], waiting: Callable[[], object]) -> list[float]:
         """Return what `sum` does, however long the slowest rank takes to come; `waiting` is called meanwhile.
 
         A peer that dies is noticed at once: its connection breaks.

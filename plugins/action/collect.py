@@ -58,17 +58,21 @@ class ActionModule(AllHosts):
         plan = a["plan"]
         links = {entry["host"]: Link(self, hostvars, entry["host"]) for entry in plan}
         asked = Round({e["host"]: asker(links[e["host"]], e["run_dir"]) for e in plan}).wait(GATHER_LIMIT)
-        if asked.troubles:
-            host = next(entry["host"] for entry in plan if entry["host"] in asked.troubles)
-            return plain(f"{host}: {asked.troubles[host]}")
         head = plan[0]
+        # A replica that was away at the end has no result; the others' is the run's.
+        may_be_away = {entry["host"] for entry in plan[1:] if entry.get("replica") is not None}
+        if lost := [e["host"] for e in plan if e["host"] in asked.troubles and e["host"] not in may_be_away]:
+            return plain(f"{lost[0]}: {asked.troubles[lost[0]]}")
+        plan = [entry for entry in plan if entry["host"] in asked.answers]
         result = asked.answers[head["host"]]["result"]
         if not result:
             return plain(
                 f"{head['host']}: there is no result.json in {head['run_dir']}: its logs are in {head['run_dir']}/logs"
             )
         for kind in ("adapter_sha256", "model_sha256"):
-            digests = {host: (answer["result"] or {}).get(kind) for host, answer in asked.answers.items()}
+            answers = asked.answers.items()
+            ended = {host: answer["result"] for host, answer in answers if answer["result"] or host not in may_be_away}
+            digests = {host: (told or {}).get(kind) for host, told in ended.items()}
             if len(set(digests.values())) > 1:
                 shown = ", ".join(f"{host} {str(digest)[:12]}" for host, digest in digests.items())
                 return plain(

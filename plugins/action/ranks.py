@@ -28,6 +28,8 @@ from plugins.module_utils.following import (
     Part,
     Progress,
     causes,
+    left_behind,
+    others_go_on,
     status_rows,
     table,
 )
@@ -41,6 +43,7 @@ CALM = 3.0  # s that a host keeps a question if there is no news: fewer question
 START_LIMIT = 60.0  # s for a host to get ready
 GO_LIMIT = 20.0  # s for a host to hear that it begins
 STOP_LIMIT = 30.0  # s for a host to answer to stop, above the grace
+LATE = 10.0  # s after the head's end that other replicas have to come to the last step
 DOUBT = 1.5  # s to wait for the real cause when only its consequences have been seen
 TAIL = 20  # lines of a log shown with a failure
 
@@ -97,7 +100,9 @@ class ActionModule(AllHosts):
             return {"changed": True, "msg": f"would start {self.run_name()} on {names}"}
         if stale := [Part(entry["host"], entry["run_dir"]) for entry in plan if entry.get("stale")]:
             for host, word in self.stop_all(stale, ["--now"], STOP_LIMIT).items():
-                return plain(f"{host}: what is left there of an earlier start cannot be stopped: {word}")
+                return plain(
+                    f"{host}: what is left there of an earlier start cannot be stopped: {word}", try_again=True
+                )
         links = self.links([entry["host"] for entry in plan])
         # First every host gets ready, which takes some of them longer; then a command of a few milliseconds starts all.
         ready = Round({e["host"]: self.starter(links[e["host"]], e, plan) for e in plan}).wait(START_LIMIT)
@@ -107,7 +112,7 @@ class ActionModule(AllHosts):
             parts = [Part(entry["host"], entry["run_dir"]) for entry in plan if entry["host"] in ready.answers]
             self.stop_all(parts, ["--now"], STOP_LIMIT)
             host, word = next((e["host"], said.troubles[e["host"]]) for e in plan if e["host"] in said.troubles)
-            return plain(f"{host}: {word}", troubles=said.troubles)
+            return plain(f"{host}: {word}", troubles=said.troubles, try_again=True)
         times = [answer["now"] for answer in said.answers.values()]
         return {"changed": True, "hosts": ready.answers, "skew_seconds": round(max(times) - min(times), 3)}
 
@@ -122,6 +127,9 @@ class ActionModule(AllHosts):
         arguments += ["--attempt", str(attempt)] if attempt else []
         for setting in [*self.a["properties"], *(entry.get("properties") or [])]:
             arguments += ["--property", setting]
+        if entry.get("replica") is not None:
+            arguments += ["--replica", str(entry["replica"]), "--restarts", str(entry["restarts"])]
+            arguments += ["--lighthouse", entry["lighthouse"]] if entry["lighthouse"] else []
         arguments += ["--hold", "--", *(str(word) for word in entry["command"])]
         return lambda: link.supervise(*arguments, staged_in=entry["run_dir"])
 
@@ -140,10 +148,11 @@ class ActionModule(AllHosts):
         say(
             f"Ctrl-C leaves it running; again: playbooks/attach.yml -e run={run}; stop: playbooks/stop.yml -e run={run}"
         )
-        cause = Follower(
-            parts, self.links([p.host for p in parts]), Progress(world_size, **self.limits()), self.a
-        ).follow()
+        follower = Follower(parts, self.links([p.host for p in parts]), Progress(world_size, **self.limits()), self.a)
+        cause = follower.follow()
         if cause is None:
+            for host, word in self.stop_all(follower.left_out(), ["--now"], STOP_LIMIT).items():
+                say(f"could not stop {host}, which was away at the end: {word}")
             ended = {"changed": True, "hosts": self.ends(parts)}
             if all(part.status != "stopped" for part in parts):
                 return ended | {"status": "finished"}
@@ -197,7 +206,9 @@ class ActionModule(AllHosts):
         rows = [row for answer in runs for row in status_rows(answer["host"], answer)]
         rows.sort(key=lambda row: row[0])
         rows += [
-            ["-", host, "-", "unreachable", "-", "-", "-", "-"] for host in self.play_hosts if host in asked.troubles
+            ["-", host, "-", "unreachable", *["-"] * (len(STATUS_HEAD) - 4)]
+            for host in self.play_hosts
+            if host in asked.troubles
         ]
         lines = table([STATUS_HEAD, *rows])
         if not runs:
@@ -221,7 +232,11 @@ class ActionModule(AllHosts):
     def parts(self) -> tuple[list[Part], dict[str, str]]:
         """The hosts' parts of the run by node rank: as planned, else as the hosts tell; and who should tell but does not."""
         if self.a["plan"]:
-            return [Part(e["host"], e["run_dir"], e["node_rank"], list(e["ranks"])) for e in self.a["plan"]], {}
+            planned = self.a["plan"]
+            parts = [Part(e["host"], e["run_dir"], e["node_rank"], list(e["ranks"])) for e in planned]
+            for part, entry in zip(parts, planned, strict=True):
+                part.replica = entry.get("replica")
+            return parts, {}
         data = {host: self.hostvars[host]["cluster_data_dir"] for host in self.play_hosts}
         parts = [Part(host, f"{folder}/runs/{self.a['run']}") for host, folder in data.items()]
         troubles = self.ask_all(parts)
@@ -229,6 +244,7 @@ class ActionModule(AllHosts):
         found = [part for part in parts if part.node and part.node.get("attempt") == attempt]
         for part in found:
             part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
+            part.replica = part.node.get("replica")
         members = {host for part in found for host in part.node.get("hosts", [])}
         missing = {host: word for host, word in troubles.items() if host in members or not found}
         return sorted(found, key=lambda part: part.node_rank), missing
@@ -284,6 +300,8 @@ class Follower:
         self.asked: dict[str, Round] = {}
         self.asked_at: dict[str, float] = {}
         self.heard = dict.fromkeys(links, time.monotonic())
+        self.away: set[int] = set()  # replicas that the others go on without
+        self.ended_at: float | None = None  # of the head
 
     def follow(self) -> Cause | None:
         """The cause once the run is broken, None once it has ended well."""
@@ -293,7 +311,7 @@ class Follower:
             now = time.monotonic()
             for line in self.progress.lines(self.parts, now):
                 say(line)
-            found = causes(self.parts, self.lost_limit)
+            found = self.tolerated(causes(self.parts, self.lost_limit))
             if not found and (stall := self.progress.stalled(self.parts, now)):
                 return stall
             if found:
@@ -302,9 +320,33 @@ class Follower:
                 silent = any(part.silent > DOUBT for part in self.parts if part.status not in ENDED)
                 if found[0].sure or now - doubt_since > (self.lost_limit if silent else DOUBT):
                     return found[0]
-            elif all(part.status in ENDED for part in self.parts):
+            elif (out := self.left_out()) is not None and all(p.status in ENDED or p in out for p in self.parts):
                 return None
             time.sleep(TICK)
+
+    def tolerated(self, found: list[Cause]) -> list[Cause]:
+        """Return the causes, or none if the run goes on without those whom they took away, which is said once."""
+        away = others_go_on(self.parts, found) if any(part.replica is not None for part in self.parts) else set()
+        for number in sorted(away - self.away):
+            why = next(c.text for c in found if any(p.host == c.host and p.replica == number for p in self.parts))
+            say(f"{why}: replica {number} is away, the others go on")
+        for number in sorted(self.away - away if away or not found else ()):
+            say(f"replica {number} is back")
+        self.away = away
+        return [] if away else found
+
+    def left_out(self) -> list[Part]:
+        """The parts that do not come to the end with the others: away, or far behind when the head had ended well."""
+        if self.ended_at is None and self.parts[0].status == "finished":
+            self.ended_at = time.monotonic()
+        late = self.ended_at is not None and time.monotonic() - self.ended_at > LATE
+        return [
+            part
+            for part in self.parts
+            if part.replica is not None
+            and part.status != "finished"
+            and (part.replica in self.away or (late and left_behind(part)))
+        ]
 
     def poll(self, hasty: bool) -> None:
         """Take up what was answered, and ask again who has answered. `hasty`: have the answers at once."""
@@ -327,6 +369,8 @@ class Follower:
         if part.host in asked.answers:
             part.answer, part.trouble = asked.answers.pop(part.host), ""
             self.heard[part.host] = time.monotonic()
+            if part.node.get("restarts"):  # torchrun numbers them anew when it starts them again
+                part.ranks = part.node["ranks"]
         part.trouble = asked.troubles.get(part.host, part.trouble)
         return True
 

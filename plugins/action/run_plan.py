@@ -20,7 +20,7 @@ import yaml
 
 from plugins.module_utils import judgement
 from plugins.module_utils.links import AllHosts, Link, Round, plain
-from plugins.module_utils.plan import PORTS, Unplannable, choose_port, head_first, plan, table
+from plugins.module_utils.plan import PORTS, Silent, Unplannable, choose_port, head_first, plan, table
 from trainer.config import FIELDS, TINY, RunSpec, changed_fields, make_spec
 from trainer.errors import UserError
 from trainer.plan import choose
@@ -52,7 +52,7 @@ class ActionModule(AllHosts):
             hosts = [describe(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
             return self.plan(head_first(hosts, a["head"]), hostvars, a)
         except Unplannable as error:
-            return plain(str(error))
+            return plain(str(error), try_again=isinstance(error, Silent))
 
     def plan(self, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, Any]:
         run, spec = a["run"]["run"], dict(a["run"]["spec"])
@@ -62,6 +62,11 @@ class ActionModule(AllHosts):
         if spec["strategy"] == "auto":
             spec["strategy"], chosen = automatic(hosts, spec, a["run"]["files"])
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
+        apart = by_torchft(spec)
+        if apart and a["elastic"]:
+            raise Unplannable(
+                "elastic: torchrun cannot start ranks again where diloco_members=torchft does it: leave elastic out"
+            )
         lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
         parts = [host["facts"]["part"] for host in hosts if host["facts"]["part"]]
         attempt = max((part["attempt"] for part in parts), default=0)
@@ -77,8 +82,16 @@ class ActionModule(AllHosts):
         if a["again"]:  # what `never` forbids is to go on with what was there before the first start
             spec["resume"] = "auto"
         hosts = members or hosts
-        elastic = max(1, a["nodes_min"]) if a["elastic"] else 0
-        nodes = plan(hosts, run=run, port=port, attempt=attempt + 1, elastic=elastic, restarts=a["retries"] or 3)
+        elastic = (a["nodes_min"] or len(hosts)) if a["elastic"] else 0
+        nodes = plan(
+            hosts,
+            run=run,
+            port=port,
+            attempt=attempt + 1,
+            elastic=elastic,
+            restarts=a["retries"] or 3,
+            replica_hosts=spec["replica_hosts"] if apart else 0,
+        )
         entries = [
             node.as_dict()
             | {
@@ -109,10 +122,12 @@ class ActionModule(AllHosts):
             Unplannable: all have to (nodes_min is 0), or too few can.
         """
         left_out: dict[str, str] = {}
+        unheard: dict[str, str] = {}
         while True:
             silent = look_around(self, hosts, hostvars, a)
+            unheard |= silent
             if not a["nodes_min"] and silent:
-                raise Unplannable(silence(silent))
+                raise Silent(silence(silent))
             unfit = {host["host"]: unfitness(host, a["run"]["bytes"]) for host in hosts if host["host"] not in silent}
             unfit = {name: why for name, why in unfit.items() if why}
             if not a["nodes_min"] and unfit:
@@ -120,13 +135,18 @@ class ActionModule(AllHosts):
             left_out |= silent | unfit
             able = [host for host in hosts if host["host"] not in left_out]
             if len(able) < a["nodes_min"]:
-                raise Unplannable(
+                raise (Silent if unheard else Unplannable)(
                     f"{len(able)} of {len(able) + len(left_out)} hosts can take part, nodes_min is {a['nodes_min']}: "
                     + "; ".join(f"{host}: {why}" for host, why in left_out.items())
                 )
             if not left_out or able[0] is hosts[0]:
                 return able, left_out
             hosts = able  # another head: its ports, and the way to it, have to be asked for
+
+
+def by_torchft(spec: dict[str, Any]) -> bool:
+    """Return whether every replica of the run has a torchrun of its own (see RunSpec.by_torchft)."""
+    return spec["strategy"] in ("diloco", "auto") and spec["diloco_members"] == "torchft"
 
 
 def those_of(hosts: list[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
@@ -166,13 +186,15 @@ def describe(name: str, variables: Any) -> dict[str, Any]:
 def look_around(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
     """Put `facts` (see probe.look) into every host's description; return why a host did not answer."""
     questions: dict[str, Callable[[], dict[str, Any]]] = {}
-    run, ports = a["run"]["run"], [a["master_port"]] if a["master_port"] else list(PORTS)
+    run, apart = a["run"]["run"], by_torchft(a["run"]["spec"])
+    wanted = [a["master_port"]] if a["master_port"] else []
+    ports = [*wanted, *(PORTS if apart or not wanted else [])]
     for place, host in enumerate(hosts):
         link = Link(action, hostvars, host["host"])
         about = {
             "head": hosts[0]["address"],
             "address": host["address"],
-            "ports": ports if place == 0 else [],
+            "ports": ports if place == 0 or apart else [],
             "python": host["python"],
             "data_dir": host["data_dir"],
             "run_dir": f"{host['data_dir']}/runs/{run}",
@@ -222,6 +244,7 @@ def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_stag
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
         "deepspeed": spec["strategy"] == "deepspeed" and "strategy=deepspeed",
+        "torchft": by_torchft(spec) and "diloco_members=torchft",
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
         "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",

@@ -27,7 +27,8 @@ class ActionModule(AllHosts):
         self.task_vars = task_vars or {}
         _, self.a = self.validate_argument_spec(
             {
-                "plan": {"type": "list", "elements": "dict", "required": True},
+                "plan": {"type": "list", "elements": "dict", "default": []},
+                "broken": {"type": "dict", "default": {}},
                 "run": {"type": "dict", "required": True},
                 "environment": {"type": "dict", "default": {}, "no_log": True},
                 "properties": {"type": "list", "elements": "str", "default": []},
@@ -36,6 +37,7 @@ class ActionModule(AllHosts):
                 "retries": {"type": "int", "default": 0},
                 "retry_delay": {"type": "float", "default": 1.0},
                 "nodes_min": {"type": "int", "default": 0},
+                "elastic": {"type": "bool", "default": False},
                 "interval": {"type": "float", "default": 2.0},
                 "stall_limit": {"type": "float", "default": 600.0},
                 "lost_limit": {"type": "float", "default": 10.0},
@@ -45,10 +47,13 @@ class ActionModule(AllHosts):
             return {"skipped": True, "msg": "nothing runs in check mode"}
         plan = self.a["plan"]
         rounds = Rounds(self.a["retries"], self.a["nodes_min"], self.a["retry_delay"])
+        ended = self.a["broken"] and plain(self.a["broken"]["msg"], lost=list(self.a["broken"].get("troubles", [])))
+        self.begun = not ended
         while True:
-            ended = self.call(
-                "ranks", state="followed", plan=plan, **self.only("interval", "stall_limit", "lost_limit")
-            )
+            if self.begun:
+                ended = self.call(
+                    "ranks", state="followed", plan=plan, **self.only("interval", "stall_limit", "lost_limit")
+                )
             if not ended.get("failed"):
                 return ended | {"plan": plan}
             # What broke a start after this one is told when it is: no start, no further one.
@@ -67,13 +72,18 @@ class ActionModule(AllHosts):
         """Plan, stage and start once more; return the plan's result, or the failure of what failed."""
         lost = failure.get("lost", [])
         planned = self.call(
-            "run_plan", again=True, lost=lost, **self.only("run", "master_port", "head", "nodes_min", "retries")
+            "run_plan",
+            again=self.begun,
+            lost=lost,
+            **self.only("run", "master_port", "head", "nodes_min", "retries", "elastic"),
         )
         if planned.get("failed"):
             return planned | {"lost": lost}
         for line in planned["lines"]:
             display.display(line)
-        if planned["state"] == "stopped":
+        if planned["state"] == "running":  # it had begun, but the word of that was lost
+            self.begun = True
+        if planned["state"] in ("running", "stopped"):
             return planned
         plan = planned["plan"]
         staged = self.call(
@@ -85,7 +95,10 @@ class ActionModule(AllHosts):
         if staged.get("failed"):
             return staged
         started = self.call("ranks", state="started", plan=plan, properties=self.a["properties"])
-        return started if started.get("failed") else planned
+        if started.get("failed"):
+            return started
+        self.begun = True
+        return planned
 
     def tell(self, failure: dict[str, Any], rounds: Rounds) -> None:
         """Say what broke, and what comes now."""

@@ -45,7 +45,7 @@ class ActionModule(AllHosts):
         done = Round(questions).wait(STAGE_LIMIT)
         if done.troubles:
             host = next(entry["host"] for entry in a["plan"] if entry["host"] in done.troubles)
-            return plain(f"{host}: {done.troubles[host]}", troubles=done.troubles)
+            return plain(f"{host}: {done.troubles[host]}", troubles=done.troubles, try_again=True)
         changed = {host: answer["changed"] for host, answer in done.answers.items()}
         return {"changed": any(changed.values()), "files": changed}
 

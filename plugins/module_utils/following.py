@@ -32,6 +32,7 @@ class Part:
     answer: dict[str, Any] | None = None
     silent: float = 0.0  # seconds since its last answer
     trouble: str = ""  # why the last question failed
+    replica: int | None = None  # the one that it belongs to, if each has a torchrun of its own and may be away
 
     @property
     def status(self) -> str:
@@ -70,6 +71,25 @@ def causes(parts: Iterable[Part], lost_limit: float) -> list[Cause]:
     if found:  # a part that was stopped by somebody is no failure, but it may be why the others failed
         found += [Cause(2, -1, p.host, f"{p.host} was stopped", "host") for p in parts if p.status == "stopped"]
     return sorted(found)
+
+
+def others_go_on(parts: list[Part], found: list[Cause]) -> set[int]:
+    """Return the replicas that are away by these causes, if the run goes on without them; else none.
+
+    It needs the head, which keeps the lighthouse, and one replica; and a mistake is not mended by starting again.
+    """
+    away = {p.replica for cause in found for p in parts if p.host == cause.host and p.replica is not None}
+    there = [part for part in parts if part.replica not in away and part.status not in ("failed", "lost", "none")]
+    if not there or any(cause.host == parts[0].host or cause.mend == "user" for cause in found):
+        return set()
+    return {replica for replica in away if replica is not None}
+
+
+def left_behind(part: Part) -> bool:
+    """Tell whether a part that runs is not at the run's last step, or beyond."""
+    return part.status == "running" and not any(
+        state.get("steps") and state.get("step") == state["steps"] for state in part.states.values()
+    )
 
 
 def part_causes(part: Part, lost_limit: float) -> list[Cause]:
@@ -269,7 +289,7 @@ def table(rows: list[list[str]]) -> list[str]:
 
 
 def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
-    """One row for each rank of one run on one host: run, host, rank, state, step, loss, tok/s, last heartbeat."""
+    """One row for each rank of one run on one host: run, host, rank, state, step, loss, tok/s, GPU, last heartbeat."""
     node = answer.get("node") or {}
     part = Part(host, answer.get("run_dir", ""), ranks=node.get("ranks") or [], answer=answer)
     rows = []
@@ -286,10 +306,18 @@ def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
                 "-" if step is None else f"{step}/{state.get('steps') or '?'}",
                 "-" if loss is None else f"{loss:.4g}",
                 thousands(speed) if speed else "-",
+                gpu_word(state.get("gpu") or {}),
                 f"{clock(answer['now'] - state['time'])} ago" if state.get("time") else "-",
             ]
         )
     return rows
 
 
-STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "heartbeat"]
+def gpu_word(use: dict[str, float]) -> str:
+    """`87% 11.2GB`: what a rank tells of its GPU, the most memory that it has held; a dash without one."""
+    share, memory = use.get("utilisation_percent"), use.get("memory_peak_gb")
+    words = [] if share is None else [f"{share:.0f}%"]
+    return " ".join([*words, *([] if memory is None else [f"{memory:.1f}GB"])]) or "-"
+
+
+STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]

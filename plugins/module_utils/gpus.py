@@ -6,6 +6,7 @@ the README of the open kernel modules for the drivers.
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,24 @@ def find(sysfs: Path) -> list[dict[str, Any]]:
             {"slot": folder.name, "device": device, "generation": which.name if which else "", "module": module}
         )
     return cards
+
+
+def answers(field: str) -> list[str]:
+    """Return what the driver says of every card, such as its `driver_version` or `compute_cap`; none where none answers.
+
+    Source: `nvidia-smi --help-query-gpu`.
+    """
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines()]
 
 
 def wanted(cards: list[dict[str, Any]], branch: int) -> dict[str, Any]:

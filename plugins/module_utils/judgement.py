@@ -198,7 +198,7 @@ def machine(host: Host) -> list[Finding]:
     gpu = seen["gpu"]
     if gpu["cards"] > len(gpu["gpus"]):
         text = f"{gpu['cards']} NVIDIA cards on the bus, the driver shows {len(gpu['gpus'])}"
-        say("gpu", "warning", text, "site.yml with nvidia_state=present, or reboot after a driver's update")
+        say("gpu", "warning", text, "site.yml -e nvidia_install=true, or reboot after a driver's update")
     for line in gpu["users"]:
         say("gpu", "warning", f"somebody computes on its GPU ({line})", "end that, or wait for it")
     for path in seen["files"]["spoilt"]:

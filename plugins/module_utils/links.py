@@ -17,6 +17,8 @@ from ansible.errors import AnsibleConnectionFailure, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
 
+from trainer.launched import die_with_launcher
+
 
 class AllHosts(ActionBase):
     """An action that runs on the controller, once for all hosts of the play."""
@@ -26,6 +28,16 @@ class AllHosts(ActionBase):
     _requires_connection = False
     _supports_check_mode = True
     _supports_async = False
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Prepare for any action of ours: what carries it out ends with ansible-playbook.
+
+        Ansible's workers live in sessions of their own. When the terminal is closed, or ansible-playbook killed, one that
+        follows a run would go on, and start it again beside whoever follows it next.
+        """
+        die_with_launcher()
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        return result
 
 
 class Trouble(Exception):

@@ -13,6 +13,10 @@ class Unplannable(Exception):
     """These hosts cannot run this together; the message is one plain line."""
 
 
+class Silent(Unplannable):
+    """A host does not answer: it may be there in a moment."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One host of a run. `ranks` count over all hosts, in inventory order; `threads` are CPU threads a rank."""
@@ -29,6 +33,9 @@ class Node:
     backend: str = "auto"
     properties: list[str] = field(default_factory=list)
     attempt: int = 1
+    replica: int | None = None  # the replica that this host belongs to, if each has a torchrun of its own
+    restarts: int = 0  # starts in a row of such a torchrun alone, by its host's supervisor
+    lighthouse: str = ""  # where the head keeps the lighthouse of such a run
     stale: bool = False  # a part of an earlier start still runs there, and is stopped before this one begins
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,8 +74,36 @@ def head_first(hosts: list[dict[str, Any]], head: str) -> list[dict[str, Any]]:
     return sorted(hosts, key=lambda host: host["host"] != head)
 
 
+def replica_ports(hosts: list[dict[str, Any]], port: int, size: int) -> list[int]:
+    """Return free ports: of the lighthouse on the head, and for each replica of `size` hosts that of its rendezvous.
+
+    All are unlike: two hosts may be one machine. `port`: of the first replica, on the head; 0 for a run that is there.
+
+    Raises:
+        Unplannable: a host has none left.
+    """
+    if not port:
+        return [0] * (1 + len(hosts))
+    ports = [port]
+    for host in [hosts[0], *hosts[size::size]]:
+        left = [free for free in host["facts"]["free_ports"] if free not in ports]
+        if not left:
+            raise Unplannable(
+                f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host['host']}: end what uses them"
+            )
+        ports.append(left[0])
+    return [ports[1], ports[0], *ports[2:]]
+
+
 def plan(
-    hosts: list[dict[str, Any]], *, run: str, port: int, attempt: int = 1, elastic: int = 0, restarts: int = 0
+    hosts: list[dict[str, Any]],
+    *,
+    run: str,
+    port: int,
+    attempt: int = 1,
+    elastic: int = 0,
+    restarts: int = 0,
+    replica_hosts: int = 0,
 ) -> list[Node]:
     """Plan a run over `hosts`, in order: rank = place in the list.
 
@@ -79,6 +114,8 @@ def plan(
         attempt: number of this start of the run.
         elastic: 0 for the static rendezvous; else torchrun itself goes on with so many hosts at least, and starts its
             ranks again up to `restarts` times.
+        replica_hosts: 0 for one torchrun; else every so many neighbouring hosts have one of their own, started again
+            alone up to `restarts` times in a row.
 
     Raises:
         Unplannable: a host cannot take part; says which and why.
@@ -92,6 +129,8 @@ def plan(
         on_machine[boot] = on_machine.get(boot, 0) + count
     nodes: list[Node] = []
     first = 0
+    ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
+    firsts = [sum(processes[:place]) for place in range(0, len(hosts), replica_hosts or len(hosts))]
     for place, (host, count) in enumerate(zip(hosts, processes, strict=True)):
         facts = host["facts"]
         if facts["trouble"] or not facts["interface"]:
@@ -106,9 +145,22 @@ def plan(
             meeting = [f"--nnodes={elastic}:{len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-conf={conf}"]
             meeting += [f"--rdzv-endpoint={hosts[0]['address']}:{port}", f"--rdzv-id={run}-{attempt}"]
             meeting += [f"--local-addr={host['address']}", f"--max-restarts={restarts}"]
+        number, among = divmod(place, replica_hosts) if replica_hosts else (None, 0)
+        lighthouse, flags = "", []
+        if number is not None:
+            crew = hosts[place - among : place - among + replica_hosts]
+            meeting = [f"--nnodes={len(crew)}", f"--node-rank={among}", f"--master-addr={crew[0]['address']}"]
+            meeting += [f"--master-port={ports[1 + number]}", "--max-restarts=0"]
+            lighthouse = f"{hosts[0]['address']}:{ports[0]}"
+            flags = [
+                f"--replica={number}/{len(firsts)}",
+                f"--first-rank={firsts[number]}",
+                f"--lighthouse={lighthouse}",
+            ]
         command = [
             host["python"], "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={count}",
             "-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}", f"--data-dir={host['data_dir']}",
+            *flags,
         ]  # fmt: skip
         nodes.append(
             Node(
@@ -123,6 +175,9 @@ def plan(
                 command=command,
                 backend=host["backend"],
                 attempt=attempt,
+                replica=number,
+                restarts=restarts if replica_hosts else 0,
+                lighthouse=lighthouse if place == 0 else "",
                 stale=facts.get("running", False),
             )
         )
@@ -163,6 +218,9 @@ def table(nodes: list[Node], spec: dict[str, Any], port: int, before: list[int])
     rows = [
         [n.host, str(n.node_rank), ",".join(map(str, n.ranks)), n.address, n.interface, str(n.threads)] for n in nodes
     ]
+    if nodes[0].lighthouse:
+        head.append("replica")
+        rows = [[*row, str(n.replica)] for row, n in zip(rows, nodes, strict=True)]
     by_speed = ""
     if spec["strategy"] == "ddp":
         head.append("rows")
@@ -174,6 +232,6 @@ def table(nodes: list[Node], spec: dict[str, Any], port: int, before: list[int])
     ]
     return [
         *lines,
-        f"world size {world}, rendezvous {nodes[0].address}:{port}, strategy {spec['strategy']}, "
+        f"world size {world}, {'lighthouse ' + nodes[0].lighthouse if nodes[0].lighthouse else f'rendezvous {nodes[0].address}:{port}'}, strategy {spec['strategy']}, "
         f"{spec['rows_per_step']} rows a step in micro-batches of {spec['batch_size']}{by_speed}",
     ]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy", "pydantic", "tensorboard")
-OPTIONAL = ("datasets", "wandb", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn", "deepspeed")
+OPTIONAL = ("datasets", "wandb", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn", "deepspeed", "torchft")
 SIOCGIFADDR = 0x8915  # netdevice(7)
 # CUDA's and NCCL's versions are asked for without importing torch, which takes seconds.
 _ASK_VERSIONS = """

@@ -17,6 +17,14 @@ done < {run_dir}/env
 """
 
 
+def lighthouse(entry: dict[str, Any]) -> str:
+    """Return the line that starts the run's lighthouse on the host that keeps it; it ends with what is started after it."""
+    if not entry.get("lighthouse"):
+        return ""
+    command = shlex.join([entry["command"][0], "-m", "trainer.lighthouse", entry["lighthouse"]])
+    return f"{command} >> {shlex.quote(entry['run_dir'])}/lighthouse.log 2>&1 &\n"
+
+
 def script(entry: dict[str, Any], run: str) -> str:
     """Return the bash script that starts one host's part of a run."""
     ranks = ",".join(map(str, entry["ranks"]))
@@ -26,6 +34,7 @@ def script(entry: dict[str, Any], run: str) -> str:
         "# Start it on all hosts within a few minutes of each other.\n"
         "set -euo pipefail\n"
         f"{_ENVIRONMENT.format(run_dir=shlex.quote(entry['run_dir']))}"
+        f"{lighthouse(entry)}"
         f"exec {shlex.join(entry['command'])}\n"
     )
 
@@ -46,6 +55,7 @@ def sbatch(plan: list[dict[str, Any]], run: str) -> str:
     for entry in plan:
         cases.append(f"{shlex.quote(entry['host'])})")
         cases += _ENVIRONMENT.format(run_dir=shlex.quote(entry["run_dir"])).splitlines()
+        cases += lighthouse(entry).splitlines()
         cases.append(f"exec {shlex.join(entry['command'])} ;;")
     cases += ["*)", 'echo "error: no part of the run is planned for $SLURMD_NODENAME" >&2; exit 2 ;;', "esac"]
     return "\n".join([*lines, *(line.replace("'", "'\\''") for line in cases), "'", ""])

@@ -54,13 +54,11 @@ EXAMPLES = r"""
 RETURN = r"""
 """
 
-import os
-import pwd
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.whole import write_whole
 
 BEGIN = "# BEGIN trainyard: written by site.yml, taken away by playbooks/reset.yml"
 END = "# END trainyard"
@@ -110,32 +108,6 @@ def settled(text: str, lines: dict[str, list[str]], members: list[str], new: boo
     return before + body + after if inside or BEGIN in text.splitlines() else body + text
 
 
-def write(path: Path, text: str, mode: int, owner: str | None, new: bool) -> None:
-    """Replace the file at once; it keeps owner and mode if it was there."""
-    person = pwd.getpwnam(owner) if owner else None
-    if not path.parent.is_dir():
-        path.parent.mkdir(parents=True, mode=0o700 if owner else 0o755)
-        if person:
-            os.chown(path.parent, person.pw_uid, person.pw_gid)
-    status = None if new else path.stat()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".trainyard-")
-    aside = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if status:
-            os.chown(aside, status.st_uid, status.st_gid)
-        elif person:
-            os.chown(aside, person.pw_uid, person.pw_gid)
-        aside.chmod(status.st_mode & 0o7777 if status else mode)
-        aside.replace(path)
-    except BaseException:
-        aside.unlink()
-        raise
-
-
 def main() -> None:
     one = {
         "path": {"type": "path", "required": True},
@@ -170,7 +142,7 @@ def main() -> None:
             if after is None:
                 path.unlink()
             else:
-                write(path, after, int(entry["mode"], 8), entry["owner"], new)
+                write_whole(path, after, int(entry["mode"], 8), entry["owner"], keep=True)
         except OSError as error:
             module.fail_json(msg=f"{path}: cannot be written: {error.strerror}")
     module.exit_json(changed=bool(diffs), diff=diffs)

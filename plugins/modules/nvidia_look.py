@@ -51,26 +51,10 @@ lines:
   elements: str
 """
 
-import subprocess
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpus import find, wanted
-
-
-def driver() -> str:
-    """Return the version of the driver that answers, or an empty string."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return (done.stdout.split() or [""])[0]
+from ansible.module_utils.gpus import answers, find, wanted
 
 
 def main() -> None:
@@ -79,7 +63,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     cards = find(Path(module.params["sysfs"]))
-    version = driver() if cards else ""
+    version = next(iter(answers("driver_version")), "") if cards else ""
     want = wanted(cards, module.params["branch"])
     lines = [
         f"{card['slot']}  10de:{card['device'].removeprefix('0x')}  {card['generation'] or 'newer than this table'}  "

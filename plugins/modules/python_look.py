@@ -44,7 +44,7 @@ look:
   description: >-
     C(env), C(python), C(base), C(link) (the path of the environment), C(version) of the base, C(has_venv), C(machine), C(driver),
     C(capabilities) (of the GPUs),
-    C(blocked) (something else is at that path), C(target) (where the link leads), C(marker) (what made it), C(wheels)
+    C(serving) (wheels are shown to other hosts), C(blocked) (something else is at that path), C(target) (where the link leads), C(marker) (what made it), C(wheels)
     (keys of the wheels kept here), C(versions) of what is in the environment.
   returned: always
   type: dict
@@ -58,8 +58,11 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpus import answers
 from ansible.module_utils.probe import versions
 
+# systemd keeps the file of a transient unit for as long as it runs.
+SERVER = Path("/run/systemd/transient/trainyard-wheels.service")
 _ASK = "import importlib.util as u, platform as p; print(p.python_version(), int(bool(u.find_spec('venv'))))"
 
 
@@ -93,8 +96,10 @@ def main() -> None:
     )
     a = module.params
     link = Path(a["data_dir"]) / "venv"
-    version, has_venv = (words_of(a["base"], "-I", "-c", _ASK) + ["", "0"])[:2]
-    driver = words_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    # Somebody else's environment is made with nothing of ours.
+    asked = words_of(a["base"], "-I", "-c", _ASK) if a["env"] != "as-is" else []
+    version, has_venv = (asked + ["", "0"])[:2]
+    driver = next(iter(answers("driver_version")), "")
     wheels = Path(a["data_dir"]) / "python" / "shared" / "wheels"
     look = {
         "env": a["env"],
@@ -104,8 +109,9 @@ def main() -> None:
         "version": version,
         "has_venv": has_venv == "1",
         "machine": platform.machine(),
-        "driver": driver[0] if driver else "",
-        "capabilities": words_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader") if driver else [],
+        "driver": driver,
+        "capabilities": answers("compute_cap") if driver else [],
+        "serving": SERVER.exists(),
         "blocked": os.path.lexists(link) and not link.is_symlink(),
         "target": str(link.readlink()) if link.is_symlink() else "",
         "marker": marker_of(link),

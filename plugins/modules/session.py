@@ -14,7 +14,12 @@ options:
     description: The plan that M(run_plan) returned.
     type: list
     elements: dict
-    required: true
+    default: []
+  broken:
+    description: What M(run_plan), M(stage) or M(ranks) returned when it failed, if the run has not begun for that. It is told,
+      and tried again as a start that broke.
+    type: dict
+    default: {}
   run:
     description: What M(run_spec) returned.
     type: dict
@@ -47,6 +52,10 @@ options:
     description: Go on with so many hosts at least, when others are lost or cannot take part. 0 for none less.
     type: int
     default: 0
+  elastic:
+    description: As M(run_plan) takes it.
+    type: bool
+    default: false
   interval:
     description: Seconds between two progress lines, at least.
     type: float

@@ -60,8 +60,8 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-switched_on:
-  description: Whether this call switched ufw on.
+fuse_lit:
+  description: Whether ufw is switched off again unless the fuse is put out, lit by this call or by one of a play that was killed.
   returned: success
   type: bool
 """
@@ -198,7 +198,7 @@ def present(module, firewall):
     after = [rule for rule in ours if rule not in withdraw and rule.what not in {one.what for one in add}] + add
     return {
         "changed": bool(withdraw or add or target != state),
-        "switched_on": switched_on,
+        "fuse_lit": fuse_lit(module),
         "diff": {"before": show(state, ours), "after": show(target, after)},
     }
 
@@ -210,6 +210,11 @@ def light_fuse(module):
     code, _, err = module.run_command([*argv, "--timer-property=AccuracySec=1s", "ufw", "disable"])
     if code:
         module.fail_json(msg=f"firewall: no fuse could be lit, so ufw was not switched on: {err.strip()}", plain=True)
+
+
+def fuse_lit(module):
+    code, _, _ = module.run_command(["systemctl", "is-active", "--quiet", f"{FUSE}.timer"], handle_exceptions=False)
+    return code == 0
 
 
 def absent(module, firewall):
@@ -240,7 +245,7 @@ def absent(module, firewall):
             kept.parent.rmdir()
     return {
         "changed": changed,
-        "switched_on": False,
+        "fuse_lit": False,
         "diff": {"before": show(state, ours), "after": show(before, [])},
     }
 

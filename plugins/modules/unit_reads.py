@@ -6,14 +6,15 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 module: unit_reads
-short_description: Have a systemd unit read settings that it has not read yet
+short_description: Have a systemd unit, or a command, read settings that it has not read yet
 description:
-  - What a handler does, but right after a play that was killed between the file and the handler, too. What the unit read last is
+  - What a handler does, but right after a play that was killed between the file and the handler, too. What was read last is
     kept as a digest under C(/var/lib/trainyard/read), which reset.yml takes away.
   - A unit that is not running is left alone, it will read them when it starts.
+  - Where a file is a unit's own, systemd reads it first.
 options:
   name:
-    description: The unit.
+    description: The unit; or, with C(by), a name for what reads.
     type: str
     required: true
   files:
@@ -26,6 +27,11 @@ options:
     type: str
     choices: [reload, restart]
     default: reload
+  by:
+    description: A command that reads them, in place of the unit.
+    type: list
+    elements: str
+    default: []
   test:
     description: A command that fails if the settings are not sound; nothing is done to the unit then.
     type: list
@@ -40,6 +46,12 @@ EXAMPLES = r"""
     name: ssh
     files: [/etc/ssh/sshd_config.d/10-trainyard.conf]
     test: [/usr/sbin/sshd, -t]
+
+- name: Export what the file says
+  unit_reads:
+    name: exports
+    files: [/etc/exports.d/trainyard.exports]
+    by: [exportfs, -ra]
 """
 
 RETURN = r"""
@@ -51,6 +63,7 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 
 KEPT = Path("/var/lib/trainyard/read")
+UNITS = Path("/etc/systemd/system")
 
 
 def digest(files: list[str]) -> str:
@@ -64,31 +77,39 @@ def digest(files: list[str]) -> str:
     return total.hexdigest()
 
 
+def run(module: AnsibleModule, argv: list[str], words: str) -> None:
+    """Run a command; fail with `words` and what it said if it fails."""
+    code, out, err = module.run_command(argv)
+    if code:
+        module.fail_json(msg=f"{words}: {' '.join((err or out).split())[-300:]}")
+
+
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "name": {"type": "str", "required": True},
             "files": {"type": "list", "elements": "path", "required": True},
             "how": {"type": "str", "choices": ["reload", "restart"], "default": "reload"},
+            "by": {"type": "list", "elements": "str", "default": []},
             "test": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )
-    name, how = module.params["name"], module.params["how"]
+    name, how, by = module.params["name"], module.params["how"], module.params["by"]
     kept = KEPT / name
     now = digest(module.params["files"])
     if now == (kept.read_text() if kept.exists() else ""):
         module.exit_json(changed=False)
     if not module.check_mode:
         if module.params["test"]:
-            code, _, words = module.run_command(module.params["test"])
-            if code:
-                module.fail_json(msg=f"{name} would not take its settings: {words.strip().splitlines()[-1:]}")
-        code, _, words = module.run_command(
-            ["systemctl", f"try-{how}" if how == "restart" else "try-reload-or-restart", name]
-        )
-        if code:
-            module.fail_json(msg=f"{name} did not {how}: {words.strip()}: journalctl -u {name} says why")
+            run(module, module.params["test"], f"{name} would not take its settings")
+        if by:
+            run(module, by, f"{name} could not be read")
+        else:
+            if any(Path(path).is_relative_to(UNITS) for path in module.params["files"]):
+                run(module, ["systemctl", "daemon-reload"], "systemd did not read its units")
+            do = "try-restart" if how == "restart" else "try-reload-or-restart"
+            run(module, ["systemctl", do, name], f"{name} did not {how} (journalctl -u {name} says why)")
         if now:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(now)

@@ -2,8 +2,10 @@
 
     make bench-balance
 
-Both hosts have a core; one gets half of its time (the lab's fault `cpu`). Equal shares are then worth 2 x the slow host, shares by
-speed 3 x: 1.5 is the limit. Runs take turns, and of each the second half of its steps counts.
+Equal shares are worth 2 x the slow host, shares by speed 3 x: 1.5 is the limit. What a virtual machine calls two cores are often
+two threads of one, and slow each other down, which real hosts do not: so both hosts run on one core, in turns, and the
+lab's fault `cpu` gives the one 60 and the other 30 percent of it. Runs take turns, and of each the second half of its steps
+counts.
 """
 
 from __future__ import annotations
@@ -19,12 +21,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lab_hosts import VENV, Lab, run_playbook
-from yard import faults
+from two_hosts import come_first
+from yard import faults, machine
+
+SHARES = (60, 30)  # percent of one core
 
 
 def tokens_per_second(lab: Lab, run: str, **fields: Any) -> tuple[float, list[int]]:
     """Train, and return the median speed of the run's second half and how its last step was shared."""
-    played = run_playbook("train.yml", lab.inventory, {"run": run, "model": "tiny", "eval_split": 0, **fields})
+    said = {"run": run, "model": "tiny", "eval_split": 0, "loggers": "none", **fields}
+    # Every question to a host is paid out of its share.
+    said |= {"unit_properties": ["CPUAffinity=0"], "progress_interval": 10}
+    played = run_playbook("train.yml", lab.inventory, said)
     if played.rc:
         raise SystemExit(played.stdout)
     text = lab.inside(lab.hosts[0], f"cat /home/yard/trainyard/runs/{run}/metrics.jsonl")
@@ -44,7 +52,10 @@ def main() -> None:
         made = run_playbook("site.yml", lab.inventory, None, "--tags storage")
         if made.rc:
             raise SystemExit(made.stdout)
-        faults.inject(lab, lab.hosts[1], "cpu", "50")
+        top, unified = machine.cgroup_of("cpu")
+        come_first(top / f"trainyard-{lab.name}", unified)
+        for host, share in zip(lab.hosts, SHARES, strict=True):
+            faults.inject(lab, host, "cpu", str(share))
         speeds: dict[str, list[float]] = {"even": [], "auto": []}
         for number in range(a.rounds):
             for balance, kept in speeds.items():

@@ -31,6 +31,7 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
         {"bf16": False, "gradient_checkpointing": False, "packing": True},
     ),
 }
+SHOWN = ("tokens_per_second", "tokens_per_cpu_second", "peak_mib")
 OURS, THEIRS = "trainyard, defaults (packing)", "TRL, defaults"
 
 
@@ -65,9 +66,7 @@ def main() -> int:
                 print(f"{name}:\n{done.stderr[-3000:]}", file=sys.stderr)
                 return 1
             found[name] += json.loads(done.stdout.strip().splitlines()[-1])
-    middle = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
-    }
+    middle = {name: {key: statistics.median(run[key] for run in runs) for key in SHOWN} for name, runs in found.items()}
     base = middle[THEIRS]
     print("| | tokens/s | a CPU second | beside TRL's defaults | peak MiB |\n| --- | --- | --- | --- | --- |")
     for name, run in middle.items():

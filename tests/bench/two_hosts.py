@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(TOP / "molecule/resources"))
+
+from yard import machine  # noqa: E402  found by the line above
+
 ONE = Path(__file__).with_name("speed_one.py")
 PORT = 29500
 
@@ -41,8 +46,47 @@ def two_hosts(mbit: int = 0) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def run(names: list[str], several: list[dict[str, Any]], limit: float = 900.0) -> list[dict[str, Any]]:
-    """Run speed_one.py as one torchrun over `names` (or as one process, for one name); return what it printed."""
+def come_first(group: Path, unified: bool) -> None:
+    """Let a cgroup have the time that its quota allows, whatever else this machine is at."""
+    (group / ("cpu.weight" if unified else "cpu.shares")).write_text("10000" if unified else "262144")
+
+
+@contextmanager
+def part_of_a_core(percent: int) -> Iterator[list[Path]]:
+    """Yield a cgroup for each of two hosts that gives it `percent` of a core's time, in slices of 10 ms; none for 0."""
+    groups: list[Path] = []
+    top, unified = machine.cgroup_of("cpu")
+    try:
+        for side in "ab" if percent else "":
+            group = top / f"tybench{os.getpid()}{side}"
+            group.mkdir()
+            groups.append(group)
+            come_first(group, unified)
+            if unified:
+                (group / "cpu.max").write_text(f"{percent * 100} 10000")
+            else:
+                (group / "cpu.cfs_period_us").write_text("10000")
+                (group / "cpu.cfs_quota_us").write_text(str(percent * 100))
+        yield groups
+    finally:
+        for group in groups:
+            deadline = time.monotonic() + 5
+            while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+                time.sleep(0.05)  # the dead leave their group when they are buried
+            group.rmdir()
+
+
+def run(names: list[str], several: list[dict[str, Any]], limit: float = 900.0, share: int = 0) -> list[dict[str, Any]]:
+    """Run speed_one.py as one torchrun over `names` (or as one process, for one name); return what it printed.
+
+    Each has a core of its own, or `share` percent of one and the same: what a virtual machine calls two cores are often
+    two threads of one, which slow each other down as two hosts do not.
+    """
+    with part_of_a_core(share) as groups:
+        return _run(names, several, limit, groups)
+
+
+def _run(names: list[str], several: list[dict[str, Any]], limit: float, groups: list[Path]) -> list[dict[str, Any]]:
     cores = sorted(os.sched_getaffinity(0))
     environment = os.environ | {
         "PYTHONPATH": str(TOP),
@@ -52,7 +96,10 @@ def run(names: list[str], several: list[dict[str, Any]], limit: float = 900.0) -
     }
     started = []
     for place, name in enumerate(names):
-        command = ["ip", "netns", "exec", name, "taskset", "-c", str(cores[place % len(cores)]), sys.executable]
+        core = cores[0] if groups else cores[place % len(cores)]
+        command = ["ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable]
+        if groups:
+            command[:0] = ["sh", "-c", f'echo 0 >{groups[place]}/cgroup.procs; exec "$@"', "sh"]
         if len(names) > 1:
             command += ["-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={place}"]
             command += ["--nproc-per-node=1", "--master-addr=10.77.0.1", f"--master-port={PORT}"]

@@ -96,15 +96,17 @@ def mutants(seed: int, count: int):
 def test_ten_thousand_broken_replies_over_a_socket():
     """No crash, no hang: each ends as an answer or as BadReply, all of them within a minute."""
     count, at_once = 10_000, 50
-    waiting = mutants(4, count)
+    waiting, served = mutants(4, count), [0]
 
     async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(next(waiting))
+        writer.write(next(waiting, b""))
+        served[0] += 1
         writer.close()
 
     async def client(port: int, outcomes: list[str]) -> None:
-        while len(outcomes) < count:
+        # Not so many questions, so many answers: on a busy machine one may be over before it is heard.
+        while served[0] < count:
             outcomes.append("")
             try:
                 body = await get("127.0.8.1", port, "/api/tags", 1.0)
@@ -127,7 +129,7 @@ def test_ten_thousand_broken_replies_over_a_socket():
 
     start = time.perf_counter()
     outcomes = asyncio.run(main())
-    assert len(outcomes) == count
+    assert len(outcomes) >= count
     assert next(waiting, None) is None
     assert time.perf_counter() - start < 60
 

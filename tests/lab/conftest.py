@@ -3,4 +3,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lab_hosts import bare, hosts, lab  # noqa: F401  fixtures
+from lab_hosts import bare, hosts, lab, metal  # noqa: F401  fixtures

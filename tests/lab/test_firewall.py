@@ -174,3 +174,15 @@ def test_what_cannot_be_opened_is_said_before_a_host_is_touched(lab: Lab, hosts:
     assert played.count("changed") == 0
     assert "cluster_address of node2 is 'box', takes the IP address that its peers reach it at" in played.stdout
     assert "firewall_allow: port is '99999', takes a number from 1 to 65535 or a range" in played.stdout
+
+
+def test_a_killed_play_leaves_no_fuse_burning(lab: Lab, hosts: list[Host], inventory: Any) -> None:
+    """Killed after ufw was switched on and before anybody came in anew: the next play puts the fuse out."""
+    all_of_them = inventory([host.name for host in hosts])
+    assert firewall(all_of_them).rc == 0
+    fuse = "trainyard-firewall-fuse.timer"
+    lab.inside(hosts[1], f"systemd-run --quiet --collect --unit={fuse[:-6]} --on-active=600 ufw disable")
+    assert lab.inside(hosts[1], f"systemctl is-active {fuse}") == "active\n"
+    again = firewall(all_of_them)
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout
+    assert lab.inside(hosts[1], f"systemctl is-active {fuse} || :") == "inactive\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,6 @@ from lab_hosts import NEEDS_LAB, Lab
 from yard import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def metal() -> Iterator[Lab]:
-    one = Lab(f"metal-{os.getpid()}")
-    one.up(hosts=2, kind="metal", stay=False)
-    yield one
-    one.down()
 
 
 def test_whole_machines_have_kernels_of_their_own(metal: Lab) -> None:

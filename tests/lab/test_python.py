@@ -9,7 +9,6 @@ import http.server
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,9 +18,8 @@ from typing import Any
 import pytest
 import yaml
 from bed import until
-from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, Played, inventory_with, run_playbook
+from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, Played, inventory_with, run_playbook, small_wheels
 
-from plugins.module_utils.environments import requirements
 from plugins.module_utils.python_kit import trainer_version
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -51,13 +49,7 @@ class Yard:
 @pytest.fixture(scope="module")
 def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
     folder = tmp_path_factory.mktemp("python")
-    wheels = folder / "wheels"
-    # The hosts' Python is that of this machine's distribution, not the one that the tests run in.
-    asked = ["/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    download = [sys.executable, "-m", "pip", "download", "-q", "-d", wheels, "-c", REPO / "constraints.txt"]
-    download += ["--only-binary=:all:", f"--python-version={version}"]
-    subprocess.run([*download, *requirements(REPO / "pyproject.toml", [], torch=False)], check=True)
+    wheels = small_wheels(folder / "wheels")
     one = Lab(f"python-{os.getpid()}")
     one.up(hosts=2, stay=False)
     here = Yard(one, wheels, folder)

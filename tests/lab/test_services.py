@@ -57,6 +57,12 @@ def test_datasets_are_copied_and_only_what_differs_travels(
     assert mended.rc == 0 and mended.stats["changed"] == {"node3": 1}, mended.stdout
     assert digests(lab, hosts[2]) == first
 
+    # In a folder that the role did not make, such a file is somebody's.
+    lab.inside(hosts[2], f"rm /var/lib/trainyard/datasets; echo mine > {DATASETS}/extra")
+    left = play(lab, "nfs", **said)
+    assert left.rc == 0, left.stdout
+    assert lab.inside(hosts[2], f"cat {DATASETS}/extra") == "mine\n"
+
 
 def test_light_hosts_have_no_nfs_and_it_is_said(lab: Lab) -> None:
     played = play(lab, "nfs", nfs_dataset_delivery="nfs")

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from bed import until
-from lab_hosts import NEEDS_LAB, REPO, Host, Lab, run_playbook
+from lab_hosts import NEEDS_LAB, REPO, Host, Lab, run_playbook, small_wheels
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
-# A quarter of a minute each: ten are a measurement, three a test.
+DATA = "/home/yard/trainyard"
+# Two minutes each: ten are a measurement, three a test. Another seed kills at other tasks.
 KILLS = int(os.environ.get("TRAINYARD_KILLS", "3"))
+SEED = int(os.environ.get("TRAINYARD_SEED", "20261121"))
+OLLAMA = "http://{}:11434/api/version"
+# A program that answers as Ollama does when it is asked for its version, and nothing else.
+STAND_IN = r"""#!/usr/bin/python3
+import http.server, os
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"version": "stand-in"}')
+host, _, port = os.environ["OLLAMA_HOST"].rpartition(":")
+http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
+"""
 # What every file, link and folder of a host is, by path: kind, mode, owner, contents. Run on the host.
 STATE = r"""
 import hashlib, json, os, stat, sys
 out = {}
 for top in sys.argv[1:]:
     for folder, folders, files in os.walk(top):
+        # What the lab shows to its hosts is no host's own.
+        folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]
         for name in folders + files:
             path = os.path.join(folder, name)
             s = os.lstat(path)
@@ -38,10 +59,12 @@ for top in sys.argv[1:]:
 print(json.dumps(out))
 """
 TOPS = "/etc /home /srv /root /opt /usr/local /var/lib /run/systemd/transient /run/systemd/system"
+# What adds a user keeps the files of before (passwd-);
 # dpkg and apt write down packages, which may stay; systemd writes down when timers ran; sudo and Ansible leave a folder.
 OTHERS = (
     "/var/lib/dpkg", "/var/lib/apt", "/var/lib/systemd", "/var/lib/ucf", "/var/lib/sudo", "/var/lib/private",
     "/home/yard/.ansible", "/root/.ansible", "/home/yard/.cache", "/home/yard/.sudo_as_admin_successful",
+    "/etc/passwd-", "/etc/shadow-", "/etc/group-", "/etc/gshadow-",
     "/var/lib/logrotate", "/run/systemd/transient/session", "/var/lib/pam", "/etc/ld.so.cache",
 )  # fmt: skip
 
@@ -50,13 +73,33 @@ def state(lab: Lab, host: Host) -> dict[str, Any]:
     """What the host is: its files, what systemd is to start, what the firewall says."""
     told = lab.inside(host, f"python3 - {TOPS} <<'P'\n{STATE}\nP")
     files = {path: what for path, what in json.loads(told).items() if not path.startswith(OTHERS)}
-    units = lab.inside(host, "systemctl list-unit-files --no-legend --no-pager --state=enabled,masked,disabled")
+    listed = lab.inside(host, "systemctl list-unit-files --no-legend --no-pager --state=enabled,masked,disabled")
+    units = {f"unit {line.split()[0]}": line.split()[1:] for line in listed.splitlines()}
     firewall = lab.inside(host, "ufw status verbose; ufw show added")
-    return files | {"units": sorted(units.splitlines()), "firewall": firewall}
+    return files | units | {"firewall": firewall}
+
+
+def packages(lab: Lab, host: Host) -> set[str]:
+    return set(lab.inside(host, "dpkg-query --show --showformat '${Package}\n'").split())
+
+
+def changed_by(packages: set[str]) -> set[str]:
+    """What installing these packages changes on a stock host that nobody else touches."""
+    lab = Lab(f"control-{os.getpid()}")
+    lab.up(hosts=1, stay=False)
+    try:
+        before = state(lab, lab.hosts[0])
+        install = (
+            f"apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq install {' '.join(packages)} >/dev/null"
+        )
+        lab.inside(lab.hosts[0], install if packages else ":")
+        return set(differences(before, state(lab, lab.hosts[0])))
+    finally:
+        lab.down()
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What is not as it was; files of packages that came meanwhile are no difference."""
+    """What is not as it was."""
     return {
         path: (before.get(path), after.get(path))
         for path in before.keys() | after.keys()
@@ -64,39 +107,83 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def test_from_stock_to_a_cluster_and_back(bare: Lab) -> None:
-    stock = {host.name: state(bare, host) for host in bare.hosts}
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What has every role of site.yml at work on light hosts; torch and Ollama's own program have tests of their own."""
+    folder = tmp_path_factory.mktemp("everything")
+    (folder / "datasets").mkdir()
+    (folder / "datasets/one.jsonl").write_text('{"text": "one"}\n')
+    program = folder / "ollama"
+    program.write_text(STAND_IN)
+    program.chmod(0o755)
+    with tarfile.open(folder / "ollama.tgz", "w:gz") as archive:
+        archive.add(program, "./bin/ollama")
+    return {
+        "netplan_address": "{{ ansible_host }}/24",
+        "python_env": "venv",
+        "python_torch": False,
+        "python_wheelhouse": str(small_wheels(folder / "wheels")),
+        "cluster_python": "{{ cluster_data_dir }}/venv/bin/python",
+        "nfs_dataset_delivery": "copy",
+        "nfs_copy_from": str(folder / "datasets"),
+        "ollama_state": "present",
+        "ollama_version": "0.0.1",
+        "ollama_archive": str(folder / "ollama.tgz"),
+        "ollama_sha256": hashlib.sha256((folder / "ollama.tgz").read_bytes()).hexdigest(),
+    }
 
-    looked = run_playbook("site.yml", bare.inventory, None, "--check --diff")
+
+def check_cluster(lab: Lab) -> None:
+    """See that the hosts are what all roles together promise."""
+    for host in lab.hosts:
+        assert "passwordauthentication no" in lab.inside(host, "sshd -T")
+        assert "Status: active" in lab.inside(host, "ufw status")
+        # Nothing waits to take any of it back, and nothing of a play goes on without it.
+        assert not lab.inside(host, "systemctl list-units --all --plain --no-legend 'trainyard-*'").strip()
+        assert "trainyard" in lab.inside(host, "cat /etc/netplan/60-trainyard.yaml")
+        lab.inside(host, f"{DATA}/venv/bin/python -I -c 'import trainer.config'; test -s {DATA}/datasets/one.jsonl")
+        # From the host itself: whoever is outside is kept out.
+        ask = f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{OLLAMA.format(host.address)}\").read())'"
+        assert "stand-in" in lab.inside(host, ask)
+        for peer in lab.hosts:
+            if peer != host:
+                word = f"runuser -u yard -- ssh -o BatchMode=yes {peer.name} hostname"
+                assert lab.inside(host, word).strip() == peer.name
+
+
+@pytest.mark.long
+def test_from_stock_to_a_cluster_and_back(bare: Lab, everything: dict[str, Any]) -> None:
+    stock = {host.name: state(bare, host) for host in bare.hosts}
+    had = {host.name: packages(bare, host) for host in bare.hosts}
+
+    looked = run_playbook("site.yml", bare.inventory, everything, "--check --diff")
     assert looked.rc == 0, looked.stdout
     assert looked.count("changed") > 0
     for host in bare.hosts:
         assert not differences(stock[host.name], state(bare, host))
 
-    made = run_playbook("site.yml", bare.inventory)
+    made = run_playbook("site.yml", bare.inventory, everything)
     assert made.rc == 0, made.stdout
-    again = run_playbook("site.yml", bare.inventory)
+    check_cluster(bare)
+    again = run_playbook("site.yml", bare.inventory, everything)
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
-    for host in bare.hosts:
-        for peer in bare.hosts:
-            if peer != host:
-                word = f"runuser -u yard -- ssh -o BatchMode=yes {peer.name} hostname"
-                assert bare.inside(host, word).strip() == peer.name
 
-    gone = run_playbook("playbooks/reset.yml", bare.inventory)
+    gone = run_playbook("playbooks/reset.yml", bare.inventory, everything)
     assert gone.rc == 0, gone.stdout
     for host in bare.hosts:
-        assert not differences(stock[host.name], state(bare, host)), host.name
-    twice = run_playbook("playbooks/reset.yml", bare.inventory)
+        differs = differences(stock[host.name], state(bare, host))
+        theirs = changed_by(packages(bare, host) - had[host.name]) if differs else set()
+        left = {path: what for path, what in differs.items() if path not in theirs}
+        assert not left, f"{host.name}: {left}"
+    twice = run_playbook("playbooks/reset.yml", bare.inventory, everything)
     assert twice.rc == 0 and twice.count("changed") == 0, twice.stdout
 
 
-def killed_at(playbook: str, inventory: Path, task: int, folder: Path) -> bool:
-    """Play, and kill Ansible with everything below it at its task number `task`; False if it ended before."""
-    output = folder / f"killed-{task}.txt"
+def played(inventory: Path, said: Path, output: Path, task: int | None = None, later: float = 0.0) -> int | None:
+    """Play site.yml; its exit code. Or kill Ansible, with all below it, `later` s after its task number `task`: None."""
     with output.open("w") as sink:
         play = subprocess.Popen(
-            [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, playbook],
+            [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, "site.yml", "-e", f"@{said}"],
             cwd=REPO,
             env={**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
             stdin=subprocess.DEVNULL,
@@ -105,27 +192,65 @@ def killed_at(playbook: str, inventory: Path, task: int, folder: Path) -> bool:
             start_new_session=True,
         )
     try:
-        until(lambda: play.poll() is not None or output.read_text().count("\nTASK [") >= task, limit=300)
-        return play.poll() is None
+        until(lambda: play.poll() is not None or (task and tasks_in(output) >= task), limit=600)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            play.wait(later)
+        return play.poll()
     finally:
         if play.poll() is None:
             os.killpg(play.pid, signal.SIGKILL)
         play.wait()
 
 
-def test_a_killed_run_converges(bare: Lab, tmp_path: Path) -> None:
-    dice = random.Random(20261121)
-    run_playbook("playbooks/reset.yml", bare.inventory)
-    tasks = dice.sample(range(5, 60), KILLS)
-    kills = sum(killed_at("site.yml", bare.inventory, task, tmp_path) for task in tasks)
-    assert kills >= (KILLS + 1) // 2
-    made = run_playbook("site.yml", bare.inventory)
-    assert made.rc == 0, made.stdout
-    again = run_playbook("site.yml", bare.inventory)
-    assert again.rc == 0 and again.count("changed") == 0, again.stdout
-    for host in bare.hosts:
-        assert "passwordauthentication no" in bare.inside(host, "sshd -T")
-        assert "Status: active" in bare.inside(host, "ufw status")
+def tasks_in(output: Path) -> int:
+    """How many tasks a play has had that did something on any host."""
+    return output.read_text().count("\nTASK [")
+
+
+@pytest.mark.long
+def test_a_killed_run_converges(everything: dict[str, Any], tmp_path: Path) -> None:
+    """Killed anywhere from its first task to its last, on stock hosts, once or again and again: then it mends all, and then nothing."""
+    dice = random.Random(SEED)
+    said = tmp_path / "said.json"
+    said.write_text(json.dumps(everything))
+    with stock_hosts() as lab:
+        # As many tasks as a whole play has, there are to be killed at.
+        assert played(lab.inventory, said, tmp_path / "whole.txt") == 0, (tmp_path / "whole.txt").read_text()
+        whole = tasks_in(tmp_path / "whole.txt")
+        check_cluster(lab)
+    points = dice.sample(range(1, whole), KILLS)
+    # Half of them alone, the others one after another on the same hosts.
+    alone = points[: (KILLS + 1) // 2]
+    together = sorted(points[len(alone) :])
+    for life in [*([point] for point in alone), *([together] if together else [])]:
+        told = []
+        with stock_hosts() as lab:
+            for task in life:
+                output, later = tmp_path / f"killed-{task}.txt", dice.uniform(0, 1)
+                code = played(lab.inventory, said, output, task, later)
+                last = output.read_text().rpartition("\nTASK [")[2].partition("]")[0]
+                told.append(
+                    f"{'killed' if code is None else 'ended'} {later:.2f} s after task {task} of {whole}: {last}"
+                )
+                print(told[-1], flush=True)
+                # What a play before it has done is done: a later one may be over before it comes to its task.
+                assert code is None or (code == 0 and task != life[0]), f"{told}\n{output.read_text()}"
+            made = run_playbook("site.yml", lab.inventory, everything)
+            assert made.rc == 0, f"{told}\n{made.stdout}"
+            again = run_playbook("site.yml", lab.inventory, everything)
+            assert again.rc == 0 and again.count("changed") == 0, f"{told}\n{again.stdout}"
+            check_cluster(lab)
+
+
+@contextlib.contextmanager
+def stock_hosts() -> Iterator[Lab]:
+    """Two hosts that nobody has touched."""
+    lab = Lab(f"killed-{os.getpid()}")
+    lab.up(hosts=2, stay=False)
+    try:
+        yield lab
+    finally:
+        lab.down()
 
 
 def without(lab: Lab, name: str, folder: Path) -> Path:

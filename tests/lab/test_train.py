@@ -69,22 +69,44 @@ def test_ranks_follow_the_hosts_that_were_chosen(lab: Lab, hosts: list[Host], sa
     assert "absent" in ask(lab, hosts[0], "test -e /home/yard/trainyard/runs/two || echo absent")
 
 
-@pytest.mark.parametrize("strategy", ["diloco", "averaging"])
-def test_replicas_train_and_resume(strategy: str, lab: Lab, hosts: list[Host], said: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def made(lab: Lab) -> Lab:
     site = run_playbook("site.yml", lab.inventory)
     assert site.rc == 0, site.stdout
-    fields = said | {"run": strategy, "hosts": "node1,node2", "checkpoint_interval": 2, "hv.local_steps": 2}
-    fields |= {"strategy": strategy}
-    played = run_playbook("train.yml", lab.inventory, fields)
+    return lab
+
+
+def losses(lab: Lab, host: Host, run: str) -> list[float]:
+    lines = ask(lab, host, f"cat /home/yard/trainyard/runs/{run}/metrics.jsonl").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "diloco", "averaging"])
+def test_a_strategy_trains_and_resumes_and_follows_ddp(
+    strategy: str, made: Lab, hosts: list[Host], said: dict[str, Any]
+) -> None:
+    fields = said | {"hosts": "node1,node2", "checkpoint_interval": 2, "hv.local_steps": 2}
+    # Whole weights are what these two take apart.
+    fields |= {"lora_r": 0, "lr": 1e-3} if strategy in ("fsdp", "deepspeed") else {}
+    fields |= {"strategy": strategy, "run": strategy, "deepspeed_stage": 3, "deepspeed_offload": "all"}
+    played = run_playbook("train.yml", made.inventory, fields)
     assert played.rc == 0, played.stdout
     assert "hv.local_steps is local_steps here: local_steps=2" in played.stdout
-    run = f"/home/yard/trainyard/runs/{strategy}"
-    kept = [json.loads(ask(lab, host, f"cat {run}/result.json")) for host in hosts[:2]]
-    assert kept[0]["adapter_sha256"] == kept[1]["adapter_sha256"]
+    folder = f"/home/yard/trainyard/runs/{strategy}"
+    kind = "adapter_sha256" if strategy in ("diloco", "averaging") else "model_sha256"
+    kept = [json.loads(ask(made, host, f"cat {folder}/result.json")) for host in hosts[:2]]
+    assert kept[0][kind] == kept[1][kind]
     assert len(kept[0].get("parts", [])) == (2 if strategy == "averaging" else 0)
+    straight = losses(made, hosts[0], strategy)
+
     for host in hosts[:2]:
-        ask(lab, host, f"rm -r {run}/result.json {run}/checkpoints/step-00000006")
-    again = run_playbook("train.yml", lab.inventory, fields)
+        ask(made, host, f"rm -r {folder}/result.json {folder}/checkpoints/step-00000006")
+    again = run_playbook("train.yml", made.inventory, fields)
     assert again.rc == 0, again.stdout
-    assert "going on from step 4 of 6" in ask(lab, hosts[1], f"cat {run}/logs/rank1.log")
-    assert json.loads(ask(lab, hosts[1], f"cat {run}/result.json"))["adapter_sha256"] == kept[0]["adapter_sha256"]
+    assert "going on from step 4 of 6" in ask(made, hosts[1], f"cat {folder}/logs/rank1.log")
+    assert json.loads(ask(made, hosts[1], f"cat {folder}/result.json"))[kind] == kept[0][kind]
+
+    if kind == "model_sha256":
+        beside = run_playbook("train.yml", made.inventory, fields | {"strategy": "ddp", "run": f"{strategy}-ddp"})
+        assert beside.rc == 0, beside.stdout
+        assert straight == pytest.approx(losses(made, hosts[0], f"{strategy}-ddp"), rel=1e-3)

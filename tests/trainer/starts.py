@@ -113,9 +113,9 @@ class Here:
 # Runs under torchrun ----------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    """Return a port below the range from which the kernel takes ports for others."""
-    for port in range(20000 + os.getpid() % 5000, 32000):
+def free_port(but: int = 0) -> int:
+    """Return a port, another one than `but`, below the range from which the kernel takes ports for others."""
+    for port in range(max(20000 + os.getpid() % 5000, but + 1), 32000):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -135,28 +135,61 @@ class Cluster:
     def run_dir(self, host: int = 0, run: str = "r") -> Path:
         return self.folder / f"host{host}" / "runs" / run
 
+    def member_command(
+        self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
+    ) -> list[str]:
+        """Return the command of replica `number` of `count`, a torchrun of its own."""
+        port = free_port(but=int(lighthouse.rpartition(":")[2]) + number)  # nobody may listen at any of them yet
+        flags = [f"--replica={number}/{count}", f"--first-rank={number * ranks}", f"--lighthouse={lighthouse}"]
+        return self._command(number, [], ranks, run, port, fields) + flags
+
+    def start_member(
+        self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
+    ) -> subprocess.Popen[str]:
+        """Start replica `number` of `count` as a torchrun of its own; return its launcher."""
+        return self._launch(number, run, self.member_command(number, count, lighthouse, run, ranks, **fields))
+
+    def lighthouse(self) -> str:
+        """Start a lighthouse; return where it listens."""
+        where = f"127.0.0.1:{free_port()}"
+        log = (self.folder / "lighthouse.log").open("a")
+        command = [sys.executable, "-m", "trainer.lighthouse", where]
+        self.started.append(
+            subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(TOP)}, stdout=log, stderr=log, text=True)
+        )
+        log.close()
+        return where
+
     def start(self, hosts: int = 1, ranks: int = 1, run: str = "r", **fields: Any) -> list[subprocess.Popen[str]]:
         """Start `ranks` ranks on each of `hosts` hosts; return their launchers."""
+        port = free_port()
+        place = [[f"--nnodes={hosts}", f"--node-rank={host}"] for host in range(hosts)]
+        return [
+            self._launch(host, run, self._command(host, place[host], ranks, run, port, fields)) for host in range(hosts)
+        ]
+
+    def _command(
+        self, host: int, place: list[str], ranks: int, run: str, port: int, fields: dict[str, Any]
+    ) -> list[str]:
         spec = self.spec | {"run": run} | fields
-        port, launchers = free_port(), []
-        for host in range(hosts):
-            run_dir = self.run_dir(host, run)
-            run_dir.mkdir(parents=True, exist_ok=True)
-            torchrun = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--node-rank={host}"]
-            torchrun += [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            # As a file: torchrun takes --run for a short form of its own --run-path.
-            file = run_dir.parents[1] / f"{run}.yml"
-            file.write_text(json.dumps({name: str(value) for name, value in spec.items()}))
-            where = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
-            environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
-            log = (run_dir / "torchrun.log").open("a")
-            command = [sys.executable, *torchrun, "-m", "trainer", "train", str(file), *where]
-            launchers.append(
-                subprocess.Popen(command, env=environment, cwd=file.parent, stdout=log, stderr=log, text=True)
-            )
-            log.close()
-        self.started += launchers
-        return launchers
+        run_dir = self.run_dir(host, run)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        torchrun = ["-m", "torch.distributed.run", *place]
+        torchrun += [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        # As a file: torchrun takes --run for a short form of its own --run-path.
+        file = run_dir.parents[1] / f"{run}.yml"
+        file.write_text(json.dumps({name: str(value) for name, value in spec.items()}))
+        where = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
+        return [sys.executable, *torchrun, "-m", "trainer", "train", str(file), *where]
+
+    def _launch(self, host: int, run: str, command: list[str]) -> subprocess.Popen[str]:
+        run_dir = self.run_dir(host, run)
+        environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
+        with (run_dir / "torchrun.log").open("a") as log:
+            folder = run_dir.parents[1]
+            launcher = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log, text=True)
+        self.started.append(launcher)
+        return launcher
 
     def wait(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> list[int]:
         """Return how the launchers ended."""
@@ -178,11 +211,11 @@ class Cluster:
         file = self.run_dir(host, run) / "state" / f"rank{rank}.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def at_step(self, step: int, run: str = "r") -> None:
+    def at_step(self, step: int, run: str = "r", host: int = 0) -> None:
         """Wait until `step` is recorded."""
 
         def there() -> bool:
-            metrics = lines(self.run_dir(0, run) / "metrics.jsonl")
+            metrics = lines(self.run_dir(host, run) / "metrics.jsonl")
             return bool(metrics) and metrics[-1]["step"] >= step
 
         until(there, what=f"step {step}")

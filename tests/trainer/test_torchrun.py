@@ -40,13 +40,24 @@ def weights(run_dir: Path) -> str:
 
 def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run: str = "r") -> None:
     """Hold what every rank took in every step against the order, which knows nothing of ranks. `ranks`: (host, rank)."""
+    order = the_order(cluster, run)
+    took = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
+    steps = read_spec(cluster.run_dir(0, run) / "spec.yml", {}, "").max_steps or order.steps
+    for records_of_rank in took:
+        assert [record["step"] for record in records_of_rank] == list(range(1, steps + 1))
+    for step in range(steps):
+        assert [row for rank in took for row in rank[step]["rows"]] == order.step(step)
+
+
+def the_order(cluster: Cluster, run: str = "r") -> Order:
+    """Return the order of a run's samples, by its spec and its data alone."""
     run_dir = cluster.run_dir(0, run)
     spec = read_spec(run_dir / "spec.yml", {}, "")
     (cache,) = (run_dir.parents[1] / "store" / "cache").glob("*.npz")
     corpus = load_corpus(cache)
     assert corpus is not None
     train_set, _ = split(corpus, held_out(spec, len(corpus)))
-    order = Order(
+    return Order(
         train_set.lengths,
         seed=spec.seed,
         capacity=spec.seq_length,
@@ -54,12 +65,6 @@ def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run
         epochs=spec.epochs,
         rows=spec.rows_per_step,
     )
-    took = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
-    steps = spec.max_steps or order.steps
-    for records_of_rank in took:
-        assert [record["step"] for record in records_of_rank] == list(range(1, steps + 1))
-    for step in range(steps):
-        assert [row for rank in took for row in rank[step]["rows"]] == order.step(step)
 
 
 @pytest.fixture(scope="module")

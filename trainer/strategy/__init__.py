@@ -3,7 +3,7 @@
 from trainer.config import RunSpec
 from trainer.model import TokenLoss
 from trainer.strategy.averaging import Averaging
-from trainer.strategy.base import Batch, Strategy
+from trainer.strategy.base import Batch, Stopped, Strategy
 from trainer.strategy.ddp import DDP
 from trainer.strategy.diloco import DiLoCo
 from trainer.world import World
@@ -21,7 +21,11 @@ def make_strategy(spec: RunSpec, world: World, module: TokenLoss) -> Strategy:
         from trainer.strategy.zero import ZeRO
 
         return ZeRO(spec, world, module)
+    if spec.by_torchft:
+        from trainer.strategy.members import Members  # an extra
+
+        return Members(spec, world, module)
     return STRATEGIES[spec.strategy](spec, world, module)
 
 
-__all__ = ["STRATEGIES", "Batch", "Strategy", "make_strategy"]
+__all__ = ["STRATEGIES", "Batch", "Stopped", "Strategy", "make_strategy"]

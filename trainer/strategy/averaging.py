@@ -51,7 +51,7 @@ class Averaging(DDP):
             self.all.store.set(_STOP, "1")
         return summed
 
-    def ended(self, finished: bool, waiting: Callable[[], None]) -> bool:
+    def ended(self, finished: bool, waiting: Callable[[], bool]) -> bool:
         return not self.all.sum_patiently([float(not finished)], waiting)[0]
 
     @torch.no_grad()

@@ -31,6 +31,10 @@ class Update(NamedTuple):
     mine: Rows
 
 
+class Stopped(Exception):
+    """Somebody wanted the run to stop before its first step."""
+
+
 class Writing(Protocol):
     """A checkpoint that is being written while the training goes on."""
 
@@ -77,14 +81,41 @@ class Strategy(ABC):
         """Tell whether ranks meet after step number `step` (from 1); after the last one they always do."""
         return True
 
-    def meet(self, waiting: Callable[[], None]) -> None:  # noqa: B027  most ranks never part
-        """Make the model the same on all ranks again; `waiting` may be called while slower ranks are awaited."""
+    def join(
+        self, start: str, steps: int, run_dir: Path, standing: Callable[[], dict[str, Any]], waiting: Callable[[], bool]
+    ) -> bool:
+        """Find the others before the first step, where several torchruns share a run.
+
+        Args:
+            start: the name of this start of the run, in hexadecimal digits.
+            steps: those of the whole run.
+            standing: returns what a checkpoint of the newest meeting says besides the weights.
+            waiting: may be called while others are awaited; tells whether somebody wants this run to stop.
+
+        Returns:
+            Whether there is a checkpoint now that they are at, and these ranks have not loaded.
+
+        Raises:
+            Stopped: somebody wants the run to stop before it came to that.
+        """
+        return False
+
+    def meet(self, waiting: Callable[[], bool], told: list[float]) -> None:  # noqa: B027  most ranks never part
+        """Make the model the same on all ranks again; `waiting` may be called while slower ranks are awaited.
+
+        `told`: the first numbers that `sum` is going to be asked for.
+        """
+
+    @property
+    def present(self) -> list[str]:
+        """The starts (see `join`) of all who were at the last meeting, if it is not all ranks by itself."""
+        return []
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum the loop's numbers over ranks, after they have met. The first number says who wants to stop."""
         return self.world.sum(values)
 
-    def ended(self, finished: bool, waiting: Callable[[], None]) -> bool:
+    def ended(self, finished: bool, waiting: Callable[[], bool]) -> bool:
         """Tell whether all ranks have taken their last step, given whether this one has."""
         return finished
 

@@ -5,7 +5,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -122,6 +122,19 @@ class DDP(Strategy):
     def loss(self, batch: Batch) -> torch.Tensor:
         with self.autocast():
             return self.plain(*batch)
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return what is trained, by name."""
+        return {name: parameter.detach() for name, parameter in self.trained.items()}
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
+        """Make it what the first rank of every host says; `host`: the ranks of this one."""
+        for name, parameter in self.trained.items():
+            if values:
+                parameter.copy_(values[name])
+            if host.size > 1:
+                dist.broadcast(parameter.data, group=host.group, group_src=0)
 
     def save(self, folder: Path) -> None:
         save_file({name: p.detach().contiguous() for name, p in self.trained.items()}, folder / "trained.safetensors")

@@ -4,6 +4,7 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,18 @@ from trainer.world import World
 METADATA = ".metadata"  # which tensor lies where in a checkpoint's files: torch's name for it
 
 
-def make_mesh(spec: RunSpec, world: World) -> DeviceMesh:
+def make_mesh(spec: RunSpec, world: World, crew: World | None = None) -> DeviceMesh:
     """Return the ranks as a line (one model shared by all), or as hosts x ranks of a host (a model on every host).
+
+    Those of a `crew` are always a line.
 
     Raises:
         UserError: the hosts have unlike numbers of ranks, and each is to hold a model.
     """
     kind = world.device.type
+    if crew:
+        group = dist.group.WORLD if crew.group is None else crew.group
+        return DeviceMesh.from_group(group, kind)
     if spec.fsdp_shard == "all":
         return init_device_mesh(kind, (world.size,))
     ranks = Counter(world.gather(world.node_rank))
@@ -87,17 +93,19 @@ class FSDP(Strategy):
 
     together = True
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
-        super().__init__(spec, world, module)
-        # Adapters are small: every host keeps them whole. Full weights are written in parts, by the ranks that own them.
-        self.in_parts = not spec.lora_r
+    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, crew: World | None = None) -> None:
+        """`crew`: the ranks that share a model, if not all."""
+        super().__init__(spec, crew or world, module)
+        # Adapters are small: every host keeps them whole, and so it does where replicas have whole ones anyway. Other full
+        # weights are written in parts, by the ranks that own them.
+        self.in_parts = not spec.lora_r and crew is None
         self.model: Any = module.model
         for parameter in self.model.parameters() if spec.lora_r else ():
             if parameter.requires_grad:
                 fresh = parameter.detach().to(world.device)
                 dist.broadcast(fresh, 0)
                 parameter.data.copy_(fresh)
-        mesh = make_mesh(spec, world)
+        mesh = make_mesh(spec, world, crew)
         wire = torch.bfloat16 if spec.gradient_wire == "bf16" else torch.float32
         half = torch.bfloat16 if spec.precision == "bf16-mixed" else None
         # autocast would make bfloat16 of a block's weights anyway; gathered so, they are half the bytes. What is outside
@@ -139,6 +147,25 @@ class FSDP(Strategy):
     def weights(self) -> dict[str, torch.Tensor]:
         return self._whole(self.trained) | persistent_buffers(self.model)
 
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return what is trained, by name, on the first rank of every host. Every rank calls it."""
+        return self._whole(self.trained)
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
+        """Make it what the first rank of every host says; `host`: the ranks of this one."""
+        self.model.reshard()
+        for name, parameter in self.trained.items():
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.world.device)
+            value = values[name].detach().to(self.world.device) if values else empty
+            if host.size > 1:
+                dist.broadcast(value, group=host.group, group_src=0)
+            self._fill(parameter.detach(), value)
+
+    def _fill(self, part: Any, value: torch.Tensor) -> None:
+        """Copy this rank's part of a whole tensor."""
+        part.copy_(distribute_tensor(value, part.device_mesh, part.placements, src_data_rank=None))
+
     def save(self, folder: Path) -> Parts | None:
         state = self._state()
         if self.in_parts:
@@ -164,8 +191,7 @@ class FSDP(Strategy):
             return
         for kind, kept in read_whole(folder).items():
             for name, part in state[kind].items():
-                value = kept[name].to(part.device)
-                part.copy_(distribute_tensor(value, part.device_mesh, part.placements, src_data_rank=None))
+                self._fill(part, kept[name].to(part.device))
 
     def _state(self) -> State:
         """Return what is trained and its moments, each this rank's part."""

@@ -1,0 +1,4 @@
+.PHONY: bench-site
+
+bench-site: $(READY)
+	@$(VENV)/bin/python tests/bench/site.py $(ARGS)

@@ -1,0 +1,131 @@
+"""The role `nvidia` on a real host with cards that are not there: sysfs trees, packages and nvidia-smi are stand-ins.
+
+What is real: apt and dpkg, which find, refuse and install packages of those names. What is not: the card, the kernel's module, and
+the initial ramdisk, which light hosts do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+ADA, PASCAL, KEPLER, BLACKWELL = "0x2684", "0x1b06", "0x102d", "0x2b85"
+# A repository of packages with the names that Debian's have; the driver's brings an nvidia-smi that knows its version.
+REPOSITORY = r"""
+rm -rf /root/nvidia; mkdir -p /root/nvidia; cd /root/nvidia
+pack() {
+    mkdir -p $1/DEBIAN
+    printf 'Package: %s\nVersion: %s\nArchitecture: all\nMaintainer: a stand-in\nDescription: a stand-in\n' $1 $2 >$1/DEBIAN/control
+    dpkg-deb --build --root-owner-group $1 >/dev/null
+    { cat $1/DEBIAN/control; printf 'Filename: ./%s.deb\nSize: %s\nSHA256: %s\n\n' \
+        $1 $(stat -c %s $1.deb) $(sha256sum $1.deb | cut -d' ' -f1); } >>Packages
+}
+mkdir -p nvidia-driver/usr/bin nvidia-driver/usr/sbin
+printf '#!/bin/sh\necho VERSION.1\n' >nvidia-driver/usr/bin/nvidia-smi
+printf '#!/bin/sh\necho "$@" >>/root/ramdisks\n' >nvidia-driver/usr/sbin/update-initramfs
+chmod 755 nvidia-driver/usr/*/*
+pack nvidia-driver VERSION.1-1
+for name in nvidia-kernel-dkms nvidia-open-kernel-dkms linux-headers-$(uname -r); do pack $name 1; done
+echo 'deb [trusted=yes] file:/root/nvidia ./' >/etc/apt/sources.list.d/nvidia.list
+apt-get -qq update -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvidia.list -o Dir::Etc::sourceparts=-
+"""
+CLEAN = r"""
+rm -rf /root/nvidia /root/sys /root/ramdisks /etc/apt/sources.list.d/nvidia.list
+apt-get -qq purge -y nvidia-driver nvidia-kernel-dkms nvidia-open-kernel-dkms "linux-headers-$(uname -r)" >/dev/null 2>&1 || :
+"""
+REMOVE = [
+    {"hosts": "cluster", "gather_facts": False, "tasks": [{"include_role": {"name": "nvidia", "tasks_from": "remove"}}]}
+]
+
+
+@pytest.fixture
+def host(lab: Lab, hosts: list[Host]) -> Iterator[Host]:
+    yield hosts[1]
+    lab.inside(hosts[1], CLEAN + "rm -f /etc/modprobe.d/trainyard-nvidia.conf /var/lib/trainyard/read/initramfs")
+
+
+def cards(lab: Lab, host: Host, *devices: str) -> None:
+    """Cards as /sys shows them, under /root/sys."""
+    lab.inside(host, "rm -rf /root/sys; mkdir -p /root/sys/bus/pci/devices")
+    for place, device in enumerate(devices):
+        folder = f"/root/sys/bus/pci/devices/0000:0{place + 1}:00.0"
+        lab.inside(
+            host, f"mkdir {folder}; cd {folder}; echo 0x10de >vendor; echo 0x030000 >class; echo {device} >device"
+        )
+
+
+def play(lab: Lab, *arguments: str, **said: Any) -> Played:
+    return run_playbook("site.yml", lab.inventory, {"nvidia_sysfs": "/root/sys", **said}, "--tags nvidia", *arguments)
+
+
+def test_it_says_what_a_card_wants_and_changes_nothing(lab: Lab, host: Host) -> None:
+    cards(lab, host, PASCAL)
+    played = play(lab)
+    assert played.rc == 0 and played.count("changed") == 0, played.stdout
+    assert "0000:01:00.0  10de:1b06  Pascal  without a driver" in played.stdout
+    assert "no driver answers; the cards want branch 580 with closed kernel modules" in played.stdout
+
+
+@pytest.mark.parametrize(
+    ("devices", "word"),
+    [
+        ([KEPLER], "its driver ends with 470, torch needs 525"),
+        ([PASCAL, BLACKWELL], "no one driver runs all its cards (Blackwell, Pascal): take one kind out"),
+        ([ADA], "apt has no "),
+    ],
+)
+def test_what_cannot_be_installed_is_refused(lab: Lab, host: Host, devices: list[str], word: str) -> None:
+    cards(lab, host, *devices)
+    played = play(lab, nvidia_install=True)
+    assert played.rc != 0 and played.count("changed") == 0, played.stdout
+    assert f"error: {host.name}: {word}" in played.stdout, played.stdout
+    if devices == [ADA]:
+        assert "no nvidia-driver: add contrib, non-free and non-free-firmware to the apt sources" in played.stdout
+
+
+def test_a_driver_that_does_not_know_the_card_is_refused(lab: Lab, host: Host) -> None:
+    cards(lab, host, BLACKWELL)
+    lab.inside(host, REPOSITORY.replace("VERSION", "535.54"))
+    played = play(lab, nvidia_install=True)
+    assert played.rc != 0 and played.count("changed") == 0, played.stdout
+    assert "apt's driver is 535, and a card of this host needs 570 or later" in played.stdout
+
+
+def test_a_driver_is_installed_where_there_is_a_card_and_nowhere_else(lab: Lab, host: Host, tmp_path: Any) -> None:
+    cards(lab, host, PASCAL)
+    lab.inside(host, REPOSITORY.replace("VERSION", "580.65"))
+    checked = play(lab, "--check", nvidia_install=True)
+    assert checked.rc == 0 and set(checked.stats["changed"]) == {host.name}, checked.stdout
+    assert "absent" in lab.inside(
+        host, "command -v nvidia-smi || echo absent; ls /etc/modprobe.d | grep trainyard || :"
+    )
+
+    played = play(lab, nvidia_install=True)
+    assert played.rc == 0 and set(played.stats["changed"]) == {host.name}, played.stdout
+    installed = lab.inside(host, "dpkg-query -W -f '${Package} ' 'nvidia-*' 'linux-headers-*'").split()
+    assert (
+        "nvidia-kernel-dkms" in installed
+        and "nvidia-driver" in installed
+        and "nvidia-open-kernel-dkms" not in installed
+    )
+    assert "blacklist nouveau" in lab.inside(host, "cat /etc/modprobe.d/trainyard-nvidia.conf")
+    again = play(lab, nvidia_install=True)
+    assert again.rc == 0 and again.count("changed") == 0 and "driver 580.65.1 answers" in again.stdout, again.stdout
+
+    # A driver that stopped answering, and a play that was killed before the ramdisk was written: it is written now.
+    lab.inside(host, "rm /var/lib/trainyard/read/initramfs; mv /usr/bin/nvidia-smi /root/nvidia/; rm -f /root/ramdisks")
+    refused = play(lab, nvidia_install=True, nvidia_reboot=False)
+    assert refused.rc != 0 and "this host needs a reboot to load it" in refused.stdout, refused.stdout
+    assert lab.inside(host, "cat /root/ramdisks") == "-u\n"
+
+    (tmp_path / "remove.yml").write_text(yaml.safe_dump(REMOVE))
+    for changed in (2, 0):
+        removed = run_playbook(str(tmp_path / "remove.yml"), lab.inventory)
+        assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
+    assert lab.inside(host, "cat /root/ramdisks; ls /etc/modprobe.d | grep trainyard || :") == "-u\n-u\n"
