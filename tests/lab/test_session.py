@@ -124,7 +124,8 @@ def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path)
     for host in two:
         lab.inside(host, f"slurmd -N {host.name}")
     try:
-        lab.wait(lambda: "idle" in lab.inside(two[0], "sinfo -h", check=False), "Slurm's nodes stay away", 60)
+        both = "2 idle"  # the one that has not answered yet would be left out of what sbatch says
+        lab.wait(lambda: both in lab.inside(two[0], "sinfo -h -o '%D %t'", check=False), "Slurm's nodes stay away", 60)
         script = (tmp_path / "out" / "slurm.sbatch").read_text()
         lab.inside(two[0], f"cat >/tmp/slurm.sbatch <<'_END_'\n{script}_END_")
         tested = lab.inside(two[0], "cd /tmp; sbatch --test-only /tmp/slurm.sbatch 2>&1 || true")
