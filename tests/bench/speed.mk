@@ -1,12 +1,15 @@
 # Included by the Makefile: the trainer beside TRL, and what goes over the wire. TRL has an environment of its own, on top of ours.
 BENCH := .venv.bench
 
-.PHONY: bench bench-wire
+.PHONY: bench bench-wire bench-plan
 bench: $(VENV)/.ready $(BENCH)/.ready
 	@PYTHONPATH=$(CURDIR) $(VENV)/bin/python tests/bench/speed.py --trl $(BENCH)/bin/python $(ARGS)
 
 bench-wire: $(VENV)/.ready
 	@PYTHONPATH=$(CURDIR) $(VENV)/bin/python tests/bench/wire.py $(ARGS)
+
+bench-plan: $(VENV)/.ready
+	@PYTHONPATH=$(CURDIR) $(VENV)/bin/python tests/bench/plan.py $(ARGS)
 
 $(BENCH)/.ready: pyproject.toml constraints.txt
 	@test -x $(BENCH)/bin/python || $(VENV)/bin/python -m venv $(BENCH)

@@ -86,26 +86,40 @@ def run(names: list[str], several: list[dict[str, Any]], limit: float = 900.0, s
         return _run(names, several, limit, groups)
 
 
-def _run(names: list[str], several: list[dict[str, Any]], limit: float, groups: list[Path]) -> list[dict[str, Any]]:
+def _begin(name: str, place: int, group: Path | None) -> list[str]:
+    """Return what a command begins with that runs on a host: in its namespace, on its core or in its part of one."""
     cores = sorted(os.sched_getaffinity(0))
-    environment = os.environ | {
-        "PYTHONPATH": str(TOP),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "HF_HUB_OFFLINE": "1",
-    }
+    core = cores[0] if group else cores[place % len(cores)]
+    command = ["ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable]
+    return ["sh", "-c", f'echo 0 >{group}/cgroup.procs; exec "$@"', "sh", *command] if group else command
+
+
+def _environment() -> dict[str, str]:
+    said = {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
+    return os.environ | said
+
+
+def planned(name: str, said: list[str], share: int = 0) -> dict[str, Any]:
+    """Return what `python -m trainer plan` prints as JSON on the first of the hosts, with the share of a core that `run` gives."""
+    with part_of_a_core(share) as groups:
+        command = [*_begin(name, 0, groups[0] if groups else None), "-m", "trainer", "plan", *said, "--json"]
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the plan failed:\n{done.stderr[-3000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _run(names: list[str], several: list[dict[str, Any]], limit: float, groups: list[Path]) -> list[dict[str, Any]]:
     started = []
     for place, name in enumerate(names):
-        core = cores[0] if groups else cores[place % len(cores)]
-        command = ["ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable]
-        if groups:
-            command[:0] = ["sh", "-c", f'echo 0 >{groups[place]}/cgroup.procs; exec "$@"', "sh"]
+        command = _begin(name, place, groups[place] if groups else None)
         if len(names) > 1:
             command += ["-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={place}"]
             command += ["--nproc-per-node=1", "--master-addr=10.77.0.1", f"--master-port={PORT}"]
         command += [str(ONE), "trainyard", json.dumps(several)]
         started.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     try:
         said = [process.communicate(timeout=limit) for process in started]

@@ -1,4 +1,4 @@
-"""train.yml with diloco_members=torchft on three hosts: one loses its ranks, the others go on, its supervisor brings it back."""
+"""train.yml with diloco_members=torchft on three hosts: one loses its ranks or its network, the others go on, it comes back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from faulty import Trial
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 from test_train import ask, said  # noqa: F401  a fixture
+from yard import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 HOME = "/home/yard/trainyard/runs"
@@ -60,3 +62,31 @@ def test_a_replica_is_killed_and_comes_back(made: Lab, hosts: list[Host], said: 
     assert "is taken over from another replica" in ask(made, hosts[1], f"cat {RUN}/logs/rank1.log")
     again = run_playbook("train.yml", made.inventory, fields)
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
+
+
+def test_a_host_is_cut_off_and_comes_back(made: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
+    """Neither its peers nor the controller reach it; they go on without it, and a stop with all three back is a clean one."""
+    fields = said | {"run": "cut", "strategy": "diloco", "diloco_members": "torchft", "local_steps": 5}
+    trial = Trial(made, made.inventory, fields | {"max_steps": 100_000, "epochs": 100_000, "checkpoint_interval": 50})
+    trial.start()
+    try:
+        at_step(made, hosts[1], 1, 20, "cut")
+        cut = time.time()
+        faults.inject(made, hosts[1], "cut")
+        step = state(made, hosts[0], "rank0", "cut")["step"]
+        at_step(made, hosts[0], 0, step + 10, "cut")
+        print(f"two rounds on, {time.time() - cut:.1f} s after the cut")
+        trial.wait_line(".*node2.*replica 1 is away, the others go on", cut)
+        mended = time.time()
+        faults.undo(made, hosts[1], "cut")
+        trial.wait_line(".*replica 1 is back", mended)
+        at_step(made, hosts[1], 1, state(made, hosts[0], "rank0", "cut")["step"] + 1, "cut")
+        print(f"back {time.time() - mended:.1f} s after the cut was mended")
+        stopped = run_playbook("playbooks/stop.yml", made.inventory, {"run": "cut"})
+        assert stopped.rc == 0, stopped.stdout
+        assert trial.end(60) == 0, trial.output()
+    finally:
+        trial.clean()
+    newest = f"$(ls -d {HOME}/cut/checkpoints/step-* | tail -1)"
+    kept = {ask(made, host, f"cd {newest} && basename $PWD && sha256sum trained.safetensors") for host in hosts}
+    assert len(kept) == 1, kept

@@ -1,0 +1,70 @@
+"""The plan beside what is then measured, strategy by strategy and link by link: tokens a second, and bytes of memory.
+
+    sudo make bench-plan [ARGS='--models 26m --seq 512 --rows 8 --mbit 1000 100 --share 45 --rounds 3']
+
+Two hosts as network namespaces, as in bench-wire. Plan and run take turns, with the same share of a core, and are compared
+within a round. It shows the strategies side by side, too. Ends with 1 if a speed is not within 25 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from typing import Any
+
+from inputs import SIZES, made, model_of
+from two_hosts import planned, run, two_hosts
+
+WAYS = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["tiny"], choices=["tiny", *SIZES])
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=16, help="of a step, over all hosts")
+    parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 100])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=int, default=0, help="percent of a core that a host has; 0: a core of its own")
+    a = parser.parse_args()
+    if os.geteuid():
+        print("error: two hosts need root here (network namespaces)", file=sys.stderr)
+        return 2
+    _, dataset = made()
+    print("| model | Mbit/s | strategy | planned tokens/s | measured | measured, of the plan | beside one host |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    worst = 1.0
+    for size in a.models:
+        base = {"seq_length": a.seq, "total_batch_size": a.rows, "lr": 3e-3, "local_steps": 10}
+        about: dict[str, Any] = {"model": str(model_of(size)), "dataset": str(dataset), "steps": a.steps, "warm": 10}
+        flags = [f"{name}={value}" for name, value in {**base, "model": about["model"], "dataset": dataset}.items()]
+        for mbit in a.mbit:
+            found: dict[str, list[tuple[float, float]]] = {way: [] for way in a.ways}
+            with two_hosts(mbit) as names:
+                for _ in range(a.rounds):
+                    for way in a.ways:
+                        said = planned(names[0], [*flags, "--hosts", "2", "--link-mbit", str(mbit)], a.share)
+                        option = next(option for option in said["options"] if option["strategy"] == way)
+                        fields = base if way == "alone" else base | {"strategy": way}
+                        hosts = names[:1] if way == "alone" else names
+                        (answer,) = run(hosts, [about | {"fields": fields}], share=a.share)
+                        found[way].append((option["tokens_per_second"], answer["tokens_per_second"]))
+            alone = statistics.median(speed for _, speed in found.get("alone", [(0.0, 1.0)]))
+            for way, pairs in found.items():
+                plan, speed = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+                ratio = statistics.median(speed / plan for plan, speed in pairs)
+                worst = max(worst, ratio, 1 / ratio)
+                beside = f"{speed / alone:.2f} x" if "alone" in found else "-"
+                print(f"| {size} | {mbit} | {way} | {plan:.0f} | {speed:.0f} | {ratio:.2f} | {beside} |", flush=True)
+    print(
+        f"{'holds' if worst <= 1.25 else 'FAILS'}: the plan's speed within 25 % of what is measured (furthest: {worst:.2f} x)"
+    )
+    return 0 if worst <= 1.25 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
