@@ -47,6 +47,8 @@ class ActionModule(AllHosts):
             return {"skipped": True, "msg": "nothing runs in check mode"}
         plan = self.a["plan"]
         rounds = Rounds(self.a["retries"], self.a["nodes_min"], self.a["retry_delay"])
+        # All of the run's, not those of the last start alone: one that was away then may be back for the next.
+        hosts = len(self.task_vars["ansible_play_hosts_all"])
         ended = self.a["broken"] and plain(self.a["broken"]["msg"], lost=list(self.a["broken"].get("troubles", [])))
         self.begun = not ended
         while True:
@@ -58,7 +60,7 @@ class ActionModule(AllHosts):
                 return ended | {"plan": plan}
             # What broke a start after this one is told when it is: no start, no further one.
             while ended.get("failed"):
-                if why := rounds.broke(ended, len(plan)):
+                if why := rounds.broke(ended, hosts):
                     word = [f"not started again: {why}"] if self.a["retries"] else []
                     return ended | {"lines": [*ended.get("lines", []), *word]}
                 self.tell(ended, rounds)

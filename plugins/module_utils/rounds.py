@@ -22,7 +22,7 @@ class Rounds:
 
         Args:
             failure: what `ranks` returned (`cause`, `lost`, `hosts`, `stop_wanted`), or any other action's failure.
-            hosts: how many took part.
+            hosts: how many the run may have, away or not.
         """
         step = furthest(failure)
         self.in_a_row = 1 if step > self.best else self.in_a_row + 1
