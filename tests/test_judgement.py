@@ -59,6 +59,7 @@ def host(place: int) -> dict[str, Any]:
             "clock": [1000.1, 1001.4],
         },
         "pairs": {
+            "mtu": 1500,
             "taken": [],
             "reached": {peer: {"29500": "", "40000": "", "50000": ""} for peer in peers},
             "lines": {

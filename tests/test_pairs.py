@@ -30,7 +30,12 @@ def pair(ports: list[int], tokens: tuple[str, str] = ("secret", "secret"), limit
     started = []
     for (name, address), token in zip(NAMES.items(), tokens, strict=True):
         about = {"name": name, "names": list(NAMES), "address": address, "head": "node1", "ports": ports}
-        about |= {"peers": {n: a for n, a in NAMES.items() if n != name}, "token": token, "limit": limit, "mtu": 1500}
+        about |= {
+            "peers": {n: a for n, a in NAMES.items() if n != name},
+            "token": token,
+            "limit": limit,
+            "device": "lo",
+        }
         argv = [sys.executable, "-I", "-S", UTILS / "pairs.py", json.dumps(about)]
         started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
     return [json.loads(one.communicate(timeout=60)[0]) for one in started]
@@ -74,7 +79,7 @@ def test_a_stranger_on_a_port() -> None:
 
 def test_a_host_that_is_not_there() -> None:
     about = {"name": "node1", "names": list(NAMES), "address": NAMES["node1"], "head": "node1", "ports": free_ports(1)}
-    about |= {"peers": {"node2": NAMES["node2"]}, "token": "secret", "limit": 2.0, "mtu": 1500}
+    about |= {"peers": {"node2": NAMES["node2"]}, "token": "secret", "limit": 2.0, "device": "lo"}
     argv = [sys.executable, "-I", "-S", UTILS / "pairs.py", json.dumps(about)]
     answer = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout)
     assert answer["reached"]["node2"] == {str(about["ports"][0]): "connection refused"}

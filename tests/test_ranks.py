@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -225,6 +227,24 @@ def test_stop_now_and_wrong_names(bed: Bed) -> None:
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "now=true", "--check").wait(60) == 0
     assert bed.left(), "check mode stops nothing"
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "now=true").wait(60) == 0
+    assert not bed.left()
+
+
+def test_stop_reaches_what_others_went_on_without(bed: Bed) -> None:
+    """node2 runs on in a start that node1 gave up: what is followed is the newer one, what is stopped are both."""
+    bed.make_run(2)
+    first = bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    os.killpg(first.pid, signal.SIGHUP)
+    first.wait(30)
+    supervise = [sys.executable, str(TOP / "trainer/supervise.py"), "stop", "--run-dir", str(bed.run_dir(0)), "--now"]
+    subprocess.run(supervise, check=True, capture_output=True)
+    bed.ranks([bed.plan(1)[0] | {"attempt": 2}])
+    until(lambda: bed.node(0).get("attempt") == 2, 60, "node1's start alone")
+    bed.at_step(0)
+    stopped = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
+    assert stopped.wait(60) == 0, bed.said()
+    assert "run r: node1 stopped, node2 stopped" in bed.said()
     assert not bed.left()
 
 

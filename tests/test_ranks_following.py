@@ -129,6 +129,15 @@ def test_a_stall_needs_all_ranks_to_stand_still() -> None:
     assert found and found.text == "no progress for 60 s: rank 1 on b is halted (SIGSTOP or a debugger) at step 5"
 
 
+def test_to_wait_for_a_rank_that_hangs_is_no_progress() -> None:
+    """diloco's replicas say again and again that they wait."""
+    progress = Progress(2, 2.0, stall_limit=60)
+    for now in (0.0, 30.0, 61.0):
+        waiting = part("a", 0, state={"step": 10, "note": following.WAITING, "time": now})
+        found = progress.stalled([waiting, part("b", 1)], now)
+    assert found and found.text == "no progress for 60 s: rank 1 on b is the hindmost, at step 5 (training)"
+
+
 def test_a_rank_without_a_heartbeat_stalls_too() -> None:
     progress = Progress(1, 2.0, stall_limit=60)
     silent = Part("a", "/d", 0, [0], {"status": "running", "node": {}, "ranks": {}})

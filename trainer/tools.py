@@ -152,7 +152,7 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], file: str, gpus: bool) -> 
     spec = spec.named()
     counts = {host["processes"] for host in hosts}
     if len(counts) > 1:
-        raise UserError("config slurm: hosts with unlike processes: playbooks/train.yml -e render_only=true does those")
+        raise UserError("config slurm: hosts with unlike processes: train.yml -e render_only=true does those")
     each = counts.pop()
     torchrun = (
         f"exec python -m torch.distributed.run --nnodes=$SLURM_NNODES --node-rank=$SLURM_NODEID --nproc-per-node={each} "

@@ -156,7 +156,9 @@ class Batches:
         return Batch(*(torch.from_numpy(array).to(self._world.device, non_blocking=True) for array in arrays))
 
 
-def evaluate(spec: RunSpec, world: World, strategy: Strategy, corpus: Corpus, batches: Batches) -> float | None:
+def evaluate(
+    spec: RunSpec, world: World, strategy: Strategy, corpus: Corpus, batches: Batches, beat: Heartbeat
+) -> float | None:
     """Return the mean loss over the tokens of the held-out samples, the same on every rank; None if there are none."""
     if not len(corpus):
         return None
@@ -167,6 +169,7 @@ def evaluate(spec: RunSpec, world: World, strategy: Strategy, corpus: Corpus, ba
     module.eval()
     loss = tokens = 0.0
     for part in micro_batches(mine, spec.batch_size, strategy.rounds(len(rows))):
+        beat("evaluating")
         batch = batches(corpus, part)
         loss += float(strategy.loss(batch))
         tokens += int((batch.labels[:, 1:] != -100).sum())
@@ -436,8 +439,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             )
 
         if len(eval_set) and due(spec.eval_interval, met, step) and step < steps:
-            beat("evaluating")
-            eval_loss, evaluated = evaluate(spec, world, strategy, eval_set, batches), step
+            eval_loss, evaluated = evaluate(spec, world, strategy, eval_set, batches, beat), step
             report.scalars({"eval_loss": eval_loss or 0.0}, step)
         if written:
             saver.finish()
@@ -467,11 +469,10 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         "torch": torch.__version__,
     }
     if result["status"] == "finished":
-        beat("evaluating")
         if evaluated != step:
-            eval_loss = evaluate(spec, world, strategy, eval_set, batches)
+            eval_loss = evaluate(spec, world, strategy, eval_set, batches, beat)
         result["eval_loss"] = eval_loss
-        result |= strategy.finish(totals, eval_loss, lambda: evaluate(spec, world, strategy, eval_set, batches))
+        result |= strategy.finish(totals, eval_loss, lambda: evaluate(spec, world, strategy, eval_set, batches, beat))
         if result["eval_loss"] is not None:
             report.scalars({"eval_loss": result["eval_loss"]}, step)
         beat("saving")

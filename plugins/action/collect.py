@@ -22,7 +22,7 @@ from trainer.files import sha256_file
 GATHER_LIMIT = 600.0  # s
 # What of a run folder is worth having elsewhere: no checkpoints, no secrets.
 KEPT = ["adapter/*", "model/*", "merged/*", "result.json", "spec.yml", "metrics.jsonl", "logs/*.log", "tensorboard/*"]
-# Runs on a host: its result and its ranks' logs.
+# Runs on a host: its result, and the ranks of its last start and all logs.
 _ASK = b"""
 import hashlib, json, sys
 from pathlib import Path
@@ -38,7 +38,8 @@ for pattern in wanted:
             with path.open("rb") as file:
                 files[str(path.relative_to(run))] = hashlib.file_digest(file, "sha256").hexdigest()
 logs = {p.name: p.stat().st_size for p in (run / "logs").glob("*.log")}
-print(json.dumps({"result": result, "logs": logs, "files": files}))
+ranks = [p.stem.removeprefix("rank") for p in (run / "state").glob("rank*.json")]
+print(json.dumps({"result": result, "ranks": ranks, "logs": logs, "files": files}))
 """
 
 
@@ -83,8 +84,11 @@ class ActionModule(AllHosts):
         try:
             with tempfile.TemporaryDirectory() as here:
                 for entry in plan[1:]:
-                    for name, size in sorted(asked.answers[entry["host"]]["logs"].items()):
-                        if there.get(name) != size:
+                    answer = asked.answers[entry["host"]]
+                    # Ranks are numbered anew when hosts come and go: what lies there of other numbers is of earlier starts.
+                    mine = {f"torchrun.{entry['node_rank']}.log", *(f"rank{rank}.log" for rank in answer["ranks"])}
+                    for name, size in sorted(answer["logs"].items()):
+                        if name in mine and there.get(name) != size:
                             source = f"{entry['run_dir']}/logs/{name}"
                             bring(links[entry["host"]], links[head["host"]], source, head["run_dir"], here)
                             brought.append(name)

@@ -42,9 +42,12 @@ class ActionModule(AllHosts):
                 "master_port": {"type": "int"},
                 "quick": {"type": "bool", "default": False},
                 "json": {"type": "str", "default": ""},
+                "plan": {"type": "list", "elements": "dict", "default": []},
             }
         )
         self.hostvars = variables["hostvars"]
+        if a["plan"]:
+            return self.lines_of(a["plan"], a["master_port"])
         try:
             hosts = [describe(name, self.hostvars[name]) for name in variables["ansible_play_hosts_all"]]
         except Unplannable as error:
@@ -52,7 +55,7 @@ class ActionModule(AllHosts):
         head_port = a["master_port"] or PORTS.start
         ports = [head_port, *random.sample(HIGH, 3)]
         self.look(hosts, a["run"])
-        self.connect(answering(hosts), ports)
+        self.connect(answering(hosts), ports, self.link)
         found = judgement.judge(hosts, ports, head_port, MARGIN)
         how, reduced = "not tried", None
         if not a["quick"]:
@@ -60,6 +63,15 @@ class ActionModule(AllHosts):
             found += judgement.all_reduce(troubles)
         lines = [*judgement.table(hosts, found), f"all-reduce over all hosts: {how}"]
         return self.report(hosts, found, lines, reduced, a)
+
+    def lines_of(self, plan: list[dict[str, Any]], port: int) -> dict[str, Any]:
+        """Return what is wrong between the hosts of a plan; one that does not answer is for the start to find."""
+        hosts = [{**host, "facts": {"interface": host["interface"]}} for host in plan]
+        ports = [port, *random.sample(HIGH, 3)]
+        self.connect(hosts, ports, functools.partial(Link, self, self.hostvars))
+        paired = [host for host in hosts if host.get("pairs")]
+        found = judgement.lines(paired, ports, port)
+        return self.report([], found, [finding.line for finding in found], None, {"json": ""})
 
     def link(self, host: str) -> Link:
         """A connection that asks the Python that Ansible uses: the cluster's own may be what is missing."""
@@ -92,7 +104,7 @@ class ActionModule(AllHosts):
         for host in answering(hosts):
             host["asked"] = host["checkup"].pop("asked")
 
-    def connect(self, hosts: list[dict[str, Any]], ports: list[int]) -> None:
+    def connect(self, hosts: list[dict[str, Any]], ports: list[int], link: Callable[[str], Link]) -> None:
         """Put `pairs` into every host's description: all at once, each to all others; one machine as two hosts is one."""
         hosts = list({host["address"]: host for host in reversed(hosts)}.values())[::-1]
         if len(hosts) < 2:
@@ -100,9 +112,9 @@ class ActionModule(AllHosts):
         limit, token = PAIRS_LIMIT + len(hosts) / 2, secrets.token_hex(16)
         questions: dict[str, Callable[[], dict[str, Any]]] = {}
         for host in hosts:
-            device = judgement.device_of(host)
             about = {
                 "name": host["host"],
+                "device": host["facts"]["interface"],
                 "names": [other["host"] for other in hosts],
                 "address": host["address"],
                 "peers": {other["host"]: other["address"] for other in hosts if other is not host},
@@ -110,11 +122,10 @@ class ActionModule(AllHosts):
                 "ports": ports,
                 "token": token,
                 "limit": limit,
-                "mtu": device["mtu"] if device else 1500,
             }
             # On stdin, as the program is: the token is not for the list of processes.
             program = PAIRS.replace(b"json.loads(sys.argv[1])", f"json.loads({json.dumps(json.dumps(about))})".encode())
-            questions[host["host"]] = functools.partial(self.link(host["host"]).ask, program)
+            questions[host["host"]] = functools.partial(link(host["host"]).ask, program)
         asked = Round(questions).wait(limit + 10)
         for host in hosts:
             if host["host"] in asked.answers:

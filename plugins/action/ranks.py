@@ -113,6 +113,9 @@ class ActionModule(AllHosts):
             self.stop_all(parts, ["--now"], STOP_LIMIT)
             host, word = next((e["host"], said.troubles[e["host"]]) for e in plan if e["host"] in said.troubles)
             return plain(f"{host}: {word}", troubles=said.troubles, try_again=True)
+        for entry in plan:
+            if settings := ready.answers[entry["host"]].get("ignored"):
+                say(f"{entry['host']}: {', '.join(settings)} is not held there, for there is no systemd to hold it")
         times = [answer["now"] for answer in said.answers.values()]
         return {"changed": True, "hosts": ready.answers, "skew_seconds": round(max(times) - min(times), 3)}
 
@@ -139,6 +142,8 @@ class ActionModule(AllHosts):
         parts, missing = self.parts()
         if not parts:
             return plain(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
+        if missing and parts[0].node_rank == 0 and parts[0].replica is not None:
+            parts, missing = self.with_the_away(parts), {}
         if missing:
             host, word = next(iter(missing.items()))
             return plain(f"{host} does not answer ({word}), so the run cannot be followed")
@@ -170,7 +175,7 @@ class ActionModule(AllHosts):
         return plain(cause.text, lines=lines, cause=named, lost=lost, stop_wanted=wanted, hosts=self.ends(parts))
 
     def stopped(self) -> dict[str, Any]:
-        parts, missing = self.parts()
+        parts, missing = self.parts(left=True)
         if not parts and not missing:
             return plain(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
         names = ", ".join(part.host for part in parts)
@@ -229,8 +234,11 @@ class ActionModule(AllHosts):
     def links(self, hosts: list[str]) -> dict[str, Supervised]:
         return {host: Supervised(self, self.hostvars, host) for host in hosts}
 
-    def parts(self) -> tuple[list[Part], dict[str, str]]:
-        """The hosts' parts of the run by node rank: as planned, else as the hosts tell; and who should tell but does not."""
+    def parts(self, left: bool = False) -> tuple[list[Part], dict[str, str]]:
+        """The hosts' parts of the run by node rank: as planned, else as the hosts tell; and who should tell but does not.
+
+        `left`: with what still runs of earlier starts, on hosts that the others had to go on without.
+        """
         if self.a["plan"]:
             planned = self.a["plan"]
             parts = [Part(e["host"], e["run_dir"], e["node_rank"], list(e["ranks"])) for e in planned]
@@ -240,14 +248,32 @@ class ActionModule(AllHosts):
         data = {host: self.hostvars[host]["cluster_data_dir"] for host in self.play_hosts}
         parts = [Part(host, f"{folder}/runs/{self.a['run']}") for host, folder in data.items()]
         troubles = self.ask_all(parts)
-        attempt = max((part.node.get("attempt", 0) for part in parts), default=0)
-        found = [part for part in parts if part.node and part.node.get("attempt") == attempt]
+        known = [part for part in parts if part.node]
+        # Two hosts that lost each other may have counted to the same number, each for itself.
+        newest = max((part.node for part in known), key=lambda n: (n["attempt"], n["started"]), default={})
+        found = [
+            part
+            for part in known
+            if (part.node["attempt"] == newest["attempt"] and part.host in newest["hosts"])
+            or (left and (part.answer or {}).get("alive"))
+        ]
         for part in found:
             part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
             part.replica = part.node.get("replica")
         members = {host for part in found for host in part.node.get("hosts", [])}
         missing = {host: word for host, word in troubles.items() if host in members or not found}
         return sorted(found, key=lambda part: part.node_rank), missing
+
+    def with_the_away(self, parts: list[Part]) -> list[Part]:
+        """The parts and, by the plan that the head keeps, those whose replica is away just now."""
+        link = Supervised(self, self.hostvars, parts[0].host)
+        tell = b"import json, sys; print(json.dumps({'plan': json.load(open(sys.argv[1]))}))"
+        kept = link.ask(tell, f"{parts[0].run_dir}/plan.json")["plan"]
+        there = {part.host: part for part in parts}
+        for entry in kept:
+            part = Part(entry["host"], entry["run_dir"], entry["node_rank"], entry["ranks"], replica=entry["replica"])
+            there.setdefault(entry["host"], part)
+        return sorted(there.values(), key=lambda part: part.node_rank)
 
     def ask_all(self, parts: list[Part]) -> dict[str, str]:
         links = self.links([part.host for part in parts])

@@ -44,6 +44,7 @@ class ActionModule(AllHosts):
                 "retries": {"type": "int", "default": 0},
                 "elastic": {"type": "bool", "default": False},
                 "again": {"type": "bool", "default": False},
+                "attempt": {"type": "int", "default": 0},
                 "lost": {"type": "list", "elements": "str", "default": []},
             }
         )
@@ -71,7 +72,8 @@ class ActionModule(AllHosts):
         parts = [host["facts"]["part"] for host in hosts if host["facts"]["part"]]
         attempt = max((part["attempt"] for part in parts), default=0)
         running = [host["host"] for host in hosts if host["facts"]["running"]]
-        members = those_of(hosts, attempt) if running and not a["again"] else []
+        # A start that is not this session's is another's, at the same run: that one goes on.
+        members = those_of(hosts, attempt) if running and (not a["again"] or attempt > a["attempt"]) else []
         if running and not members and not (a["again"] or a["retries"]):
             raise Unplannable(
                 f"run {run} is half alive (on {', '.join(running)} only): ansible-playbook playbooks/stop.yml -e run={run}"

@@ -76,6 +76,7 @@ class ActionModule(AllHosts):
         planned = self.call(
             "run_plan",
             again=self.begun,
+            attempt=max((entry.get("attempt", 0) for entry in self.a["plan"]), default=0),
             lost=lost,
             **self.only("run", "master_port", "head", "nodes_min", "retries", "elastic"),
         )

@@ -15,6 +15,7 @@ DONE = ("finished", "stopped")
 ENDED = (*DONE, "failed", "lost", "none")
 LAG = 5  # steps behind the first rank that are worth a word
 SLOW = 1.5  # times the others' time for its share of a step: worth a word, too
+WAITING = "waiting for slower ranks"  # the trainer's word, where ranks meet every few steps
 SLOW_STEPS = 5  # over so many of the steps that were heard of
 
 # torchrun ends the workers beside a dead one by SIGTERM, and gloo aborts a process whose peer is gone: hardly ever a cause.
@@ -219,8 +220,9 @@ class Progress:
         """A cause if no rank gave a sign of progress for the stall limit. Ranks wait for each other at every step, so
         one that hangs holds all; the one that is hindmost, or halted, is named."""
         parts = list(parts)
+        # One that waits for another says so again and again, and is no further for it.
         beats = {
-            rank: (state.get("pid"), state.get("status"), state.get("step"), state.get("time"))
+            rank: (state.get("pid"), state.get("status"), state.get("step"), not waits(state) and state.get("time"))
             for part in parts
             for rank, state in part.states.items()
         }
@@ -245,6 +247,10 @@ class Progress:
         else:
             how = f"is the hindmost, at step {step} ({state.get('status')})"
         return Cause(1, rank, host, f"{since}: rank {rank} on {host} {how}", "stall")
+
+
+def waits(state: dict[str, Any]) -> bool:
+    return state.get("note") == WAITING
 
 
 def halted(state: dict[str, Any]) -> bool:

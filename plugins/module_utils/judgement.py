@@ -371,7 +371,7 @@ def lines(hosts: list[Host], ports: list[int], head_port: int) -> list[Finding]:
 def large_packets(hosts: list[Host]) -> list[Finding]:
     """Paths that carry small packets and lose large ones."""
     found = []
-    mtus = {host["host"]: (device_of(host) or {"mtu": 0})["mtu"] for host in hosts}
+    mtus = {host["host"]: host["pairs"]["mtu"] for host in hosts}
     for host in hosts:
         for peer, line in host["pairs"]["lines"].items():
             # Unequal MTUs are named by themselves.

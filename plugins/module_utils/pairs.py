@@ -1,6 +1,6 @@
 """Does every host reach every other as ranks will? Runs on all hosts at once, piped to their Pythons: standard library only.
 
-    python - '{"name": "node1", "address": "10.0.0.1", "peers": {"node2": "10.0.0.2"}, "ports": [29500, 41234], ...}'
+    python - '{"name": "node1", "address": "10.0.0.1", "device": "eth0", "peers": {"node2": "10.0.0.2"}, "ports": [29500], ...}'
 
 Every host listens on the same few ports at its cluster address and connects to them on all others. Both ends prove that
 they know the token, so that a stranger's server on the port does not pass for a peer.
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 HELLO = 64  # bytes: the token, and who speaks
@@ -30,6 +31,7 @@ class Pairs:
     def __init__(self, a: dict[str, Any]) -> None:
         self.a = a
         self.deadline = time.monotonic() + a["limit"]
+        self.mtu = mtu_of(a["device"])
         self.token = a["token"].encode().ljust(HELLO)[:HELLO]
         self.taken: list[int] = []
         self.reached: dict[str, dict[str, str]] = {name: {} for name in a["peers"]}  # peer: {port: "" or what is wrong}
@@ -153,7 +155,7 @@ class Pairs:
     def large_packets(self, name: str, address: str) -> None:
         """Send one packet of the full size of our device, not to be fragmented, to the peer; note whether it comes back."""
         header = 48 if ":" in address else 28
-        for key, size in (("small", 56), ("large", self.a["mtu"] - header)):
+        for key, size in (("small", 56), ("large", self.mtu - header)):
             argv = ["ping", "-n", "-c", "2", "-i", "0.2", "-W", "1", "-M", "do", "-s", str(size), address]
             try:
                 done = subprocess.run(argv, capture_output=True, timeout=10, check=False)
@@ -162,8 +164,8 @@ class Pairs:
             self.lines[name][f"ping_{key}"] = done.returncode == 0
 
     def result(self) -> dict[str, Any]:
-        """Return ports `taken` here; `reached`: {peer: {port: "" or what is wrong}}; `lines`: {peer: {latency_ms, mbit,
-        ping_small, ping_large, stalled}}."""
+        """Return the device's `mtu`; ports `taken` here; `reached`: {peer: {port: "" or what is wrong}}; `lines`: {peer:
+        {latency_ms, mbit, ping_small, ping_large, stalled}}."""
         self.listen()
         threads = []
         for name, address in self.a["peers"].items():
@@ -176,7 +178,15 @@ class Pairs:
         # Who could reach us may still be at it.
         while time.monotonic() < self.deadline and not set(self.a["peers"]) <= self.done:
             time.sleep(0.05)
-        return {"taken": self.taken, "reached": self.reached, "lines": self.lines}
+        return {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}
+
+
+def mtu_of(device: str) -> int:
+    """Return a device's MTU in bytes; Ethernet's, where there is no such device."""
+    try:
+        return int(Path("/sys/class/net", device or "none", "mtu").read_text())
+    except (OSError, ValueError):
+        return 1500
 
 
 def take(link: socket.socket, size: int) -> bytes:

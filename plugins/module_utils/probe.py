@@ -89,12 +89,15 @@ def link_mbit(device: str) -> int:
         return 0
 
 
-def port_is_free(address: str, port: int) -> bool:
-    """Tell whether a server could listen on address:port now."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+def port_is_free(port: int) -> bool:
+    """Tell whether a server could listen on the port now, at all of this host's addresses, as torch's store does."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            probe.bind((address, port))
+            probe.bind(("", port))
             probe.listen(1)
         except OSError:
             return False
@@ -116,7 +119,9 @@ def gpus() -> list[dict[str, Any]]:
     found = []
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         name, memory, uuid = (field.strip() for field in line.split(","))
-        found.append({"name": name, "memory_mib": int(float(memory)), "uuid": uuid})
+        # A GPU that shares the machine's memory has none of its own to tell of ("[N/A]").
+        size = int(float(memory)) if memory.replace(".", "", 1).isdigit() else 0
+        found.append({"name": name, "memory_mib": size, "uuid": uuid})
     return found
 
 
@@ -215,7 +220,7 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "source": source,
         "interface": device,
         "trouble": why,
-        "free_ports": [port for port in a["ports"] if port_is_free(a["address"], port)] if a["ports"] else [],
+        "free_ports": [port for port in a["ports"] if port_is_free(port)] if a["ports"] else [],
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
         "link_mbit": link_mbit(device),

@@ -37,6 +37,10 @@ options:
     description: It ran before in this session. What is still alive of it is marked C(stale), and stopped by M(ranks).
     type: bool
     default: false
+  attempt:
+    description: With I(again), the number of the session's last start. A newer one that runs is followed.
+    type: int
+    default: 0
   lost:
     description: Hosts that did not answer a moment ago, and are not waited for long.
     type: list

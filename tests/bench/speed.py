@@ -18,11 +18,13 @@ from typing import Any
 from inputs import made
 
 ONE = Path(__file__).with_name("speed_one.py")
-# TRL's defaults compute in bfloat16, which many CPUs only emulate, and again in the backward pass: the others do without.
+# TRL's defaults compute in bfloat16, which many CPUs only emulate, and again in the backward pass: others do without.
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "trainyard, defaults (packing)": ("trainyard", {}),
     "trainyard, packing=false": ("trainyard", {"packing": False}),
     "TRL, defaults": ("trl", {"use_cpu": True}),
+    "TRL, packing": ("trl", {"use_cpu": True, "packing": True}),
+    "TRL, no checkpointing, packing": ("trl", {"use_cpu": True, "gradient_checkpointing": False, "packing": True}),
     "TRL, 32 bits": ("trl", {"bf16": False}),
     "TRL, 32 bits, packing": ("trl", {"bf16": False, "packing": True}),
     "TRL, 32 bits, no checkpointing": ("trl", {"bf16": False, "gradient_checkpointing": False}),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
+from yard import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -74,6 +75,19 @@ def made(lab: Lab) -> Lab:
     site = run_playbook("site.yml", lab.inventory)
     assert site.rc == 0, site.stdout
     return lab
+
+
+def test_a_closed_firewall_is_named_before_a_rank_starts(made: Lab, hosts: list[Host], said: dict[str, Any]) -> None:
+    """The rendezvous port is open and those that gloo takes are not: that would hang for minutes."""
+    faults.inject(made, hosts[1], "block", "32768-60999")
+    try:
+        played = run_playbook("train.yml", made.inventory, said | {"run": "closed"})
+    finally:
+        faults.undo(made, hosts[1], "block")
+    assert played.rc != 0
+    assert "node2: node1, node3 cannot reach high TCP ports (32768-60999)" in played.stdout
+    assert "its firewall is closed" in played.stdout
+    assert "absent" in ask(made, hosts[0], "test -e /home/yard/trainyard/runs/closed || echo absent")
 
 
 def losses(lab: Lab, host: Host, run: str) -> list[float]:
