@@ -7,7 +7,18 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import FIELDS, RunSpec, from_opendiloco, make_spec, parse_flags, read_spec, read_yaml, table
+from trainer.config import (
+    FIELDS,
+    NOT_NEEDED,
+    OPENDILOCO,
+    RunSpec,
+    from_opendiloco,
+    make_spec,
+    parse_flags,
+    read_spec,
+    read_yaml,
+    table,
+)
 from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.member import Member
 from trainer.report import Heartbeat
@@ -57,7 +68,8 @@ def _switch(argv: list[str], flag: str) -> bool:
 
 def _is_flag(word: str) -> bool:
     name, equals, _ = word.partition("=")
-    return bool(equals) and name.replace("-", "_") in FIELDS and not Path(word).exists()
+    known = name.replace("-", "_") in FIELDS or name in OPENDILOCO or name in NOT_NEEDED
+    return bool(equals) and known and not Path(word).exists()
 
 
 def _spec(argv: list[str]) -> RunSpec:
@@ -98,8 +110,8 @@ def _config(argv: list[str]) -> int:
         _word(argv, "--head") or "127.0.0.1",
         not _switch(argv, "--no-gpu"),
     )
-    file = argv[0] if argv and not argv[0].startswith("--") else ""
-    print(render(kind, _spec(argv), hosts, head, file, gpus), end="")
+    words = list(argv)
+    print(render(kind, _spec(argv), hosts, head, words, gpus), end="")
     return 0
 
 

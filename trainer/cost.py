@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from trainer.config import RunSpec
 from trainer.shape import Shape
 
+_REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses, below which it is not given back in between
+_SMALL = 1e5  # numbers in a parameter, below which stage 3 leaves it whole
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -58,28 +61,52 @@ def _weight_bytes(spec: RunSpec, shape: Shape) -> int:
         # Half a byte a number, scales of blocks of 64 in 8 bits, theirs of 256; the rest is made float32.
         packed = shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear)
         return round(packed * (0.5 + 1 / 64 + 4 / 64 / 256)) + 4 * (shape.parameters - packed)
-    return shape.parameters * (2 if spec.lora_r and spec.precision == "bf16-mixed" else 4)
+    return shape.parameters * _stored(spec)
 
 
-def _saved(spec: RunSpec, shape: Shape) -> tuple[float, float]:
+def _stored(spec: RunSpec) -> int:
+    """Return the bytes of a number of the base as load_model has it."""
+    return 2 if spec.lora_r and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed" else 4
+
+
+def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
+    """Return how many numbers DeepSpeed's stage 3 keeps whole on every rank, of the base and of what is trained.
+
+    stage3_param_persistence_threshold in https://www.deepspeed.ai/docs/config-json/
+    """
+    small = [matrix.into * matrix.out for matrix in shape.linear if matrix.into * matrix.out < _SMALL]
+    base = shape.layers * (sum(small) + shape.other_per_layer) + shape.other
+    adapters = [spec.lora_r * side for matrix in shape.targets(spec) for side in (matrix.into, matrix.out)]
+    trained = shape.layers * sum(number for number in adapters if number < _SMALL)
+    return base, trained if spec.lora_r else base
+
+
+def _saved(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, float]:
     """Return the bytes that one layer keeps for the backward pass: of a token, and of a token under checkpointing."""
     number = 4 if spec.precision == "32-true" else 2
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gate = sum(matrix.out for matrix in shape.linear if matrix.reads == "mlp")
     product = next(matrix.into for matrix in shape.linear if matrix.reads == "gated")
-    read: dict[str, int] = {}
-    for matrix in shape.targets(spec) if spec.lora_r else shape.linear:
-        # What is trained needs what it was given; a frozen matrix does not.
-        read[matrix.reads] = matrix.into
+    # What is trained needs what it was given; a frozen matrix does not.
+    readers = shape.targets(spec) if spec.lora_r else shape.linear
+    if spec.lora_r and (spec.lora_dropout or number == 2):
+        read = [matrix.into for matrix in readers]  # peft drops, or casts, for each adapter anew
+    else:
+        read = list({matrix.reads: matrix.into for matrix in readers}.values())
+    # What was dropped: a float32 each on a CPU, a bool in CUDA's own kernel.
+    dropped = sum(read) * (1 if cuda else 4) if spec.lora_r and spec.lora_dropout else 0
     adapters = len(shape.targets(spec)) * spec.lora_r
     # The norms keep what they were given (in float32), attention its queries, keys, values and mix, the MLP both factors.
-    floats = query * 2 + 2 * (query if spec.packing else value) + gate + product + sum(read.values()) + adapters
+    floats = query * 2 + 2 * (query if spec.packing else value) + gate + product + sum(read) + adapters
     norms = shape.hidden * 4 * (2 if spec.lora_r else 4)  # their weight, if it is trained, needs what it scaled
-    return floats * number + norms, shape.hidden * number
+    return floats * number + dropped + norms, shape.hidden * number
 
 
-def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows) -> Memory:
-    """Return what a process of the run needs at its peak, which is where the backward pass begins."""
+def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+    """Return what a process of the run needs at its peak, which is where the backward pass begins.
+
+    `cuda`: on a GPU, where what DeepSpeed offloads and diloco's outer state are in the host's memory.
+    """
     trained, world = shape.trained(spec), layout.world
     weights, frozen = _weight_bytes(spec, shape), 0
     if spec.lora_r:
@@ -91,48 +118,86 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows) -> Memory:
     gathered = 0
     if spec.strategy == "diloco":
         parts = min(layout.processes) * spec.replica_hosts
+    if spec.strategy == "deepspeed":
+        optimizer += trained * 4  # its own copy of what is trained
     if spec.weights_in_parts:
-        layer = _weight_bytes(spec, shape) / shape.layers
-        gathered = round(2 * layer)  # the layer at work and the one that is fetched
+        whole = weights
+        if spec.strategy == "deepspeed":
+            gathered = _persistent(spec, shape)[0] * _stored(spec)  # never given back
+        else:
+            gathered = _root_bytes(spec, shape)  # given back when the backward pass is through with it
+        gathered += 2 * (whole - gathered) // shape.layers  # the layer at work and the one that is fetched
         weights, frozen, gradients, optimizer = (n // parts for n in (weights, frozen, gradients, optimizer))
     elif spec.strategy == "deepspeed":
         optimizer //= parts
         gradients //= parts if spec.deepspeed_stage >= 2 else 1
-    if spec.strategy == "diloco":
+    if spec.strategy == "deepspeed" and cuda:
+        optimizer *= spec.deepspeed_offload == "none"
+        weights *= spec.deepspeed_offload != "all"
+    if spec.strategy == "diloco" and not cuda:
         optimizer += trained * 8  # the outer optimiser's copy and momentum
     tokens = spec.batch_size * rows.places
-    layer, edge = _saved(spec, shape)
+    layer, edge = _saved(spec, shape, cuda)
     # Logits in float32, their log-probabilities and the gradient: at once, where the backward pass begins.
     head = tokens * rows.trained * shape.vocabulary * 4 * 3
     kept = tokens * shape.layers * (edge if spec.gradient_checkpointing else layer)
     if spec.gradient_checkpointing:
         head = max(head, tokens * layer)  # a layer is computed again when the logits are gone
     wire = trained * 2 if spec.gradient_wire == "bf16" and world > 1 and spec.strategy == "ddp" else 0
+    if not spec.lora_r and spec.precision != "32-true":
+        # autocast's copies of the weights live as long as the forward pass.
+        weights += 2 * (shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear) + shape.head_parameters)
     return Memory(weights + frozen + gathered, gradients, optimizer, round(kept), round(head), wire)
+
+
+def _root_bytes(spec: RunSpec, shape: Shape) -> int:
+    """Return the bytes of what is outside of the layers: embedding, head, last norm."""
+    return (shape.parameters - shape.layers * shape.layer_parameters) * _stored(spec)
 
 
 def wire_bytes(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
     """Return the bytes that a process sends in one optimiser step (mean over steps); between hosts a link carries as many."""
-    ranks = layout.world
-    if ranks == 1:
+    ranks, hosts = layout.world, len(layout.processes)
+    if ranks == 1 or spec.strategy == "averaging":
         return 0.0
-    ring = (ranks - 1) / ranks
-    trained, weights = shape.trained(spec), _weight_bytes(spec, shape)
     micro = -(-spec.rows_per_step // (ranks * spec.batch_size))
+    if spec.strategy != "diloco":
+        return _shared_bytes(spec, shape, layout, micro, gloo)
+    # Replicas of `replica_hosts` each, and what these do among themselves.
+    replicas, number = -(-hosts // spec.replica_hosts), 2 if spec.diloco_wire == "bf16" else 4
+    met = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
+    inside = Layout(layout.processes[: spec.replica_hosts])
+    if len(inside.processes) == 1:
+        return met
+    return met + _shared_bytes(spec.model_copy(update={"strategy": spec.replica_strategy}), shape, inside, micro, gloo)
+
+
+def _shared_bytes(spec: RunSpec, shape: Shape, layout: Layout, micro: int, gloo: bool) -> float:
+    """Return the bytes of a step whose ranks share gradients; `micro` is how many micro-batches each takes."""
+    ring = (layout.world - 1) / layout.world
+    trained, number = shape.trained(spec), 2 if spec.gradient_wire == "bf16" else 4
     # gloo has no reduce-scatter of its own: it sends what an all-reduce sends.
-    scattered = (2 if gloo else 1) * ring * trained * 4
+    scattered = (2 if gloo else 1) * ring * trained * number
     if spec.strategy == "fsdp":
-        return 2 * ring * weights * micro + scattered
+        if spec.fsdp_shard == "host":  # between hosts go the sums of the parts alone
+            hosts = len(layout.processes)
+            return 2 * (hosts - 1) / hosts * trained * number
+        half = spec.precision == "bf16-mixed"
+        layers = shape.layers * shape.layer_parameters * (2 if half else 4)
+        layers += trained * (2 if half else 4) if spec.lora_r else 0
+        # Forward and backward gather the layers; what is outside of them stays in between.
+        gathered = ring * (2 * layers + _root_bytes(spec, shape)) * micro
+        return gathered + scattered * (1 if spec.lora_r else micro)
     if spec.strategy == "deepspeed":
-        stage = spec.deepspeed_stage
-        return 2 * ring * weights * micro + scattered if stage == 3 else scattered + ring * trained * 4
-    if spec.strategy == "diloco":
-        hosts = len(layout.processes)
-        number = 2 if spec.diloco_wire == "bf16" else 4
-        return 2 * (hosts - 1) / hosts * trained * number / spec.local_steps
-    if spec.strategy == "averaging":
-        return 0.0
-    return 2 * ring * trained * (2 if spec.gradient_wire == "bf16" else 4)
+        if spec.deepspeed_stage < 3:
+            return scattered * (micro if spec.deepspeed_stage == 2 else 1) + ring * trained * 4
+        base, small = _persistent(spec, shape)
+        every = shape.parameters + (trained if spec.lora_r else 0)
+        large = (every - base - (small if spec.lora_r else 0)) * _stored(spec)
+        # What is used again within so many numbers stays in between: in a small model, all from forward to backward.
+        again = max(0.0, 1 - _REUSED / 2 / every)
+        return ring * (large * (1 + again) * micro + small * 4) + scattered * micro
+    return 2 * ring * trained * number
 
 
 def row_flops(spec: RunSpec, shape: Shape, rows: Rows) -> float:

@@ -166,7 +166,9 @@ def _load_unsloth(spec: RunSpec, device: torch.device) -> nn.Module:
         raise UserError(
             f"backend: unsloth cannot be had ({_first_line(error)}): install the extra, or backend=peft"
         ) from None
-    model, _ = FastLanguageModel.from_pretrained(spec.model, max_seq_length=spec.seq_length, load_in_4bit=False)
+    model, _ = FastLanguageModel.from_pretrained(
+        spec.model, max_seq_length=spec.seq_length, load_in_4bit=spec.quantize == "nf4"
+    )
     targets = list(spec.lora_targets)
     if targets == ["all-linear"]:
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -85,7 +85,7 @@ def options(
         if name in SHARDED and spec.only_ddp:
             continue
         one = spec.model_copy(update={"strategy": "ddp" if name == "alone" else name})
-        need = memory(one, shape, place, rows)
+        need = memory(one, shape, place, rows, cuda=not gloo)
         # The rank with the most rows is waited for.
         mine = math.ceil(one.rows_per_step / place.world)
         compute = mine / one.batch_size * speed.part + speed.step
@@ -125,9 +125,10 @@ def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Sha
     if not exact and not quiet:
         raise UserError(f"plan: {_tight(spec, min(found, key=lambda option: option.memory.total))}")
     best = max(exact, key=lambda option: option.tokens_per_second, default=None)
+    fit = "it fits" if alone.fits is not None else "nobody said how much memory there is (--hosts FILE); if it fits"
     if best and best.share <= _LOUD:
         fields: dict[str, Any] = {}
-        why = f"it fits, and {best.share:.0%} of the time is communication at {link:.0f} Mbit/s"
+        why = f"{fit}, and {best.share:.0%} of the time is communication at {link:.0f} Mbit/s"
         if best.strategy != "ddp":
             why = f"the model does not fit in one process whole; shared, {why}"
         elif best.share > 4 * _QUIET:
@@ -142,9 +143,11 @@ def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Sha
         steps = spec.local_steps * quiet.wire_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
         fields = {"local_steps": max(10, math.ceil(steps / 10) * 10)}
         loud = f"ddp would spend {by['ddp'].share:.0%} of the time in communication at {link:.0f} Mbit/s"
+        if alone.fits is not False and alone.tokens_per_second >= by["ddp"].tokens_per_second:
+            loud += ", where one process alone is faster"
         return Advice("diloco", f"{loud}; local_steps={fields['local_steps']} keeps it below {_QUIET:.0%}", fields)
     assert best is not None
-    why = f"it fits, but {best.share:.0%} of the time is communication at {link:.0f} Mbit/s"
+    why = f"{fit}, but {best.share:.0%} of the time is communication at {link:.0f} Mbit/s"
     if alone.fits is not False and alone.tokens_per_second >= best.tokens_per_second:
         why += ": one process alone is faster"
     return Advice(best.strategy, why, {})
@@ -204,15 +207,24 @@ def choose_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, str]:
     import torch
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = [torch.cuda.get_device_properties(place).total_memory for place in range(torch.cuda.device_count())]
     host = {
         "processes": here,
         "threads": torch.get_num_threads(),
-        "gpu_mib": min(gpus, default=0) / 2**20,
-        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20,
+        "gpu_mib": _own_mib("cuda") if torch.cuda.is_available() else 0,
+        "memory_mib": _own_mib("cpu"),
     }
     strategy, why = choose(spec, [host] * (int(os.environ.get("WORLD_SIZE", "1")) // here))
     return spec.model_copy(update={"strategy": strategy}), why
+
+
+def _own_mib(device: str) -> float:
+    """Return the memory of this machine in MiB: of its smallest GPU, or of the host."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(place).total_memory for place in range(torch.cuda.device_count())]
+    return min(sizes) / 2**20
 
 
 def read_hosts(said: str) -> list[dict[str, Any]]:
@@ -337,8 +349,11 @@ def plan(
         speed = Speed(*measure(spec, rows, where), True)
         threads = f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name(0)
         measured = f"measured here ({threads}): {speed.part:.3g} s a micro-batch, {speed.step:.2g} s an optimiser step"
-    given = [host["memory_mib"] for host in hosts if host.get("memory_mib")]
-    room = min(given) * 2**20 * _ROOM if given else None
+    given = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
+    if not given and not fast:  # as its speed, this machine's memory is taken for that of all
+        given = [(_own_mib(device), max(layout.processes))]
+    each = [size / (processes if device == "cpu" else 1) for size, processes in given]
+    room = min(each) * 2**20 * _ROOM if each else None
     found = options(spec, shape, layout, rows, speed, link or LINK, room, device == "cpu")
     advice = recommend(spec, found, layout, shape, link or LINK, device == "cpu")
     words = [*levers, *(["packing"] if spec.packing else []), *(["gradient bucket views"] if layout.world > 1 else [])]

@@ -126,6 +126,8 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool
             "offload_param_device": zero["zero_optimization"].get("offload_param", {}).get("device", "none"),
             "zero3_init_flag": zero["zero_optimization"]["stage"] == 3,
         }
+        if len(hosts) > 1:  # else accelerate asks for pdsh and a file of hosts
+            config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
     return config
 
 
@@ -147,8 +149,11 @@ def slurm_header(run: str, nodes: int, gpus: int, names: list[str]) -> list[str]
     ]
 
 
-def slurm(spec: RunSpec, hosts: list[dict[str, Any]], file: str, gpus: bool) -> str:
-    """Return an sbatch script that runs the spec's file on nodes of Slurm's own choice, from a folder that all of them see."""
+def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bool) -> str:
+    """Return an sbatch script that runs the spec on nodes of Slurm's own choice, from a folder that all of them see.
+
+    `words`: the spec as it was said, a file and flags.
+    """
     spec = spec.named()
     counts = {host["processes"] for host in hosts}
     if len(counts) > 1:
@@ -156,13 +161,13 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], file: str, gpus: bool) -> 
     each = counts.pop()
     torchrun = (
         f"exec python -m torch.distributed.run --nnodes=$SLURM_NNODES --node-rank=$SLURM_NODEID --nproc-per-node={each} "
-        f"--master-addr=$HEAD --master-port={_PORT} -m trainer train {shlex.quote(file)}"
+        f"--master-addr=$HEAD --master-port={_PORT} -m trainer train {shlex.join(words)}"
     )
     inner = torchrun.replace("'", "'\\''")
     return "\n".join(
         [
             *slurm_header(spec.run, len(hosts), each if gpus else 0, []),
-            f"# trainyard run {spec.run}: submit it from a folder that all nodes share and that holds {' '.join(file.split())};",
+            f"# trainyard run {spec.run}: submit it from a folder that all nodes share, with the files that the last line names;",
             "# submitted again, it goes on from its newest checkpoint.",
             "set -euo pipefail",
             'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -173,8 +178,8 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], file: str, gpus: bool) -> 
     )
 
 
-def render(kind: str, spec: RunSpec, hosts_said: str, head: str, file: str, gpus: bool) -> str:
-    """Return the text of one config file.
+def render(kind: str, spec: RunSpec, hosts_said: str, head: str, words: list[str], gpus: bool) -> str:
+    """Return the text of one config file. `words`: the spec as it was said, a file and flags.
 
     Raises:
         UserError: no such kind, or a spec that the tool has no words for.
@@ -183,7 +188,7 @@ def render(kind: str, spec: RunSpec, hosts_said: str, head: str, file: str, gpus
         raise UserError(f"config: got {kind or 'nothing'}, takes one of {', '.join(KINDS)}")
     hosts = read_hosts(hosts_said)
     if kind == "slurm":
-        return slurm(spec, hosts, file or "spec.yml", gpus)
+        return slurm(spec, hosts, words, gpus)
     if kind == "accelerate":
         return yaml.safe_dump(accelerate(spec, hosts, head, gpus), sort_keys=False)
     world = sum(host["processes"] for host in hosts)

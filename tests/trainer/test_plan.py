@@ -57,7 +57,8 @@ def test_an_unknown_kind_is_a_plain_word(tmp_path: Path) -> None:
 def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
     """Return the bytes of all tensors alive at the worst moment of a step, by torch's own account."""
     torch.manual_seed(1)
-    model: Any = AutoModelForCausalLM.from_config(config)
+    half = spec.lora_r and spec.precision == "bf16-mixed"  # as load_model has it
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if half else torch.float32)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = add_lora(spec, model) if spec.lora_r else model
@@ -93,6 +94,10 @@ def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
         {"batch_size": 8},
         {"seq_length": 256},
         {"lora_targets": "q_proj,v_proj"},
+        {"lora_dropout": 0.1},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-mixed", "lora_r": 0},
+        {"precision": "bf16-mixed", "lora_r": 0, "gradient_checkpointing": True},
     ],
     ids=str,
 )

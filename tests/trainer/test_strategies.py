@@ -39,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
     "fsdp, full weights, in parts": ({"strategy": "fsdp"} | FULL, 2, False),
     "fsdp, full weights, other parts": ({"strategy": "fsdp"} | FULL, 3, False),
     "zero 2": ({"strategy": "deepspeed", "deepspeed_offload": "optimizer"}, 1, True),
+    "zero 2, full weights": ({"strategy": "deepspeed"} | FULL, 2, False),
     "zero 3, full weights": ({"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_offload": "all"} | FULL, 2, False),
 }  # fmt: skip
 

@@ -8,10 +8,13 @@ does what DeepSpeedCPUAdam does, and the shared-memory all-reduce between CPU ra
 
 import functools
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
@@ -22,6 +25,7 @@ from trainer.strategy.whole import MOMENTS, persistent_buffers, read_whole, step
 from trainer.world import World
 
 _NEVER = 2**62  # steps between DeepSpeed's own progress lines
+_BUCKET = 500_000_000  # numbers, DeepSpeed's own default
 
 
 def import_deepspeed(world: World) -> Any:
@@ -47,9 +51,17 @@ def import_deepspeed(world: World) -> Any:
     return deepspeed
 
 
-def configuration(spec: RunSpec) -> dict[str, Any]:
-    """Return DeepSpeed's form of the spec: https://www.deepspeed.ai/docs/config-json/"""
-    zero: dict[str, Any] = {"stage": spec.deepspeed_stage}
+def configuration(spec: RunSpec, trained: int) -> dict[str, Any]:
+    """Return DeepSpeed's form of the spec: https://www.deepspeed.ai/docs/config-json/
+
+    `trained`: how many numbers are. Buckets are no larger than that: they are laid out in full, and 2 GB by default.
+    """
+    bucket = min(_BUCKET, max(1, trained))
+    zero: dict[str, Any] = {
+        "stage": spec.deepspeed_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
     if spec.deepspeed_offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
     if spec.deepspeed_offload == "all":
@@ -64,6 +76,19 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
         "communication_data_type": "bf16" if spec.gradient_wire == "bf16" else "fp32",
         "steps_per_print": _NEVER,
     }
+
+
+class Cast(nn.Module):
+    """A module under autocast from within: the engine turns off one that was entered around it."""
+
+    def __init__(self, inner: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.inner, self._autocast = inner, autocast
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            loss: torch.Tensor = self.inner(*batch)
+        return loss
 
 
 class ZeRO(Strategy):
@@ -81,14 +106,16 @@ class ZeRO(Strategy):
         """Hand the module over; it takes the weights as they are now, which is why `load` puts a checkpoint's in before."""
         optimizer = make_optimizer(self.spec, self.trained.values())
         engine, *_ = self.deepspeed.initialize(
-            model=self.plain, optimizer=optimizer, config=configuration(self.spec), dist_init_required=False
+            model=Cast(self.plain, self.autocast),
+            optimizer=optimizer,
+            config=configuration(self.spec, sum(p.numel() for p in self.trained.values())),
+            dist_init_required=False,
         )
         return engine
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
-        with self.autocast():
-            loss = self.engine(*batch)
+        loss = self.engine(*batch)
         # DeepSpeed divides the sum over ranks by their number: times it back, so that tokens alone weigh.
         self.engine.backward(loss * (self.world.size / max(1, tokens)))
         if not last:
@@ -103,8 +130,7 @@ class ZeRO(Strategy):
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> torch.Tensor:
-        with self.autocast():
-            return self.engine(*batch)
+        return self.engine(*batch)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._whole(None) | persistent_buffers(self.plain.model)
@@ -150,6 +176,10 @@ class ZeRO(Strategy):
     def _whole(self, kind: str | None) -> dict[str, torch.Tensor]:
         """Put a moment (None: the weights) together from its parts; the first rank of every host keeps it."""
         utils, whole = self.deepspeed.utils, {}
+        if kind and not self._in_parts:
+            # DeepSpeed finds them for all groups of parameters at the first group's first step: the others have none then.
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self.trained.items():
             if kind is None:
                 value = utils.safe_get_full_fp32_param(parameter)
