@@ -27,7 +27,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16, help="of a step, over all hosts")
     parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 100])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--steps", type=int, default=30, help="counted from the tenth on")
+    parser.add_argument("--fields", nargs="*", default=[], help="of the run spec, like lora_r=0")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--share", type=int, default=0, help="percent of a core that a host has; 0: a core of its own")
     a = parser.parse_args()
@@ -40,6 +41,7 @@ def main() -> int:
     worst = 1.0
     for size in a.models:
         base = {"seq_length": a.seq, "total_batch_size": a.rows, "lr": 3e-3, "local_steps": 10}
+        base |= dict(field.split("=", 1) for field in a.fields)
         about: dict[str, Any] = {"model": str(model_of(size)), "dataset": str(dataset), "steps": a.steps, "warm": 10}
         flags = [f"{name}={value}" for name, value in {**base, "model": about["model"], "dataset": dataset}.items()]
         for mbit in a.mbit:
@@ -52,7 +54,8 @@ def main() -> int:
                         fields = base if way == "alone" else base | {"strategy": way}
                         hosts = names[:1] if way == "alone" else names
                         (answer,) = run(hosts, [about | {"fields": fields}], share=a.share)
-                        found[way].append((option["tokens_per_second"], answer["tokens_per_second"]))
+                        parts = len(hosts) if way == "averaging" else 1  # its records are those of one part
+                        found[way].append((option["tokens_per_second"], parts * answer["tokens_per_second"]))
             alone = statistics.median(speed for _, speed in found.get("alone", [(0.0, 1.0)]))
             for way, pairs in found.items():
                 plan, speed = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
