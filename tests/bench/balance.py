@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(place) for place in Path(__file__).resolve().parents[1:3]]
 
 from lab_hosts import VENV, Lab, run_playbook
 from two_hosts import come_first
