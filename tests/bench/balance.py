@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path[:0] = [str(place) for place in Path(__file__).resolve().parents[1:3]]
 
-from lab_hosts import VENV, Lab, run_playbook
-from two_hosts import come_first
-from yard import faults, machine
+from lab_hosts import VENV, Lab, run_playbook  # noqa: E402  found by the line above
+from two_hosts import come_first  # noqa: E402
+from yard import faults, machine  # noqa: E402
 
 SHARES = (60, 30)  # percent of one core
 
