@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,8 @@ def test_a_stall_needs_all_ranks_to_stand_still() -> None:
 
 def test_to_wait_for_a_rank_that_hangs_is_no_progress() -> None:
     """diloco's replicas say again and again that they wait."""
+    said = (Path(__file__).parents[1] / "trainer/train.py").read_text()
+    assert f'"{following.WAITING}"' in said, "the trainer's word and ours are one"
     progress = Progress(2, 2.0, stall_limit=60)
     for now in (0.0, 30.0, 61.0):
         waiting = part("a", 0, state={"step": 10, "note": following.WAITING, "time": now})

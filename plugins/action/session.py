@@ -45,7 +45,7 @@ class ActionModule(AllHosts):
         )
         if self._task.check_mode:
             return {"skipped": True, "msg": "nothing runs in check mode"}
-        plan = self.a["plan"]
+        self.plan = self.a["plan"]
         rounds = Rounds(self.a["retries"], self.a["nodes_min"], self.a["retry_delay"])
         # All of the run's, not those of the last start alone: one that was away then may be back for the next.
         hosts = len(self.task_vars["ansible_play_hosts_all"])
@@ -54,10 +54,10 @@ class ActionModule(AllHosts):
         while True:
             if self.begun:
                 ended = self.call(
-                    "ranks", state="followed", plan=plan, **self.only("interval", "stall_limit", "lost_limit")
+                    "ranks", state="followed", plan=self.plan, **self.only("interval", "stall_limit", "lost_limit")
                 )
             if not ended.get("failed"):
-                return ended | {"plan": plan}
+                return ended | {"plan": self.plan}
             # What broke a start after this one is told when it is: no start, no further one.
             while ended.get("failed"):
                 if why := rounds.broke(ended, hosts):
@@ -67,8 +67,8 @@ class ActionModule(AllHosts):
                 time.sleep(rounds.wait())
                 ended = self.again(ended)
             if ended["state"] == "stopped":
-                return {"changed": True, "status": "stopped", "plan": plan, "lines": ended["lines"]}
-            plan = ended["plan"]
+                return {"changed": True, "status": "stopped", "plan": self.plan, "lines": ended["lines"]}
+            self.plan = ended["plan"]
 
     def again(self, failure: dict[str, Any]) -> dict[str, Any]:
         """Plan, stage and start once more; return the plan's result, or the failure of what failed."""
@@ -76,7 +76,7 @@ class ActionModule(AllHosts):
         planned = self.call(
             "run_plan",
             again=self.begun,
-            attempt=max((entry.get("attempt", 0) for entry in self.a["plan"]), default=0),
+            attempt=max((entry.get("attempt", 0) for entry in self.plan), default=0),
             lost=lost,
             **self.only("run", "master_port", "head", "nodes_min", "retries", "elastic"),
         )

@@ -1,4 +1,4 @@
-"""The plan beside what is then measured, strategy by strategy and link by link: tokens a second, and bytes of memory.
+"""The plan beside what is then measured, strategy by strategy and link by link: tokens a second.
 
     sudo make bench-plan [ARGS='--models 26m --seq 512 --rows 8 --mbit 1000 100 --share 45 --rounds 3']
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -219,6 +220,19 @@ class Cluster:
             return bool(metrics) and metrics[-1]["step"] >= step
 
         until(there, what=f"step {step}")
+
+    def stop_between(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> int:
+        """Stop a run of 40 steps, in rounds of five, at the end of one of them, and return it; keep a copy as run `lost`."""
+        self.at_step(10)
+        (self.run_dir(1) / "stop").touch()
+        assert self.wait(launchers, limit) == [0, 0], self.logs()
+        step = len(losses(self.run_dir()))
+        assert step % 5 == 0 and 10 <= step < 40
+        for host in (0, 1):
+            shutil.copytree(self.run_dir(host), self.run_dir(host, "lost"))
+            kept = self.run_dir(host, "lost") / "spec.yml"
+            kept.write_text(kept.read_text().replace("run: r\n", "run: lost\n"))
+        return step
 
     def end(self) -> None:
         for launcher in self.started:

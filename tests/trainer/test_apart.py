@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from starts import TOP, Cluster, Here, free_port, losses
+from starts import TOP, Cluster, Here, free_port
 from test_levers import ALONE, CPU, MAY
 from test_torchrun import assert_every_sample_once, weights
 
@@ -191,15 +191,7 @@ def test_diloco_stops_resumes_and_outlives_a_host(cluster: Cluster) -> None:
     assert (ends[0] / "optimizer.pt").read_bytes() != (ends[1] / "optimizer.pt").read_bytes(), "each its own"
 
     launchers = cluster.start(2, **fields)
-    cluster.at_step(10)
-    (cluster.run_dir(1) / "stop").touch()
-    assert cluster.wait(launchers) == [0, 0], cluster.logs()
-    step = len(losses(cluster.run_dir()))
-    assert step % 5 == 0 and 10 <= step < 40
-    for host in (0, 1):
-        shutil.copytree(cluster.run_dir(host), cluster.run_dir(host, "lost"))
-        kept = cluster.run_dir(host, "lost") / "spec.yml"
-        kept.write_text(kept.read_text().replace("run: r\n", "run: lost\n"))
+    step = cluster.stop_between(launchers)
     assert cluster.run(2, **fields) == wanted, "bit-equal"
     assert_every_sample_once(cluster, PAIR)
     assert "is passed on" not in cluster.logs(), "the inner states are unlike, and that is right"

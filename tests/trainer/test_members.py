@@ -76,15 +76,7 @@ def test_the_curve_of_the_plain_form_and_a_resume(cluster: Cluster) -> None:
     wanted = cluster.run(2, run="plain", **FIXED)
     lighthouse = cluster.lighthouse()
     launchers = [cluster.start_member(number, 2, lighthouse, **MEMBERS) for number in (0, 1)]
-    cluster.at_step(10)
-    (cluster.run_dir(1) / "stop").touch()
-    assert cluster.wait(launchers, 100) == [0, 0], cluster.logs()
-    step = len(losses(cluster.run_dir()))
-    assert step % 5 == 0 and 10 <= step < 40
-    for host in (0, 1):
-        shutil.copytree(cluster.run_dir(host), cluster.run_dir(host, "lost"))
-        kept = cluster.run_dir(host, "lost") / "spec.yml"
-        kept.write_text(kept.read_text().replace("run: r\n", "run: lost\n"))
+    step = cluster.stop_between(launchers, 100)
     both(cluster, lighthouse)
     assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)) == wanted, "bit-equal"
     assert_every_sample_once(cluster, PAIR)
