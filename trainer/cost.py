@@ -176,8 +176,7 @@ def _shared_bytes(spec: RunSpec, shape: Shape, layout: Layout, micro: int, gloo:
     """Return the bytes of a step whose ranks share gradients; `micro` is how many micro-batches each takes."""
     ring = (layout.world - 1) / layout.world
     trained, number = shape.trained(spec), 2 if spec.gradient_wire == "bf16" else 4
-    # gloo has no reduce-scatter of its own: it sends what an all-reduce sends.
-    scattered = (2 if gloo else 1) * ring * trained * number
+    scattered = ring * trained * number
     if spec.strategy == "fsdp":
         if spec.fsdp_shard == "host":  # between hosts go the sums of the parts alone
             hosts = len(layout.processes)
@@ -189,6 +188,7 @@ def _shared_bytes(spec: RunSpec, shape: Shape, layout: Layout, micro: int, gloo:
         gathered = ring * (2 * layers + _root_bytes(spec, shape)) * micro
         return gathered + scattered * (1 if spec.lora_r else micro)
     if spec.strategy == "deepspeed":
+        scattered *= 2 if gloo else 1  # gloo has no reduce-scatter of its own: it sends what an all-reduce sends
         if spec.deepspeed_stage < 3:
             return scattered * (micro if spec.deepspeed_stage == 2 else 1) + ring * trained * 4
         base, small = _persistent(spec, shape)

@@ -16,9 +16,11 @@ from starts import TOP, Here, free_port
 from test_numerics import assert_equal_work, batch, corpus, loss_and_gradient, small_model  # noqa: F401
 
 from trainer.config import make_spec
+from trainer.cost import Layout, wire_bytes
 from trainer.errors import UserError
 from trainer.model import TokenLoss, levers, load_model
 from trainer.order import best_fit
+from trainer.shape import shape_of
 
 CPU = torch.device("cpu")
 
@@ -114,20 +116,26 @@ MAY = subprocess.run([*ALONE, "ip", "link", "set", "lo", "up"], capture_output=T
 @pytest.mark.slow
 @pytest.mark.skipif(not MAY, reason="bytes on the wire: no network namespace can be made here (unshare --net)")
 def test_bytes_on_the_wire(model_folder: Path, dataset: Path) -> None:
-    """LoRA under DDP sends 4 B x adapter parameters x 2(N-1)/N a step and rank, and half of that in bf16."""
-    fields = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2}
+    """LoRA under DDP sends 4 B x adapter parameters x 2(N-1)/N a step and rank, and half of that in bf16; FSDP as the plan says."""
+    fields: dict[str, Any] = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2}
     about = {"model": str(model_folder), "dataset": str(dataset), "steps": 8}
-    several = [about | {"fields": fields | {"gradient_wire": wire}} for wire in ("32", "bf16")]
+    ways: list[dict[str, Any]] = [{"gradient_wire": wire} for wire in ("32", "bf16")]
+    ways += [{"strategy": "fsdp", "lora_r": rank} for rank in (128, 0)]
+    several = [about | {"fields": fields | way} for way in ways]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     torchrun += [f"--master-port={free_port()}", str(TOP / "tests/bench/speed_one.py"), "trainyard"]
     command = [*ALONE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *torchrun, json.dumps(several)]
     environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    full, half = json.loads(done.stdout.strip().splitlines()[-1])
+    full, half, *sharded = json.loads(done.stdout.strip().splitlines()[-1])
     model = load_model(make_spec({"model": str(model_folder)} | fields, "here"), CPU)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     exact = 2 * 4 * adapters  # both ranks' bytes go over the same lo; 2(N-1)/N is 1 for two
     assert exact <= full["wire_bytes"] <= 1.02 * exact
     assert exact / 2 <= half["wire_bytes"] <= 1.02 * exact / 2
     assert half["loss"] == pytest.approx(full["loss"], rel=1e-3)
+    for way, found in zip(ways[2:], sharded, strict=True):
+        spec = make_spec({"model": str(model_folder)} | fields | way, "here")
+        planned = 2 * wire_bytes(spec, shape_of(spec), Layout((2,)), gloo=True)
+        assert found["wire_bytes"] == pytest.approx(planned, rel=0.03), way

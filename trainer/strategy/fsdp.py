@@ -15,13 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.config import RunSpec
 from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.model import TokenLoss
 from trainer.optim import make_optimizer
+from trainer.strategy import exchange
 from trainer.strategy.base import Batch, Strategy
 from trainer.strategy.whole import MOMENTS, State, persistent_buffers, read_whole, step_of, write_whole
 from trainer.world import World
@@ -115,6 +116,11 @@ class FSDP(Strategy):
         for block in blocks(self.model):
             fully_shard(block, mesh=mesh, mp_policy=inside)
         fully_shard(self.model, mesh=mesh, mp_policy=outside)
+        if world.device.type == "cpu":
+            for part in self.model.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_custom_all_gather(exchange.AllGather())
+                    part.set_custom_reduce_scatter(exchange.ReduceScatter())
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(spec, self.trained.values())
         if self.in_parts:
