@@ -128,7 +128,7 @@ def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Sha
     fit = "it fits" if alone.fits is not None else "nobody said how much memory there is (--hosts FILE); if it fits"
     if best and best.share <= _LOUD:
         fields: dict[str, Any] = {}
-        why = f"{fit}, and {best.share:.0%} of the time is communication at {link:.0f} Mbit/s"
+        why = f"{fit}, and {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
         if best.strategy != "ddp":
             why = f"the model does not fit in one process whole; shared, {why}"
         elif best.share > 4 * _QUIET:
@@ -142,12 +142,12 @@ def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Sha
     if quiet:
         steps = spec.local_steps * quiet.wire_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
         fields = {"local_steps": max(10, math.ceil(steps / 10) * 10)}
-        loud = f"ddp would spend {by['ddp'].share:.0%} of the time in communication at {link:.0f} Mbit/s"
+        loud = f"ddp would spend {by['ddp'].share:.0%} of the time in communication at {round(link, 1):g} Mbit/s"
         if alone.fits is not False and alone.tokens_per_second >= by["ddp"].tokens_per_second:
             loud += ", where one process alone is faster"
         return Advice("diloco", f"{loud}; local_steps={fields['local_steps']} keeps it below {_QUIET:.0%}", fields)
     assert best is not None
-    why = f"{fit}, but {best.share:.0%} of the time is communication at {link:.0f} Mbit/s"
+    why = f"{fit}, but {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
     if alone.fits is not False and alone.tokens_per_second >= best.tokens_per_second:
         why += ": one process alone is faster"
     return Advice(best.strategy, why, {})
@@ -360,7 +360,7 @@ def plan(
     words += [f"{name}={getattr(spec, name)}" for name in ("gradient_wire", "optimizer", "quantize", "precision")]
     words += [name for name in ("gradient_checkpointing", "torch_compile") if getattr(spec, name)]
     about = [
-        f"{len(hosts)} hosts, {layout.world} processes, link {link or LINK:.0f} Mbit/s{'' if link else ' (assumed)'}; {measured}",
+        f"{len(hosts)} hosts, {layout.world} processes, link {round(link or LINK, 1):g} Mbit/s{'' if link else ' (assumed)'}; {measured}",
         f"data: {data}; levers: {', '.join(words)}",
     ]
     return {

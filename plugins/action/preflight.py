@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -20,16 +19,15 @@ from plugins.action.run_plan import MARGIN, describe
 from plugins.module_utils import judgement
 from plugins.module_utils.links import AllHosts, Link, Round, plain
 from plugins.module_utils.plan import PORTS, Unplannable
+from plugins.module_utils.ways import high_ports, try_ways
 
 UTILS = TOP / "plugins/module_utils"
-PROBE, CHECKUP, PAIRS = ((UTILS / f"{name}.py").read_bytes() for name in ("probe", "checkup", "pairs"))
+PROBE, CHECKUP = ((UTILS / f"{name}.py").read_bytes() for name in ("probe", "checkup"))
 ALL_REDUCE = (UTILS / "all_reduce.py").read_bytes()
 PROBE_LIMIT = 20.0  # s for a host to say what it is: one that hangs says nothing
 CHECKUP_LIMIT = 300.0  # s: all datasets are read for their checksums
-PAIRS_LIMIT = 8.0  # s, and half a second more a host
 REDUCE_LIMIT = 60.0  # s, most of it importing torch
 MEMORY = 512  # MiB that a process must be able to have: torch imported, and a small model
-HIGH = range(33000, 60900)  # where the kernel hands out ports, and so where gloo and NCCL listen
 
 
 class ActionModule(AllHosts):
@@ -53,9 +51,9 @@ class ActionModule(AllHosts):
         except Unplannable as error:
             return plain(str(error))
         head_port = a["master_port"] or PORTS.start
-        ports = [head_port, *random.sample(HIGH, 3)]
+        ports = [head_port, *high_ports()]
         self.look(hosts, a["run"])
-        self.connect(answering(hosts), ports, self.link)
+        try_ways(answering(hosts), ports, self.link)
         found = judgement.judge(hosts, ports, head_port, MARGIN)
         how, reduced = "not tried", None
         if not a["quick"]:
@@ -67,8 +65,8 @@ class ActionModule(AllHosts):
     def lines_of(self, plan: list[dict[str, Any]], port: int) -> dict[str, Any]:
         """Return what is wrong between the hosts of a plan; one that does not answer is for the start to find."""
         hosts = [{**host, "facts": {"interface": host["interface"]}} for host in plan]
-        ports = [port, *random.sample(HIGH, 3)]
-        self.connect(hosts, ports, functools.partial(Link, self, self.hostvars))
+        ports = [port, *high_ports()]
+        try_ways(hosts, ports, functools.partial(Link, self, self.hostvars))
         paired = [host for host in hosts if host.get("pairs")]
         found = judgement.lines(paired, ports, port)
         return self.report([], found, [finding.line for finding in found], None, {"json": ""})
@@ -103,33 +101,6 @@ class ActionModule(AllHosts):
         keep(hosts, Round(questions).wait(CHECKUP_LIMIT), "checkup")
         for host in answering(hosts):
             host["asked"] = host["checkup"].pop("asked")
-
-    def connect(self, hosts: list[dict[str, Any]], ports: list[int], link: Callable[[str], Link]) -> None:
-        """Put `pairs` into every host's description: all at once, each to all others; one machine as two hosts is one."""
-        hosts = list({host["address"]: host for host in reversed(hosts)}.values())[::-1]
-        if len(hosts) < 2:
-            return
-        limit, token = PAIRS_LIMIT + len(hosts) / 2, secrets.token_hex(16)
-        questions: dict[str, Callable[[], dict[str, Any]]] = {}
-        for host in hosts:
-            about = {
-                "name": host["host"],
-                "device": host["facts"]["interface"],
-                "names": [other["host"] for other in hosts],
-                "address": host["address"],
-                "peers": {other["host"]: other["address"] for other in hosts if other is not host},
-                "head": hosts[0]["host"],
-                "ports": ports,
-                "token": token,
-                "limit": limit,
-            }
-            # On stdin, as the program is: the token is not for the list of processes.
-            program = PAIRS.replace(b"json.loads(sys.argv[1])", f"json.loads({json.dumps(json.dumps(about))})".encode())
-            questions[host["host"]] = functools.partial(link(host["host"]).ask, program)
-        asked = Round(questions).wait(limit + 10)
-        for host in hosts:
-            if host["host"] in asked.answers:
-                host["pairs"] = asked.answers[host["host"]]
 
     def all_reduce(
         self, hosts: list[dict[str, Any]], found: list[judgement.Finding]

@@ -21,6 +21,7 @@ import yaml
 from plugins.module_utils import judgement
 from plugins.module_utils.links import AllHosts, Link, Round, plain
 from plugins.module_utils.plan import PORTS, Silent, Unplannable, choose_port, head_first, plan, table
+from plugins.module_utils.ways import high_ports, try_ways
 from trainer.config import FIELDS, TINY, RunSpec, changed_fields, make_spec
 from trainer.errors import UserError
 from trainer.plan import choose
@@ -61,6 +62,8 @@ class ActionModule(AllHosts):
         check(hosts)
         chosen = ""
         if spec["strategy"] == "auto":
+            if not any(host["facts"]["spec"] for host in hosts):
+                try_ways(hosts, high_ports(), functools.partial(Link, self, hostvars))
             spec["strategy"], chosen = automatic(hosts, spec, a["run"]["files"])
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
         apart = by_torchft(spec)
@@ -273,9 +276,10 @@ def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dic
             began = RunSpec.model_validate(yaml.safe_load(host["facts"]["spec"])).strategy
             return began, f"auto: this run began with {began}"
     model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
-    known = []
+    known, measured = [], False
     for host in hosts:
-        facts = host["facts"]
+        facts, line = host["facts"], judgement.line_to_head(host)
+        measured |= "mbit" in line
         processes = host["processes"] or len(facts["gpus"]) or 1
         known.append(
             {
@@ -283,12 +287,13 @@ def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dic
                 "threads": max(1, facts["cpus"] // processes),
                 "gpu_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=0),
                 "memory_mib": facts["memory_mib"],
-                "link_mbit": facts["link_mbit"],
+                "link_mbit": line.get("mbit", facts["link_mbit"]),
             }
         )
     fields = {name: value for name, value in spec.items() if name in FIELDS} | {"model": model}
     try:
-        return choose(make_spec(fields, "the plan"), known)
+        strategy, why = choose(make_spec(fields, "the plan"), known)
+        return strategy, f"{why} (link measured)" if measured else why
     except UserError as error:
         raise Unplannable(str(error)) from None
 

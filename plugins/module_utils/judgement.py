@@ -386,6 +386,12 @@ def large_packets(hosts: list[Host]) -> list[Finding]:
     return found
 
 
+def line_to_head(host: dict[str, Any]) -> dict[str, Any]:
+    """Return what was measured between a host and the head (mbit, latency_ms), or nothing."""
+    lines: dict[str, dict[str, Any]] = (host.get("pairs") or {"lines": {}})["lines"]
+    return next((line for line in lines.values() if "mbit" in line), {})
+
+
 def speed(hosts: list[Host], by_name: dict[str, Host]) -> list[Finding]:
     """Lines to the head: the head's own is the slow one when all are."""
     rates = {
@@ -449,9 +455,7 @@ def table(hosts: list[Host], found: list[Finding]) -> list[str]:
             rows.append([host["host"], host["address"], *["-"] * 6, verdict])
             continue
         facts, seen = host["facts"], host["checkup"]
-        line: dict[str, Any] = next(
-            (row for row in (host.get("pairs") or {"lines": {}})["lines"].values() if "mbit" in row), {}
-        )
+        line = line_to_head(host)
         rows.append(
             [
                 host["host"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,22 @@ def test_a_closed_firewall_is_named_before_a_rank_starts(made: Lab, hosts: list[
     assert "node2: node1, node3 cannot reach high TCP ports (32768-60999)" in played.stdout
     assert "its firewall is closed" in played.stdout
     assert "absent" in ask(made, hosts[0], "test -e /home/yard/trainyard/runs/closed || echo absent")
+
+
+def test_auto_goes_by_what_the_link_carries(made: Lab, hosts: list[Host], said: dict[str, Any], tmp_path: Path) -> None:
+    """Its driver says nothing of a thin line behind the next switch."""
+    fields = said | {"strategy": "auto", "lora_r": 0, "hosts": "node1,node2", "render_only": True}
+    fields["render_to"] = str(tmp_path / "out")
+    faults.inject(made, hosts[1], "shape", "10mbit")
+    try:
+        thin = run_playbook("train.yml", made.inventory, fields)
+    finally:
+        faults.undo(made, hosts[1], "shape")
+    assert thin.rc == 0 and "auto took diloco: ddp would spend " in thin.stdout, thin.stdout
+    mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", thin.stdout)
+    assert mbit and 5 <= float(mbit[1]) <= 12, thin.stdout
+    thick = run_playbook("train.yml", made.inventory, fields)
+    assert thick.rc == 0 and "auto took ddp: it fits, and " in thick.stdout, thick.stdout
 
 
 def losses(lab: Lab, host: Host, run: str) -> list[float]:

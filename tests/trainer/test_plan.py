@@ -237,6 +237,9 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
     said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
     strategy, why = automatic(hosts, said, [])
     assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
+    hosts[2]["pairs"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
+    strategy, why = automatic(hosts, said, [])
+    assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
     hosts[1]["facts"]["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
     assert automatic(hosts, said, []) == ("diloco", "auto: this run began with diloco")
 
