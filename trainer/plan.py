@@ -22,7 +22,8 @@ from trainer.shape import Shape, shape_of
 LINK = 1000.0  # Mbit/s, where nobody has measured it
 # Operations a second, where nobody has measured them: one core with AVX2, and a GPU of some years ago in its 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
-_ROOM = 0.92  # share of a GPU's memory that tensors can have
+_ROOM = 0.92  # share of memory that processes can have
+BASE = 450  # MiB that Python and its libraries take of a host's memory, a process
 _QUIET = 0.05  # share of time in communication that nobody minds
 _LOUD = 0.5  # and the one from which a strategy that talks less is worth other mathematics
 
@@ -185,10 +186,9 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
     layout = Layout(tuple(host["processes"] for host in hosts))
     cuda = all(host["gpu_mib"] for host in hosts)
     if cuda:
-        room = min(host["gpu_mib"] for host in hosts) * 2**20 * _ROOM
+        room = _room("cuda", [(host["gpu_mib"], 1) for host in hosts])
     else:
-        each = [host["memory_mib"] / host["processes"] for host in hosts if host["memory_mib"]]
-        room = min(each) * 2**20 * _ROOM if each else None
+        room = _room("cpu", [(host["memory_mib"], host["processes"]) for host in hosts if host["memory_mib"]])
     links = [host["link_mbit"] for host in hosts if host.get("link_mbit")]
     link = min(links) if links else LINK
     rows = Rows.full(spec)
@@ -196,6 +196,15 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
     found = options(spec, shape, layout, rows, speed, link, room, not cuda)
     advice = recommend(spec, found, layout, shape, link, not cuda)
     return advice.strategy, f"auto took {advice.strategy}: {advice.why}"
+
+
+def _room(device: str, given: Sequence[tuple[float, int]]) -> float | None:
+    """Return the bytes that a process has for tensors. `given`: of hosts, the MiB of one GPU or of the host, and its processes."""
+    if not given:
+        return None
+    if device == "cpu":
+        return min(size * _ROOM / processes - BASE for size, processes in given) * 2**20
+    return min(size for size, _ in given) * _ROOM * 2**20
 
 
 def choose_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, str]:
@@ -311,7 +320,7 @@ def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, 
         "",
         *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table),
         "",
-        f"memory of {chosen.strategy} in MiB, above what Python and its libraries take: {parts}",
+        f"memory of {chosen.strategy} in MiB, above what Python and its libraries take (on a CPU about {BASE}): {parts}",
         f"take strategy={advice.strategy}: {advice.why}",
         *([healing(spec, shape)] if spec.diloco_members == "torchft" else []),
     ]
@@ -352,8 +361,7 @@ def plan(
     given = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
     if not given and not fast:  # as its speed, this machine's memory is taken for that of all
         given = [(_own_mib(device), max(layout.processes))]
-    each = [size / (processes if device == "cpu" else 1) for size, processes in given]
-    room = min(each) * 2**20 * _ROOM if each else None
+    room = _room(device, given)
     found = options(spec, shape, layout, rows, speed, link or LINK, room, device == "cpu")
     advice = recommend(spec, found, layout, shape, link or LINK, device == "cpu")
     words = [*levers, *(["packing"] if spec.packing else []), *(["gradient bucket views"] if layout.world > 1 else [])]

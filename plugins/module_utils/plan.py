@@ -36,6 +36,7 @@ class Node:
     replica: int | None = None  # the replica that this host belongs to, if each has a torchrun of its own
     restarts: int = 0  # starts in a row of such a torchrun alone, by its host's supervisor
     lighthouse: str = ""  # where the head keeps the lighthouse of such a run
+    allocator: str = ""  # a library to be loaded ahead of the C library's malloc
     stale: bool = False  # a part of an earlier start still runs there, and is stopped before this one begins
 
     def as_dict(self) -> dict[str, Any]:
@@ -178,6 +179,8 @@ def plan(
                 replica=number,
                 restarts=restarts if replica_hosts else 0,
                 lighthouse=lighthouse if place == 0 else "",
+                # Tensors of a CPU come and go by malloc, and glibc's keeps up to as much again as they need.
+                allocator="" if facts["gpus"] else facts.get("allocator", ""),
                 stale=facts.get("running", False),
             )
         )
@@ -196,6 +199,7 @@ def environment(node: Node, extra: dict[str, str]) -> str:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        **({"LD_PRELOAD": node.allocator} if node.allocator else {}),
     } | {name: str(value) for name, value in extra.items()}
     for name, value in values.items():
         if "\n" in value or "\n" in name or "=" in name:

@@ -89,6 +89,12 @@ def link_mbit(device: str) -> int:
         return 0
 
 
+def allocator() -> str:
+    """Return the path of gperftools' tcmalloc as Debian and Ubuntu have it (libtcmalloc-minimal4), or an empty string."""
+    path = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/libtcmalloc_minimal.so.4")
+    return str(path) if path.exists() else ""
+
+
 def port_is_free(port: int) -> bool:
     """Tell whether a server could listen on the port now, at all of this host's addresses, as torch's store does."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -225,6 +231,7 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
         "link_mbit": link_mbit(device),
         "gpus": gpus(),
+        "allocator": allocator(),
         "compiler": any(shutil.which(name) for name in ("g++", "clang++", "c++")),
         "versions": versions(a["python"]),
         "python_exists": os.access(a["python"], os.X_OK),

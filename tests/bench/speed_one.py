@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -43,7 +42,7 @@ def status_bytes(name: str) -> int:
 
 
 def peak_bytes() -> int:
-    """Return the largest resident set so far."""
+    """Return the largest resident set so far (getrusage's is at least that of the process that started this one)."""
     return status_bytes("VmHWM")
 
 
@@ -68,7 +67,7 @@ class Clock:
             "tokens_per_second": tokens / (ended - began),
             "tokens_per_cpu_second": tokens / (cpu_ended - cpu_began),
             "wire_bytes": (sent - sent_before) / (len(self.times) - self.warm),
-            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "peak_mib": peak_bytes() / 2**20,
         }
 
 

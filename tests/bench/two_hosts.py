@@ -17,6 +17,8 @@ sys.path.insert(0, str(TOP / "molecule/resources"))
 
 from yard import machine  # noqa: E402  found by the line above
 
+from plugins.module_utils.probe import allocator  # noqa: E402
+
 ONE = Path(__file__).with_name("speed_one.py")
 PORT = 29500
 
@@ -96,7 +98,8 @@ def _begin(name: str, place: int, group: Path | None) -> list[str]:
 
 def _environment() -> dict[str, str]:
     said = {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
-    return os.environ | said
+    # As train.yml starts ranks.
+    return os.environ | said | ({"LD_PRELOAD": allocator()} if allocator() else {})
 
 
 def planned(name: str, said: list[str], share: int = 0) -> dict[str, Any]:
