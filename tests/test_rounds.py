@@ -51,6 +51,14 @@ def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
         head_first(hosts, "d")
 
 
+def test_a_cpu_gets_the_allocator_that_is_there() -> None:
+    path = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
+    there, none, gpu = plan([host("a", allocator=path), host("bb"), host("ccc", 1, allocator=path)], run="r", port=1)
+    assert f"\nLD_PRELOAD={path}\n" in environment(there, {})
+    assert "\nLD_PRELOAD=\n" in environment(there, {"LD_PRELOAD": ""})
+    assert "LD_PRELOAD" not in environment(none, {}) + environment(gpu, {})
+
+
 def test_elastic_says_who_keeps_the_store() -> None:
     first, second = plan([host("a"), host("bb")], run="r", port=29500, attempt=3, elastic=1, restarts=5)
     assert "--nnodes=1:2" in first.command and "--rdzv-id=r-3" in first.command and "--max-restarts=5" in second.command

@@ -51,6 +51,8 @@ def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> N
         assert result["world_size"] == 3
         digests.add(result["adapter_sha256"])
         assert ask(lab, host, f"stat -c %a {run}/env").strip() == "600"
+        preloaded = ask(lab, host, f"sed -n s/^LD_PRELOAD=//p {run}/env").strip()
+        assert "tcmalloc" in ask(lab, host, f"LD_PRELOAD={preloaded} cat /proc/self/maps"), "site.yml brought it"
     assert len(digests) == 1
     logs = ask(lab, hosts[0], f"ls {run}/logs").split()
     assert {"rank0.log", "rank1.log", "rank2.log"} <= set(logs)
