@@ -367,6 +367,12 @@ def plan(
     words = [*levers, *(["packing"] if spec.packing else []), *(["gradient bucket views"] if layout.world > 1 else [])]
     words += [f"{name}={getattr(spec, name)}" for name in ("gradient_wire", "optimizer", "quantize", "precision")]
     words += [name for name in ("gradient_checkpointing", "torch_compile") if getattr(spec, name)]
+    if device == "cpu":
+        words.append(
+            "tcmalloc"
+            if "tcmalloc" in os.environ.get("LD_PRELOAD", "")
+            else "tcmalloc (where site.yml brought it; not loaded here)"
+        )
     about = [
         f"{len(hosts)} hosts, {layout.world} processes, link {round(link or LINK, 1):g} Mbit/s{'' if link else ' (assumed)'}; {measured}",
         f"data: {data}; levers: {', '.join(words)}",
