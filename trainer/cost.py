@@ -9,6 +9,7 @@ from trainer.config import RunSpec
 from trainer.shape import Shape
 
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses, below which it is not given back in between
+_BUCKETS = (2**20, 25 * 2**20)  # bytes of gradients in DDP's first bucket, and in every further one (bucket_cap_mb)
 _SMALL = 1e5  # numbers in a parameter, below which stage 3 leaves it whole
 
 
@@ -198,6 +199,28 @@ def _shared_bytes(spec: RunSpec, shape: Shape, layout: Layout, micro: int, gloo:
         again = max(0.0, 1 - _REUSED / 2 / every)
         return ring * (large * (1 + again) * micro + small * 4) + scattered * micro
     return 2 * ring * trained * number
+
+
+def not_hidden(spec: RunSpec, shape: Shape, wire: float, part: float) -> float:
+    """Return the seconds of a step in which ranks do nothing but communicate.
+
+    DDP sends a bucket of gradients while the backward pass goes on with the next; nothing else here is hidden so.
+
+    Args:
+        wire: seconds of all communication of the step.
+        part: seconds of the step's last micro-batch, forward and backward.
+    """
+    if spec.strategy != "ddp":
+        return wire
+    passes = 3 - bool(spec.lora_r) + spec.gradient_checkpointing
+    backward = part * (passes - 1) / passes
+    gradients = shape.trained(spec) * 4
+    come, sent = 0, 0.0  # bytes that there are, and the second at which they have been sent
+    while come < gradients:
+        bucket = min(_BUCKETS[come > 0], gradients - come)
+        come += bucket
+        sent = max(sent, backward * come / gradients) + wire * bucket / gradients
+    return sent - backward
 
 
 def row_flops(spec: RunSpec, shape: Shape, rows: Rows) -> float:

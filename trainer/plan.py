@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainer.config import FIELDS, SHARDED, RunSpec, read_spec
-from trainer.cost import Layout, Memory, Rows, memory, row_flops, wire_bytes
+from trainer.cost import Layout, Memory, Rows, memory, not_hidden, row_flops, wire_bytes
 from trainer.errors import UserError
 from trainer.shape import Shape, shape_of
 
@@ -45,7 +45,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run it. Bytes, seconds and tokens a second; `share` is that of time spent in communication."""
+    """One way to run it. Bytes, seconds and tokens a second; `wire_seconds` and `share`: of time spent in communication alone."""
 
     strategy: str
     processes: int
@@ -58,7 +58,7 @@ class Option:
 
     @property
     def share(self) -> float:
-        """Return the share of a step that is communication, none of it hidden behind arithmetic."""
+        """Return the share of a step that is communication and not hidden behind arithmetic."""
         total = self.compute_seconds + self.wire_seconds
         return self.wire_seconds / total if total else 0.0
 
@@ -92,6 +92,7 @@ def options(
         compute = mine / one.batch_size * speed.part + speed.step
         sent = wire_bytes(one, shape, place, gloo=gloo)
         wire = sent * 8 / (link * 1e6) if len(place.processes) > 1 else 0.0
+        wire = not_hidden(one, shape, wire, min(1.0, mine / one.batch_size) * speed.part)
         tokens = one.rows_per_step * rows.tokens / (compute + wire)
         fits = None if room is None else need.total <= room
         found.append(Option(name, place.world, need, fits, sent, compute, wire, tokens))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import get_peft_model
 from starts import TOP, Here
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from plugins.module_utils.probe import allocator
 from trainer.__main__ import main
 from trainer.config import RunSpec, make_spec, read_spec
-from trainer.cost import Layout, Rows, memory, wire_bytes
+from trainer.cost import Layout, Rows, memory, not_hidden, wire_bytes
 from trainer.errors import UserError
 from trainer.model import TokenLoss, add_lora, lora_config
 from trainer.plan import BASE, Speed, choose, options, read_hosts, recommend
@@ -177,6 +179,21 @@ def test_what_is_recommended() -> None:
     assert "one process alone is faster" in slow.why or slow.strategy == "diloco"
     with pytest.raises(UserError, match=r"plan: .* GiB a process do not fit: try gradient_checkpointing=true or "):
         plan_of(spec, 1, 1000, room=10e6)
+
+
+@given(st.floats(0, 10), st.floats(0.01, 10), st.sampled_from([0, 4, 64]))
+def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
+    spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)
+    backward = part * (1 / 2 if rank else 2 / 3)
+    left = not_hidden(spec, shape, wire, part)
+    assert max(0.0, wire - backward) - 1e-9 <= left <= wire + 1e-9
+    if (
+        shape.trained(spec) * 4 > 2**30
+    ):  # many buckets: all is hidden but the last one, or what the pass is too short for
+        assert left <= max(wire - backward, 0.0) + 0.03 * (wire + backward)
+    if shape.trained(spec) * 4 <= 2**20:
+        assert left == pytest.approx(wire)
+    assert not_hidden(spec.model_copy(update={"strategy": "fsdp"}), shape, wire, part) == wire
 
 
 def test_auto_is_the_same_every_time_and_says_why() -> None:
