@@ -70,6 +70,11 @@ def _stored(spec: RunSpec) -> int:
     return 2 if spec.lora_r and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed" else 4
 
 
+def prefetched(parameters: int) -> int:
+    """Return how many numbers DeepSpeed's stage 3 may fetch ahead: its own default, or what goes with a small model."""
+    return min(50_000_000, parameters // 10)
+
+
 def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
     """Return how many numbers DeepSpeed's stage 3 keeps whole on every rank, of the base and of what is trained.
 
@@ -124,10 +129,11 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
     if spec.weights_in_parts:
         whole = weights
         if spec.strategy == "deepspeed":
-            gathered = _persistent(spec, shape)[0] * _stored(spec)  # never given back
+            # What it keeps from forward to backward, and what it fetches ahead: as sent, and put together.
+            gathered = min(whole, int(_REUSED) * _stored(spec)) + 2 * prefetched(shape.parameters) * _stored(spec)
         else:
             gathered = _root_bytes(spec, shape)  # given back when the backward pass is through with it
-        gathered += 2 * (whole - gathered) // shape.layers  # the layer at work and the one that is fetched
+            gathered += 2 * (whole - gathered) // shape.layers  # the layer at work and the one that is fetched
         weights, frozen, gradients, optimizer = (n // parts for n in (weights, frozen, gradients, optimizer))
     elif spec.strategy == "deepspeed":
         optimizer //= parts
@@ -190,15 +196,38 @@ def _shared_bytes(spec: RunSpec, shape: Shape, layout: Layout, micro: int, gloo:
         return gathered + scattered * (1 if spec.lora_r else micro)
     if spec.strategy == "deepspeed":
         scattered *= 2 if gloo else 1  # gloo has no reduce-scatter of its own: it sends what an all-reduce sends
-        if spec.deepspeed_stage < 3:
-            return scattered * (micro if spec.deepspeed_stage == 2 else 1) + ring * trained * 4
-        base, small = _persistent(spec, shape)
-        every = shape.parameters + (trained if spec.lora_r else 0)
-        large = (every - base - (small if spec.lora_r else 0)) * _stored(spec)
-        # What is used again within so many numbers stays in between: in a small model, all from forward to backward.
-        again = max(0.0, 1 - _REUSED / 2 / every)
-        return ring * (large * (1 + again) * micro + small * 4) + scattered * micro
+        return _zero_gathered(spec, shape, ring, micro) + scattered * (micro if spec.deepspeed_stage > 1 else 1)
     return 2 * ring * trained * number
+
+
+def _zero_gathered(spec: RunSpec, shape: Shape, ring: float, micro: int) -> float:
+    """Return the bytes of a step that DeepSpeed's ranks gather: what was updated; in stage 3, weights when it is their turn."""
+    trained = shape.trained(spec)
+    if spec.deepspeed_stage < 3:
+        return ring * trained * 4
+    base, small = _persistent(spec, shape)
+    every = shape.parameters + (trained if spec.lora_r else 0)
+    large = (every - base - (small if spec.lora_r else 0)) * _stored(spec)
+    # What is used again within so many numbers stays in between: in a small model, all from forward to backward.
+    again = max(0.0, 1 - _REUSED / 2 / every)
+    return ring * (large * (1 + again) * micro + small * 4)
+
+
+def zero_seconds(spec: RunSpec, shape: Shape, layout: Layout, link: float) -> tuple[float, float]:
+    """Return the seconds of a step that DeepSpeed on CPUs takes beyond arithmetic, and beyond its bytes; `link`: bytes a second.
+
+    Both were measured, in tests/bench/plan.py. Stage 3's hooks take 1.5 ms a module and micro-batch. gloo's gathers, which
+    DeepSpeed takes, get 70 % of a link; stage 3 fetches ahead, which hides as much.
+    """
+    if spec.strategy != "deepspeed":
+        return 0.0, 0.0
+    micro = -(-spec.rows_per_step // (layout.world * spec.batch_size))
+    if spec.deepspeed_stage < 3:
+        gathered = _zero_gathered(spec, shape, (layout.world - 1) / layout.world, micro)
+        return 0.0, gathered / link * (1 / 0.7 - 1)
+    # A matrix with an adapter is four: itself, its two factors and what holds them.
+    adapted = len(shape.targets(spec)) if spec.lora_r else 0
+    return 1.5e-3 * shape.layers * (len(shape.linear) + 3 * adapted + 6) * micro, 0.0
 
 
 def not_hidden(spec: RunSpec, shape: Shape, wire: float, part: float) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainer.config import FIELDS, SHARDED, RunSpec, read_spec
-from trainer.cost import Layout, Memory, Rows, memory, not_hidden, row_flops, wire_bytes
+from trainer.cost import Layout, Memory, Rows, memory, not_hidden, row_flops, wire_bytes, zero_seconds
 from trainer.errors import UserError
 from trainer.shape import Shape, shape_of
 
@@ -91,7 +91,9 @@ def options(
         mine = math.ceil(one.rows_per_step / place.world)
         compute = mine / one.batch_size * speed.part + speed.step
         sent = wire_bytes(one, shape, place, gloo=gloo)
-        wire = sent * 8 / (link * 1e6) if len(place.processes) > 1 else 0.0
+        hooks, slow = zero_seconds(one, shape, place, link * 1e6 / 8) if gloo else (0.0, 0.0)
+        compute += hooks
+        wire = sent * 8 / (link * 1e6) + slow if len(place.processes) > 1 else 0.0
         wire = not_hidden(one, shape, wire, min(1.0, mine / one.batch_size) * speed.part)
         tokens = one.rows_per_step * rows.tokens / (compute + wire)
         fits = None if room is None else need.total <= room

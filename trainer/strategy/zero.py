@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trainer.config import RunSpec
+from trainer.cost import prefetched
 from trainer.errors import UserError
 from trainer.model import TokenLoss
 from trainer.optim import make_optimizer
@@ -51,10 +52,12 @@ def import_deepspeed(world: World) -> Any:
     return deepspeed
 
 
-def configuration(spec: RunSpec, trained: int) -> dict[str, Any]:
+def configuration(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any]:
     """Return DeepSpeed's form of the spec: https://www.deepspeed.ai/docs/config-json/
 
-    `trained`: how many numbers are. Buckets are no larger than that: they are laid out in full, and 2 GB by default.
+    Args:
+        trained: how many numbers are. Buckets are no larger than that: they are laid out in full, and 2 GB by default.
+        parameters: how many numbers the model has.
     """
     bucket = min(_BUCKET, max(1, trained))
     zero: dict[str, Any] = {
@@ -62,6 +65,8 @@ def configuration(spec: RunSpec, trained: int) -> dict[str, Any]:
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }
+    if spec.deepspeed_stage == 3:
+        zero["stage3_prefetch_bucket_size"] = prefetched(parameters)
     if spec.deepspeed_offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
     if spec.deepspeed_offload == "all":
@@ -105,10 +110,11 @@ class ZeRO(Strategy):
     def engine(self) -> Any:
         """Hand the module over; it takes the weights as they are now, which is why `load` puts a checkpoint's in before."""
         optimizer = make_optimizer(self.spec, self.trained.values())
+        numbers = [sum(p.numel() for p in each) for each in (self.trained.values(), self.plain.parameters())]
         engine, *_ = self.deepspeed.initialize(
             model=Cast(self.plain, self.autocast),
             optimizer=optimizer,
-            config=configuration(self.spec, sum(p.numel() for p in self.trained.values())),
+            config=configuration(self.spec, *numbers),
             dist_init_required=False,
         )
         return engine
