@@ -23,7 +23,7 @@ LINK = 1000.0  # Mbit/s, where nobody has measured it
 # Operations a second, where nobody has measured them: one core with AVX2, and a GPU of some years ago in its 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
 _ROOM = 0.92  # share of memory that processes can have
-BASE = 450  # MiB that Python and its libraries take of a host's memory, a process
+BASE = 475  # MiB that Python and its libraries take of a host's memory, a process
 _QUIET = 0.05  # share of time in communication that nobody minds
 _LOUD = 0.5  # and the one from which a strategy that talks less is worth other mathematics
 
