@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from trainer.config import FIELDS, SHARDED, RunSpec, read_spec
+from pydantic import ValidationError
+
+from trainer.config import FIELDS, RunSpec, read_spec
 from trainer.cost import Layout, Memory, Rows, memory, not_hidden, row_flops, wire_bytes, zero_seconds
 from trainer.errors import UserError
 from trainer.shape import Shape, shape_of
@@ -83,9 +85,10 @@ def options(
     ways = [("alone", Layout((1,)))] + ([(name, layout) for name in known] if layout.world > 1 else [])
     found = []
     for name, place in ways:
-        if name in SHARDED and spec.only_ddp:
-            continue
-        one = spec.model_copy(update={"strategy": "ddp" if name == "alone" else name})
+        try:
+            one = RunSpec.model_validate(spec.model_dump() | {"strategy": "ddp" if name == "alone" else name})
+        except ValidationError:
+            continue  # another field of the spec does not go with it
         need = memory(one, shape, place, rows, cuda=not gloo)
         # The rank with the most rows is waited for.
         mine = math.ceil(one.rows_per_step / place.world)

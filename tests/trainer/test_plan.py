@@ -270,6 +270,14 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
     assert automatic(hosts, said, []) == ("diloco", "auto: this run began with diloco")
 
 
+def test_auto_takes_nothing_that_the_spec_forbids() -> None:
+    said = {"model": "tiny", "strategy": "auto", "replica_strategy": "fsdp", "quantize": "nf4"}
+    found, _ = plan_of(make_spec(said, "here"), 2, 0.1)
+    assert set(found) == {"alone", "ddp", "averaging"}
+    found, _ = plan_of(make_spec(said | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
+    assert set(found) == {"alone", "ddp", "fsdp", "diloco", "averaging"}
+
+
 def test_a_slow_link_is_for_diloco() -> None:
     spec = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
     host = {"processes": 1, "threads": 8, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 10}
