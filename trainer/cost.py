@@ -183,7 +183,9 @@ def _shared_bytes(spec: RunSpec, shape: Shape, layout: Layout, micro: int, gloo:
     """Return the bytes of a step whose ranks share gradients; `micro` is how many micro-batches each takes."""
     ring = (layout.world - 1) / layout.world
     trained, number = shape.trained(spec), 2 if spec.gradient_wire == "bf16" else 4
-    scattered = ring * trained * number
+    # gloo has no reduce-scatter of its own: it sends what an all-reduce sends. FSDP has one where ranks have a host each.
+    ours = spec.strategy == "fsdp" and max(layout.processes) == 1
+    scattered = (2 if gloo and not ours else 1) * ring * trained * number
     if spec.strategy == "fsdp":
         if spec.fsdp_shard == "host":  # between hosts go the sums of the parts alone
             hosts = len(layout.processes)
@@ -195,7 +197,6 @@ def _shared_bytes(spec: RunSpec, shape: Shape, layout: Layout, micro: int, gloo:
         gathered = ring * (2 * layers + _root_bytes(spec, shape)) * micro
         return gathered + scattered * (1 if spec.lora_r else micro)
     if spec.strategy == "deepspeed":
-        scattered *= 2 if gloo else 1  # gloo has no reduce-scatter of its own: it sends what an all-reduce sends
         return _zero_gathered(spec, shape, ring, micro) + scattered * (micro if spec.deepspeed_stage > 1 else 1)
     return 2 * ring * trained * number
 
@@ -249,7 +250,7 @@ def not_hidden(spec: RunSpec, shape: Shape, wire: float, part: float) -> float:
         bucket = min(_BUCKETS[come > 0], gradients - come)
         come += bucket
         sent = max(sent, backward * come / gradients) + wire * bucket / gradients
-    return sent - backward
+    return max(0.0, sent - backward)
 
 
 def row_flops(spec: RunSpec, shape: Shape, rows: Rows) -> float:

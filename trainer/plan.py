@@ -97,7 +97,8 @@ def options(
         hooks, slow = zero_seconds(one, shape, place, link * 1e6 / 8) if gloo else (0.0, 0.0)
         compute += hooks
         wire = sent * 8 / (link * 1e6) + slow if len(place.processes) > 1 else 0.0
-        wire = not_hidden(one, shape, wire, min(1.0, mine / one.batch_size) * speed.part)
+        last = mine % one.batch_size or one.batch_size
+        wire = not_hidden(one, shape, wire, last / one.batch_size * speed.part)
         tokens = one.rows_per_step * rows.tokens / (compute + wire)
         fits = None if room is None else need.total <= room
         found.append(Option(name, place.world, need, fits, sent, compute, wire, tokens))
@@ -172,7 +173,7 @@ def _tight(spec: RunSpec, option: Option) -> str:
         )
         if open_
     ]
-    return f"{option.memory.total / 2**30:.1f} GiB a process do not fit: try {' or '.join(ways) or 'a smaller model'}"
+    return f"{option.memory.total / 2**30:.1f} GiB a process do not fit: try {' or '.join(ways) or 'a smaller model'}; on a CPU Python takes {BASE} MiB of each, too"
 
 
 def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None = None) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from trainer.plan import choose
 PROBE = (TOP / "plugins/module_utils/probe.py").read_bytes()
 PROBE_LIMIT = 60.0  # s for a host to say what it is
 BACK_LIMIT = 2.0  # s, after the others have answered, for one that was lost to be back
+FAST = 2000.0  # Mbit/s
 MARGIN = 200 << 20  # bytes that a run writes besides what is staged: logs, events, checkpoints of a small adapter
 
 
@@ -276,10 +277,10 @@ def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dic
             began = RunSpec.model_validate(yaml.safe_load(host["facts"]["spec"])).strategy
             return began, f"auto: this run began with {began}"
     model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
-    known, measured = [], False
-    for host in hosts:
-        facts, line = host["facts"], judgement.line_to_head(host)
-        measured |= "mbit" in line
+    known = []
+    links = link_speeds(hosts)
+    for host, link in zip(hosts, links, strict=True):
+        facts = host["facts"]
         processes = host["processes"] or len(facts["gpus"]) or 1
         known.append(
             {
@@ -287,15 +288,32 @@ def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dic
                 "threads": max(1, facts["cpus"] // processes),
                 "gpu_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=0),
                 "memory_mib": facts["memory_mib"],
-                "link_mbit": line.get("mbit", facts["link_mbit"]),
+                "link_mbit": link,
             }
         )
     fields = {name: value for name, value in spec.items() if name in FIELDS} | {"model": model}
     try:
         strategy, why = choose(make_spec(fields, "the plan"), known)
+        thinnest = min((link for link in links if link), default=0.0)
+        measured = thinnest in [judgement.line_to_head(host).get("mbit") for host in hosts]
         return strategy, f"{why} (link measured)" if measured else why
     except UserError as error:
         raise Unplannable(str(error)) from None
+
+
+def link_speeds(hosts: list[dict[str, Any]]) -> list[float]:
+    """Return the Mbit/s of every host's line to the head as it was measured, else what its driver states; 0 is unknown.
+
+    One stream of a small program does not fill a fast line: beyond `FAST` the driver knows better.
+    """
+    measured = [judgement.line_to_head(host).get("mbit", 0.0) for host in hosts]
+    speeds = []
+    for place, (host, mbit) in enumerate(zip(hosts, measured, strict=True)):
+        stated = float(host["facts"]["link_mbit"])
+        if any(measured) and place == 0:
+            stated = 0.0  # the head's own is in all that was measured
+        speeds.append(mbit if 0 < mbit < FAST else max(mbit, stated))
+    return speeds
 
 
 def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) -> dict[str, Any]:

@@ -141,10 +141,10 @@ class Pairs:
         link.settimeout(max(1.0, self.deadline - time.monotonic()))
         seconds, size = self.there_and_back(link, LARGE), LARGE
         if name == self.a["head"]:
-            # About a second's worth: a thin line has to do with less.
-            more = min(STREAM, round(LARGE / max(seconds, 1e-6)))
-            if more > LARGE:
-                seconds, size = self.there_and_back(link, more), more
+            # More, as long as it takes no second, nor more than this line's share of the time: the head's lines take turns.
+            while size < STREAM and 4 * seconds < min(1.0, self.a["limit"] / 3 / len(self.a["peers"])):
+                size = min(STREAM, 4 * size)
+                seconds = self.there_and_back(link, size)
             self.lines[name]["mbit"] = round(2 * size * 8e-6 / seconds, 1)
 
     def there_and_back(self, link: socket.socket, size: int) -> float:

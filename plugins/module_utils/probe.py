@@ -237,7 +237,7 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "python_exists": os.access(a["python"], os.X_OK),
         "free_bytes": free_bytes(data_dir),
         "may_write": may_write(data_dir),
-        "spec": spec.read_text() if spec.exists() and (run_dir / "checkpoints").is_dir() else None,
+        "spec": spec.read_text() if spec.exists() and ((run_dir / "checkpoints").is_dir() or lives(run_dir)) else None,
         "result": read_json(run_dir / "result.json"),
         "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": lives(run_dir),

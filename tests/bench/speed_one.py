@@ -35,15 +35,10 @@ def sent_bytes() -> int:
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
-def status_bytes(name: str) -> int:
-    """Return a size out of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def peak_bytes() -> int:
+def peak_mib() -> float:
     """Return the largest resident set so far (getrusage's is at least that of the process that started this one)."""
-    return status_bytes("VmHWM")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 class Clock:
@@ -67,13 +62,13 @@ class Clock:
             "tokens_per_second": tokens / (ended - began),
             "tokens_per_cpu_second": tokens / (cpu_ended - cpu_began),
             "wire_bytes": (sent - sent_before) / (len(self.times) - self.warm),
-            "peak_mib": peak_bytes() / 2**20,
+            "peak_mib": peak_mib(),
         }
 
 
 def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
     """Run the trainer's own loop; evaluation and checkpoints, which TRL's defaults have not, only at the end."""
-    clock, base = Clock(a.get("warm", WARM)), status_bytes("VmRSS")
+    clock = Clock(a.get("warm", WARM))
 
     class Beat(Heartbeat):
         def __call__(self, status: str, *, force: bool = False, **news: Any) -> None:
@@ -101,7 +96,7 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
         # Where ranks meet every few steps, the records come then.
         if world.rank == 0:
             clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    about = {"loss": result["loss_last"], "eval_loss": result["eval_loss"], "above_base_bytes": peak_bytes() - base}
+    about = {"loss": result["loss_last"], "eval_loss": result["eval_loss"]}
     return clock.result() | about
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -114,9 +115,12 @@ class Here:
 # Runs under torchrun ----------------------------------------------------------------------------------------------------
 
 
-def free_port(but: int = 0) -> int:
-    """Return a port, another one than `but`, below the range from which the kernel takes ports for others."""
-    for port in range(max(20000 + os.getpid() % 5000, but + 1), 32000):
+_PORTS = itertools.count(20000 + os.getpid() % 5000)
+
+
+def free_port() -> int:
+    """Return a port below the range from which the kernel takes ports for others; never the same one twice."""
+    while (port := next(_PORTS)) < 32000:
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -140,7 +144,7 @@ class Cluster:
         self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
     ) -> list[str]:
         """Return the command of replica `number` of `count`, a torchrun of its own."""
-        port = free_port(but=int(lighthouse.rpartition(":")[2]) + number)  # nobody may listen at any of them yet
+        port = free_port()
         flags = [f"--replica={number}/{count}", f"--first-rank={number * ranks}", f"--lighthouse={lighthouse}"]
         return self._command(number, [], ranks, run, port, fields) + flags
 

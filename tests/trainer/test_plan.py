@@ -186,7 +186,7 @@ def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
     spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)
     backward = part * (1 / 2 if rank else 2 / 3)
     left = not_hidden(spec, shape, wire, part)
-    assert max(0.0, wire - backward) - 1e-9 <= left <= wire + 1e-9
+    assert left >= 0 and wire - backward - 1e-9 <= left <= wire + 1e-9
     if (
         shape.trained(spec) * 4 > 2**30
     ):  # many buckets: all is hidden but the last one, or what the pass is too short for
@@ -255,7 +255,7 @@ def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
 
 
 def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
-    from plugins.action.run_plan import automatic
+    from plugins.action.run_plan import automatic, link_speeds
 
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
     hosts: list[dict[str, Any]] = [{"host": f"node{place}", "processes": 0, "facts": dict(facts)} for place in range(3)]
@@ -266,6 +266,11 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
     hosts[2]["pairs"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
     strategy, why = automatic(hosts, said, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
+    hosts[0]["facts"]["link_mbit"] = 10  # a head's driver is not asked where lines to it were measured
+    hosts[2]["pairs"]["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
+    hosts[1]["facts"]["link_mbit"] = hosts[2]["facts"]["link_mbit"] = 25000
+    assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
+    assert not automatic(hosts, said, [])[1].endswith("(link measured)")
     hosts[1]["facts"]["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
     assert automatic(hosts, said, []) == ("diloco", "auto: this run began with diloco")
 

@@ -1,8 +1,9 @@
-"""Gathering and scattering for FSDP where ranks talk over gloo: every pair of ranks straight to each other.
+"""Gathering and scattering for FSDP where ranks talk over gloo and have a host each: every pair straight to each other.
 
 gloo's own all-gather sends a part in two halves round a ring, and word that the second may come waits behind the first one's
 bytes on the same connection: over a thin link it gets 70 % of it (tests/bench/plan.py). Its reduce-scatter is an
 all-reduce, which sends twice as much. Here all that is to come is announced before anything is sent.
+Where ranks share hosts, a ring crosses each link once and pairs would cross it for every two ranks: gloo's own are for that.
 
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html (set_custom_all_gather, set_custom_reduce_scatter)
 """

@@ -53,6 +53,13 @@ def make_mesh(spec: RunSpec, world: World, crew: World | None = None) -> DeviceM
     return init_device_mesh(kind, (len(ranks), world.size // len(ranks)), mesh_dim_names=("hosts", "ranks"))
 
 
+def a_host_each(mesh: DeviceMesh, world: World) -> bool:
+    """Tell whether ranks that share a model have a host each: then no two of them send over one link. Every rank calls it."""
+    hosts = world.gather(world.node_rank)
+    group = [hosts[rank] for rank in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))]
+    return len(set(group)) == len(group)
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated layers, by what transformers says must stay in one piece."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -116,7 +123,7 @@ class FSDP(Strategy):
         for block in blocks(self.model):
             fully_shard(block, mesh=mesh, mp_policy=inside)
         fully_shard(self.model, mesh=mesh, mp_policy=outside)
-        if world.device.type == "cpu":
+        if world.device.type == "cpu" and a_host_each(mesh, world):
             for part in self.model.modules():
                 if isinstance(part, FSDPModule):
                     part.set_custom_all_gather(exchange.AllGather())
