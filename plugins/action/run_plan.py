@@ -29,7 +29,7 @@ from trainer.plan import choose
 PROBE = (TOP / "plugins/module_utils/probe.py").read_bytes()
 PROBE_LIMIT = 60.0  # s for a host to say what it is
 BACK_LIMIT = 2.0  # s, after the others have answered, for one that was lost to be back
-FAST = 2000.0  # Mbit/s
+FAST = 2000.0  # Mbit/s: what one stream of pairs.py can be trusted to see
 MARGIN = 200 << 20  # bytes that a run writes besides what is staged: logs, events, checkpoints of a small adapter
 
 

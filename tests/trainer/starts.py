@@ -130,6 +130,20 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
+def llama(folder: Path, tokenizer: Path, **sizes: int) -> Path:
+    """Write a Llama of these sizes, with the tokenizer of the model in folder `tokenizer`; return its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tokenizer / name).read_bytes())
+    return folder
+
+
+# Of a million weights: the headers of its messages are little beside them.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
 class Cluster:
     """Hosts on this machine, each with a data dir and a torchrun of its own, as the playbook starts them."""
 

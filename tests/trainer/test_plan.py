@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import get_peft_model
-from starts import TOP, Here
+from starts import TOP, Here, llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from plugins.module_utils.probe import allocator
@@ -118,11 +118,7 @@ def test_memory_is_within_10_percent_of_what_is_measured(fields: dict[str, Any],
 
 def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields: dict[str, Any]) -> tuple[int, int]:
     """Train three steps in a process of its own, with tcmalloc as train.yml starts it: its largest resident set, and the plan."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((model_folder / name).read_bytes())
+    llama(folder, model_folder, **sizes)
     fields = {"fake_data": True} | fields
     about = {"model": str(folder), "dataset": "none", "steps": 3, "fields": fields}
     done = subprocess.run(
@@ -187,9 +183,7 @@ def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
     backward = part * (1 / 2 if rank else 2 / 3)
     left = not_hidden(spec, shape, wire, part)
     assert left >= 0 and wire - backward - 1e-9 <= left <= wire + 1e-9
-    if (
-        shape.trained(spec) * 4 > 2**30
-    ):  # many buckets: all is hidden but the last one, or what the pass is too short for
+    if shape.trained(spec) * 4 > 2**30:  # many buckets: all but the last is hidden, as far as the pass is long
         assert left <= max(wire - backward, 0.0) + 0.03 * (wire + backward)
     if shape.trained(spec) * 4 <= 2**20:
         assert left == pytest.approx(wire)
