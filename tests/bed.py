@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -31,9 +32,15 @@ def until(true: Callable[[], Any], limit: float = 60.0, what: str = "") -> Any:
     return value
 
 
+# Below the range from which the kernel takes ports for others. Two processes that test at once have pids close together:
+# 500 ports lie between them, or each would take a port that the other was given and has not opened yet.
+_PORTS = itertools.count(os.getpid() * 500 % 12000)
+
+
 def free_port() -> int:
-    """Below the range from which the kernel takes ports for others."""
-    for port in range(20000 + os.getpid() % 5000, 32000):
+    """Return a free port; never the same one twice."""
+    for _ in range(12000):
+        port = 20000 + next(_PORTS) % 12000
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -301,13 +302,10 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
     folder = run_dir(inventory, "node2", "full")
     until(lambda: step_of(folder, 1) >= 4, 120, "step 4")
     filler = small_disk / "filler"
-    with filler.open("wb") as file:
-        try:
-            while True:
-                file.write(b"\0" * 65536)
-                file.flush()
-        except OSError:
-            pass
+    # Without a buffer: what is left in one would be written when the file is closed, and fail once more.
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 65536)
     played = playing.wait()
     assert played.rc != 0
     line = error_line(played)

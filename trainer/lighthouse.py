@@ -20,7 +20,10 @@ def main(bind: str) -> None:
     os.environ.setdefault("RUST_LOG", "warn")  # it tells of every question otherwise
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind=bind, min_replicas=1, join_timeout_ms=PATIENCE, heartbeat_timeout_ms=SILENCE)
+    try:
+        server = LighthouseServer(bind=bind, min_replicas=1, join_timeout_ms=PATIENCE, heartbeat_timeout_ms=SILENCE)
+    except RuntimeError as error:
+        sys.exit(f"cannot listen at {bind}: {error}")
     print(f"lighthouse at {bind}", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     server.shutdown()

@@ -43,6 +43,7 @@ START_LIMIT = 15.0  # s for a supervisor to come up on a loaded machine
 HOLD_LIMIT = 120.0  # s that a supervisor waits for `state/go`
 RESTART_LIMIT = 60.0  # s between two starts of a torchrun that breaks, at most; the first waits 1 s
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
+UNLIT = 3  # times in a row that a run's lighthouse may end by itself, as where its port is taken
 KILL_LIMIT = 10.0  # s for a killed process to leave; longer means that it hangs in the kernel
 # s for torchrun to leave once its ranks have: where a peer is gone, its exit barrier would hold it for 300.
 LEAVE_LIMIT = 10.0
@@ -332,7 +333,7 @@ class Supervisor:
         self.restarts = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", argument) for argument in a.command)
         # Or we start torchrun again.
         self.limit, self.best, self.in_a_row, self.restarted = a.restarts, -1, 0, 0
-        self.where, self.lit = a.lighthouse, 0.0
+        self.where, self.lit, self.unlit = a.lighthouse, 0.0, 0
         self.lighthouse: subprocess.Popen[bytes] | None = None
         self.log, self.read_to = log, log.stat().st_size
         self.workers: dict[int, int] = {}  # rank -> pid
@@ -387,7 +388,7 @@ class Supervisor:
                     self.kill_all(torchrun)
                 self.watch(torchrun.pid)
                 self.light()
-                if self.overdue():
+                if self.overdue() or "error" in self.node:
                     self.kill_all(torchrun, but=self.lighthouse)
             self.kill_all(torchrun, but=self.lighthouse)
             self.read_log()
@@ -419,12 +420,18 @@ class Supervisor:
             )
 
     def light(self) -> None:
-        """Keep the run's lighthouse, if it is here, alive."""
-        ended = self.lighthouse is None or self.lighthouse.returncode is not None
-        if self.where and ended and time.monotonic() - self.lit > 1.0:
-            self.lit = time.monotonic()
-            command = [self.command[0], "-m", "trainer.lighthouse", self.where]
-            self.lighthouse = self.spawn(command, self.run_dir / "logs/lighthouse.log")
+        """Keep the run's lighthouse, if it is here, alive; one that ends by itself again and again is the run's error."""
+        code = self.lighthouse.returncode if self.lighthouse else -1
+        if not self.where or code is None or "error" in self.node or time.monotonic() - self.lit < 1.0:
+            return
+        log = self.run_dir / "logs/lighthouse.log"
+        self.unlit = self.unlit + 1 if code > 0 else 0
+        if self.unlit == UNLIT:
+            said = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+            self.node["error"] = f"the run's lighthouse ends again and again: {said[-1]}"
+            return
+        self.lit = time.monotonic()
+        self.lighthouse = self.spawn([self.command[0], "-m", "trainer.lighthouse", self.where], log)
 
     def again(self, awaited: set[signal.Signals]) -> bool:
         """Whether a torchrun that has ended is started once more; wait first, longer every time that it comes no further.
@@ -432,9 +439,8 @@ class Supervisor:
         Not if its ranks have ended as they should, a person wants it to stop, or has to mend something.
         """
         said = [read_json(self.run_dir / f"state/rank{rank}.json") or {} for rank in self.ranks]
-        if {state.get("status") for state in said} <= set(DONE) or any(
-            (s.get("error") or {}).get("plain") for s in said
-        ):
+        mistake = "error" in self.node or any((state.get("error") or {}).get("plain") for state in said)
+        if mistake or {state.get("status") for state in said} <= set(DONE):
             return False
         step = max(int(state.get("step") or 0) for state in said)
         self.in_a_row = 1 if step > self.best else self.in_a_row + 1

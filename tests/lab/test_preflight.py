@@ -131,7 +131,10 @@ def test_a_sound_cluster_has_no_failure_and_an_all_reduce(lab: Lab, hosts: list[
     for name, answer in report["hosts"].items():
         reached = answer["pairs"]["reached"]
         assert set(reached) == {host.name for host in hosts} - {name}
-        assert all(wrong == "" for ports in reached.values() for wrong in ports.values())
+        for peer, ports in reached.items():
+            # A port that was drawn by chance may be somebody's on that host: it is not asked then.
+            taken = report["hosts"][peer]["pairs"]["taken"]
+            assert len(taken) < len(ports) and not any(wrong for port, wrong in ports.items() if int(port) not in taken)
 
 
 def test_a_host_without_torch(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:

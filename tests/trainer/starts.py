@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bed import free_port
 
 from trainer.data import Sample
 
@@ -113,21 +112,6 @@ class Here:
 
 
 # Runs under torchrun ----------------------------------------------------------------------------------------------------
-
-
-_PORTS = itertools.count(20000 + os.getpid() % 5000)
-
-
-def free_port() -> int:
-    """Return a port below the range from which the kernel takes ports for others; never the same one twice."""
-    while (port := next(_PORTS)) < 32000:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port")
 
 
 def llama(folder: Path, tokenizer: Path, **sizes: int) -> Path:

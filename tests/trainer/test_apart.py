@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from bed import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from starts import TOP, WIDE, Cluster, Here, free_port, llama
+from starts import TOP, WIDE, Cluster, Here, llama
 from test_levers import ALONE, CPU, MAY
 from test_torchrun import assert_every_sample_once, weights
 

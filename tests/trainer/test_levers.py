@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from starts import TOP, WIDE, Here, free_port, llama
+from bed import free_port
+from starts import TOP, WIDE, Here, llama
 from test_numerics import assert_equal_work, batch, corpus, loss_and_gradient, small_model  # noqa: F401
 
 from trainer.config import make_spec

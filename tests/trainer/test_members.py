@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starts import TOP, Cluster, Here, free_port, lines, losses, until
+from bed import free_port
+from starts import TOP, Cluster, Here, lines, losses, until
 from test_apart import LONG, PAIR, newest, result
 from test_torchrun import assert_every_sample_once, the_order, weights
 
@@ -118,6 +120,24 @@ class Supervised:
 
     def end(self) -> None:
         self.ask("stop", "--run-dir", str(self.run_dir), "--now")
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) -> None:
+    pytest.importorskip("torchft", reason="the torchft extra is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        lighthouse = f"127.0.0.1:{taken.getsockname()[1]}"
+        part = Supervised(cluster, 0, 2, lighthouse, **MEMBERS)
+        try:
+            until(lambda: part.status()["status"] != "running", 60, "the end")
+        finally:
+            part.end()
+        status = part.status()
+    assert status["status"] == "failed" and not status["node"].get("restarted")
+    assert status["node"]["error"].startswith(
+        f"the run's lighthouse ends again and again: cannot listen at {lighthouse}: Address already in use"
+    )
+    assert not members(part.run_dir)
 
 
 @pytest.mark.slow
