@@ -380,6 +380,11 @@ class RunSpec(BaseModel):
             return self.replica_strategy == "fsdp"
         return self.strategy == "fsdp" or (self.strategy == "deepspeed" and self.deepspeed_stage == 3)
 
+    @property
+    def weights_as_kept(self) -> bool:
+        """Whether the strategy reads its part of the weights alone, and so takes them as they are in the model's files."""
+        return self.weights_in_parts and self.strategy != "deepspeed"
+
     def digest(self) -> str:
         """Return 6 hex digits that are equal for equal mathematics (what a resumed run may change is left out)."""
         fixed = {name: value for name, value in self.model_dump(mode="json").items() if name not in LATER}

@@ -41,7 +41,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at its peak, above what Python and its libraries take."""
+    """Bytes of one process at its peak, above what Python and its libraries take.
+
+    What a backward pass begins with, and, `between`, the most that is held at another time: while the model is read, a
+    checkpoint is written, or replicas meet.
+    """
 
     weights: int
     gradients: int
@@ -49,11 +53,17 @@ class Memory:
     activations: int
     logits: int
     wire: int
+    between: int
+
+    @property
+    def step(self) -> dict[str, int]:
+        """What a backward pass begins with, by name."""
+        return {name: size for name, size in asdict(self).items() if name != "between"}
 
     @property
     def total(self) -> int:
-        """Their sum."""
-        return sum(asdict(self).values())
+        """The most at any time."""
+        return max(sum(self.step.values()), self.between)
 
 
 def _weight_bytes(spec: RunSpec, shape: Shape) -> int:
@@ -109,7 +119,7 @@ def _saved(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, float]:
 
 
 def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
-    """Return what a process of the run needs at its peak, which is where the backward pass begins.
+    """Return what a process of the run needs at its peak.
 
     `cuda`: on a GPU, where what DeepSpeed offloads and diloco's outer state are in the host's memory.
     """
@@ -154,7 +164,38 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
     if not spec.lora_r and spec.precision != "32-true":
         # autocast's copies of the weights live as long as the forward pass.
         weights += 2 * (shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear) + shape.head_parameters)
-    return Memory(weights + frozen + gathered, gradients, optimizer, round(kept), round(head), wire)
+    between = 0
+    if not cuda:
+        between = _between(spec, shape, parts, weights + frozen, gradients, optimizer, gathered)
+        if spec.strategy == "deepspeed" and spec.deepspeed_stage < 3:
+            # For its optimizer it lays a rank's part of them out anew, in one piece that nothing else gave back fits.
+            gradients += 2 * trained * 4 // parts if spec.deepspeed_stage == 2 else trained * 4 // parts
+    return Memory(weights + frozen + gathered, gradients, optimizer, round(kept), round(head), wire, between)
+
+
+def _between(
+    spec: RunSpec, shape: Shape, parts: int, weights: int, gradients: int, optimizer: int, gathered: int
+) -> int:
+    """Return the most bytes that a process on a CPU holds apart from its backward passes.
+
+    `parts`: over how many ranks weights are shared out. The others are a rank's own, as in `Memory`.
+    """
+    stored, trained = shape.parameters * _stored(spec), shape.trained(spec) * 4
+    held = weights + gradients + optimizer
+    # As they are kept weights are mapped, and read where they lie; else they are there twice.
+    read = stored + (shape.parameters * shape.kept if shape.kept != _stored(spec) else 0)
+    if spec.weights_as_kept:
+        read = (stored + shape.parameters * shape.kept) // parts
+    elif spec.weights_in_parts:
+        read += stored // parts
+        # What was gathered and given back is of unlike sizes: malloc keeps about as much as this (measured).
+        return max(read, held + gathered + gradients + round(0.7 * stored))
+    if spec.strategy == "diloco":
+        return max(read, held + trained)  # the pseudo-gradient
+    if spec.strategy == "fsdp" and not spec.lora_r:
+        # A checkpoint is written from a copy; at the end the first rank of a host puts the whole model together.
+        return max(read, held + weights + optimizer, held + trained)
+    return read
 
 
 def _root_bytes(spec: RunSpec, shape: Shape) -> int:
@@ -162,12 +203,17 @@ def _root_bytes(spec: RunSpec, shape: Shape) -> int:
     return (shape.parameters - shape.layers * shape.layer_parameters) * _stored(spec)
 
 
+def _micro_batches(spec: RunSpec, ranks: int) -> int:
+    """Return how many micro-batches of a step the rank with the most takes."""
+    return -(-spec.rows_per_step // (ranks * spec.batch_size))
+
+
 def wire_bytes(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
     """Return the bytes that a process sends in one optimiser step (mean over steps); between hosts a link carries as many."""
     ranks, hosts = layout.world, len(layout.processes)
     if ranks == 1 or spec.strategy == "averaging":
         return 0.0
-    micro = -(-spec.rows_per_step // (ranks * spec.batch_size))
+    micro = _micro_batches(spec, ranks)
     if spec.strategy != "diloco":
         return _shared_bytes(spec, shape, layout, micro, gloo)
     # Replicas of `replica_hosts` each, and what these do among themselves.
@@ -222,7 +268,7 @@ def zero_seconds(spec: RunSpec, shape: Shape, layout: Layout, link: float) -> tu
     """
     if spec.strategy != "deepspeed":
         return 0.0, 0.0
-    micro = -(-spec.rows_per_step // (layout.world * spec.batch_size))
+    micro = _micro_batches(spec, layout.world)
     if spec.deepspeed_stage < 3:
         gathered = _zero_gathered(spec, shape, (layout.world - 1) / layout.world, micro)
         return 0.0, gathered / link * (1 / 0.7 - 1)

@@ -43,10 +43,20 @@ def _looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+def base_dtype(spec: RunSpec) -> torch.dtype:
+    """Return of what kind the weights are that are not adapters: what is trained is float32.
+
+    Under bf16-mixed a frozen base is kept in bfloat16, which autocast would make of it anyway.
+    """
+    # DeepSpeed takes weights of one kind only.
+    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed"
+    return torch.bfloat16 if half else torch.float32
+
+
 def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     """Load the model on `device`, with LoRA unless lora_r is 0. Equal on every rank: the seed makes the fresh weights.
 
-    What is trained is float32; under bf16-mixed a frozen base is kept in bfloat16, which autocast would make of it anyway.
+    Weights are of `base_dtype`, or as they are in its files where the strategy makes that of its part of them.
 
     Raises:
         UserError: the model, its backend or its LoRA targets cannot be had.
@@ -54,9 +64,8 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     torch.manual_seed(spec.seed)
     if spec.backend == "unsloth":
         return _load_unsloth(spec, device)
-    # DeepSpeed takes weights of one kind only.
-    frozen_bf16 = spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed"
-    how: dict[str, Any] = {"dtype": torch.bfloat16 if frozen_bf16 else torch.float32}
+    # As they are in its files weights stay there, mapped, until somebody reads them: FSDP takes its part and leaves the rest.
+    how: dict[str, Any] = {"dtype": "auto" if spec.weights_as_kept else base_dtype(spec)}
     fast = levers(spec, device)
     if "flash attention" in fast:
         how["attn_implementation"] = "flash_attention_2"

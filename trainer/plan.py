@@ -319,7 +319,9 @@ def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, 
     ]
     widths = [max(len(row[place]) for row in table) for place in range(len(head))]
     chosen = next(option for option in found if option.strategy in (advice.strategy, "alone")[: 1 + (len(found) == 1)])
-    parts = ", ".join(f"{name} {_mib(size)}" for name, size in asdict(chosen.memory).items() if size)
+    parts = ", ".join(f"{name} {_mib(size)}" for name, size in chosen.memory.step.items() if size)
+    if chosen.memory.total > sum(chosen.memory.step.values()):
+        parts += f"; and {_mib(chosen.memory.between)} while it reads the model, writes it, or meets other replicas"
     return [
         f"{spec.model}: {shape.parameters / 1e6:.1f} M parameters, {shape.trained(spec) / 1e6:.2f} M of them trained; "
         f"{spec.rows_per_step} rows of {spec.seq_length} a step in micro-batches of {spec.batch_size}",

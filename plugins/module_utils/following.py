@@ -262,7 +262,7 @@ def progress_line(state: dict[str, Any], world_size: int) -> str:
     words = [f"step {state['step']}/{state.get('steps') or '?'}", f"loss {state['loss']:.4g}"]
     if state.get("tokens_per_second"):
         words.append(f"{thousands(state['tokens_per_second'])} tok/s")
-    if state.get("eta") is not None and state.get("status") not in DONE:
+    if state.get("eta") is not None and state.get("status") not in DONE and state["step"] != state.get("steps"):
         words.append(f"ETA {clock(state['eta'])}")
     return "  ".join([*words, f"({world_size} rank{'s' if world_size > 1 else ''})"])
 

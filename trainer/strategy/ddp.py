@@ -61,6 +61,7 @@ class DDP(Strategy):
         self.optimizer = make_optimizer(spec, self.trained.values())
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=spec.precision == "fp16-mixed")
         self.balance = Balance(world.size) if spec.balance == "auto" and world.size > 1 and crew is None else None
+        self._first = True
         self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
@@ -115,7 +116,10 @@ class DDP(Strategy):
             group["lr"] = lr
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=False)
+        # After the first backward pass DDP lays out new buckets: the old ones must not live on as the gradients' memory.
+        # From then on gradients stay where they are, in the buckets.
+        self.optimizer.zero_grad(set_to_none=self._first)
+        self._first = False
         return float(norm)
 
     @torch.no_grad()

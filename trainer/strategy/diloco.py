@@ -21,6 +21,7 @@ from trainer.order import share
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP
 from trainer.strategy.replicas import Replicas, by_speed, deal
+from trainer.strategy.whole import MOMENTS
 from trainer.world import World
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class DiLoCo(Strategy):
     """Replicas with an inner and an outer optimizer. The outer one's state is kept in the host's memory, once a host."""
 
     # The inner optimizer's state is a replica's own; a host that lost it goes on with another replica's.
-    own = ("optimizer.pt", "optimizer.safetensors")
+    own = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         super().__init__(spec, world.with_patience(), module)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.config import RunSpec
 from trainer.errors import DiskError, UserError, disk_trouble
-from trainer.model import TokenLoss
+from trainer.model import TokenLoss, base_dtype
 from trainer.optim import make_optimizer
 from trainer.strategy import exchange
 from trainer.strategy.base import Batch, Strategy
@@ -120,9 +120,17 @@ class FSDP(Strategy):
         # of the blocks (embeddings, the last norm) stays float32, as under ddp.
         inside = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire, cast_forward_inputs=False)
         outside = MixedPrecisionPolicy(reduce_dtype=wire, cast_forward_inputs=False)
+        frozen = base_dtype(spec)
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return (
+                tensor.to(torch.float32 if tensor.requires_grad else frozen) if isinstance(tensor, DTensor) else tensor
+            )
+
+        # One after the other: no more of the model than a block is here whole, or of two kinds.
         for block in blocks(self.model):
-            fully_shard(block, mesh=mesh, mp_policy=inside)
-        fully_shard(self.model, mesh=mesh, mp_policy=outside)
+            fully_shard(block, mesh=mesh, mp_policy=inside)._apply(cast)
+        fully_shard(self.model, mesh=mesh, mp_policy=outside)._apply(cast)
         if world.device.type == "cpu" and a_host_each(mesh, world):
             for part in self.model.modules():
                 if isinstance(part, FSDPModule):
@@ -185,9 +193,8 @@ class FSDP(Strategy):
             writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
             writing = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             return Parts(folder, writing, self.world)  # type: ignore[arg-type]
-        whole = {kind: self._whole(tensors) for kind, tensors in state.items()}
-        if self.world.first_here:
-            write_whole(folder, whole)
+        for kind, tensors in state.items():
+            write_whole(folder, kind, self._whole(tensors))
         return None
 
     @torch.no_grad()
@@ -202,8 +209,9 @@ class FSDP(Strategy):
         if self.in_parts:
             dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
             return
-        for kind, kept in read_whole(folder).items():
-            for name, part in state[kind].items():
+        for kind, parts in state.items():
+            kept = read_whole(folder, kind)
+            for name, part in parts.items():
                 self._fill(part, kept[name].to(part.device))
 
     def _state(self) -> State:

@@ -9,23 +9,20 @@ from torch import nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of every weight, as torch and DeepSpeed name it
 
-State = dict[str, dict[str, torch.Tensor]]  # kind ("trained" or a moment) -> name of the weight -> float32, whole
+KINDS = ("trained", *MOMENTS)  # what a checkpoint holds of every weight, a file each: one at a time is whole in memory
+
+State = dict[str, dict[str, torch.Tensor]]  # kind -> name of the weight -> float32
 
 
-def write_whole(folder: Path, state: State) -> None:
-    """Write what is trained and its moments, by name: for any number of ranks."""
-    save_file({name: value.contiguous() for name, value in state["trained"].items()}, folder / "trained.safetensors")
-    moments = {f"{kind}.{name}": value.contiguous() for kind in MOMENTS for name, value in state[kind].items()}
-    save_file(moments, folder / "optimizer.safetensors")
+def write_whole(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None:
+    """Write what is trained, or a moment of it, by name: for any number of ranks. Ranks that have none of it write nothing."""
+    if values:
+        save_file({name: value.contiguous() for name, value in values.items()}, folder / f"{kind}.safetensors")
 
 
-def read_whole(folder: Path) -> State:
+def read_whole(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     """Read what `write_whole` wrote, into the host's memory."""
-    state: State = {"trained": load_file(folder / "trained.safetensors"), **{kind: {} for kind in MOMENTS}}
-    for key, value in load_file(folder / "optimizer.safetensors").items():
-        kind, _, name = key.partition(".")
-        state[kind][name] = value
-    return state
+    return load_file(folder / f"{kind}.safetensors")
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,11 +22,11 @@ from trainer.errors import UserError
 from trainer.model import TokenLoss
 from trainer.optim import make_optimizer
 from trainer.strategy.base import Batch, Strategy
-from trainer.strategy.whole import MOMENTS, persistent_buffers, read_whole, step_of, write_whole
+from trainer.strategy.whole import KINDS, MOMENTS, persistent_buffers, read_whole, step_of, write_whole
 from trainer.world import World
 
 _NEVER = 2**62  # steps between DeepSpeed's own progress lines
-_BUCKET = 500_000_000  # numbers, DeepSpeed's own default
+_BUCKET = 8_000_000  # numbers that are sent at once; DeepSpeed's own 500 M are laid out in full, and take 2 GB
 
 
 def import_deepspeed(world: World) -> Any:
@@ -56,7 +56,7 @@ def configuration(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any
     """Return DeepSpeed's form of the spec: https://www.deepspeed.ai/docs/config-json/
 
     Args:
-        trained: how many numbers are. Buckets are no larger than that: they are laid out in full, and 2 GB by default.
+        trained: how many numbers are. Buckets are no larger than that: they are laid out in full.
         parameters: how many numbers the model has.
     """
     bucket = min(_BUCKET, max(1, trained))
@@ -139,18 +139,17 @@ class ZeRO(Strategy):
         return self.engine(*batch)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._whole(None) | persistent_buffers(self.plain.model)
+        return self._whole("trained") | persistent_buffers(self.plain.model)
 
     def save(self, folder: Path) -> None:
-        state = {kind: self._whole(None if kind == "trained" else kind) for kind in ("trained", *MOMENTS)}
-        if self.world.first_here:
-            write_whole(folder, state)
+        for kind in KINDS:
+            write_whole(folder, kind, self._whole(kind))
 
     def load(self, folder: Path) -> None:
-        state = read_whole(folder)
+        kept = read_whole(folder, "trained")
         with torch.no_grad():
             for name, parameter in self.trained.items():
-                parameter.copy_(state["trained"][name])
+                parameter.copy_(kept[name])
         optimizer = self.engine.optimizer
         step = torch.tensor(float(step_of(folder)))
         parts = optimizer.fp32_partitioned_groups_flat if self._in_parts else optimizer.single_partition_of_fp32_groups
@@ -160,8 +159,9 @@ class ZeRO(Strategy):
         if not self._in_parts:
             optimizer._lazy_init_hp_params_optimizer_state()
         for kind in MOMENTS:
+            kept = read_whole(folder, kind)
             for name, parameter in self.trained.items():
-                self._set(parameter, state[kind][name], kind)
+                self._set(parameter, kept[name], kind)
 
     @property
     def _in_parts(self) -> bool:
@@ -179,15 +179,15 @@ class ZeRO(Strategy):
         filled[: value.numel()] = value.flatten()
         utils.safe_set_local_optimizer_state(parameter, filled[size * self.world.rank :][:size], kind)
 
-    def _whole(self, kind: str | None) -> dict[str, torch.Tensor]:
-        """Put a moment (None: the weights) together from its parts; the first rank of every host keeps it."""
+    def _whole(self, kind: str) -> dict[str, torch.Tensor]:
+        """Put what is trained, or a moment of it, together from its parts; the first rank of every host keeps it."""
         utils, whole = self.deepspeed.utils, {}
-        if kind and not self._in_parts:
+        if kind in MOMENTS and not self._in_parts:
             # DeepSpeed finds them for all groups of parameters at the first group's first step: the others have none then.
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self.trained.items():
-            if kind is None:
+            if kind == "trained":
                 value = utils.safe_get_full_fp32_param(parameter)
             else:
                 value = utils.safe_get_full_optimizer_state(parameter, kind)

@@ -152,12 +152,14 @@ async def ask(target: Target, timeout: float, connection: socket.socket | None =
         except BadReply:
             return []
 
+    wrong: BadReply | None = None
     try:
         async with asyncio.TaskGroup() as questions:
             told = questions.create_task(version()), questions.create_task(tags()), questions.create_task(loaded())
     except* BadReply as errors:
-        reason = str(errors.exceptions[0])
-        raise BadReply(reason) from None
+        wrong = BadReply(str(errors.exceptions[0]))
+    if wrong:  # raised in there it would come as a group of one, in Debian 12's Python
+        raise wrong
     models, left_out = told[1].result()
     return Answer(
         target, told[0].result(), tuple(models), tuple(told[2].result()), left_out, response_ms=round(took * 1000, 1)
