@@ -24,6 +24,7 @@ help:
 	@echo "make bench [ARGS='--rounds 5']                 the trainer beside TRL (docs/benchmarks.md)"
 	@echo "sudo make bench-wire                          bytes and speed over shaped links between two hosts here"
 	@echo "sudo make bench-plan                          what the plan says beside what is then measured, strategy by strategy"
+	@echo "make bench-memory                             the plan's memory beside whole runs, every strategy"
 	@echo "make bench-discovery                          discovery beside other tools"
 	@echo "make bench-replicas                           diloco and averaging beside DDP: bytes, speed, loss (root)"
 	@echo "make bench-site                               site.yml again, beside as many tasks that do nothing (root)"

@@ -42,9 +42,11 @@ _LOST_PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "Br
 
 
 def _word(argv: list[str], flag: str) -> str | None:
-    """Take ``--flag WORD`` or ``--flag=WORD`` out of argv."""
+    """Take ``--flag WORD`` or ``--flag=WORD`` out of argv. Raises UserError: the word is missing."""
     for place, word in enumerate(argv):
-        if word == flag and place + 1 < len(argv):
+        if word == flag:
+            if not argv[place + 1 :] or argv[place + 1].startswith("--"):
+                raise UserError(f"{flag}: got nothing, takes a value: {flag}=...")
             del argv[place]
             return argv.pop(place)
         if word.startswith(f"{flag}="):
@@ -213,6 +215,16 @@ def _failed(beat: Heartbeat, error: BaseException, *, plain: bool, secondary: bo
 def main(argv: Sequence[str]) -> int:
     """Run one command; return its exit status (0: well, 1: failed, 2: called wrongly)."""
     words = list(argv)
+    try:
+        status = _command(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, like `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _command(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         return _help()
     command = words.pop(0) if words and words[0] in ("train", "check", "fields", "plan", "config") else "train"

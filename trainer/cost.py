@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from trainer.config import RunSpec
 from trainer.shape import Shape
 
+CHUNK = 16 << 20  # numbers that diloco's replicas send each other at once
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses, below which it is not given back in between
 _BUCKETS = (2**20, 25 * 2**20)  # bytes of gradients in DDP's first bucket, and in every further one (bucket_cap_mb)
 _SMALL = 1e5  # numbers in a parameter, below which stage 3 leaves it whole
@@ -143,7 +144,8 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
             gathered = min(whole, int(_REUSED) * _stored(spec)) + 2 * prefetched(shape.parameters) * _stored(spec)
         else:
             gathered = _root_bytes(spec, shape)  # given back when the backward pass is through with it
-            gathered += 2 * (whole - gathered) // shape.layers  # the layer at work and the one that is fetched
+            # The layer at work, and the one that is fetched: as sent, and put together.
+            gathered += 3 * (whole - gathered) // shape.layers
         weights, frozen, gradients, optimizer = (n // parts for n in (weights, frozen, gradients, optimizer))
     elif spec.strategy == "deepspeed":
         optimizer //= parts
@@ -164,6 +166,9 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
     if not spec.lora_r and spec.precision != "32-true":
         # autocast's copies of the weights live as long as the forward pass.
         weights += 2 * (shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear) + shape.head_parameters)
+    if _by_ddp(spec, layout) and _micro_batches(spec, world) > 1:
+        # In the second step DDP lays its buckets out anew, while passes that are not its last gather gradients beside them.
+        gradients *= 2
     between = 0
     if not cuda:
         between = _between(spec, shape, parts, weights + frozen, gradients, optimizer, gathered)
@@ -171,6 +176,13 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
             # For its optimizer it lays a rank's part of them out anew, in one piece that nothing else gave back fits.
             gradients += 2 * trained * 4 // parts if spec.deepspeed_stage == 2 else trained * 4 // parts
     return Memory(weights + frozen + gathered, gradients, optimizer, round(kept), round(head), wire, between)
+
+
+def _by_ddp(spec: RunSpec, layout: Layout) -> bool:
+    """Tell whether DDP shares gradients among ranks: all of them, or those of a replica."""
+    if spec.strategy == "diloco":
+        return spec.replica_strategy == "ddp" and sum(layout.processes[: spec.replica_hosts]) > 1
+    return spec.strategy == "ddp" and layout.world > 1
 
 
 def _between(
@@ -191,10 +203,12 @@ def _between(
         # What was gathered and given back is of unlike sizes: malloc keeps about as much as this (measured).
         return max(read, held + gathered + gradients + round(0.7 * stored))
     if spec.strategy == "diloco":
-        return max(read, held + trained)  # the pseudo-gradient
+        return max(
+            read, held + trained + 2 * min(trained, 4 * CHUNK)
+        )  # the pseudo-gradient, and a chunk of it on its way
     if spec.strategy == "fsdp" and not spec.lora_r:
         # A checkpoint is written from a copy; at the end the first rank of a host puts the whole model together.
-        return max(read, held + weights + optimizer, held + trained)
+        return max(read, held + gathered + weights + optimizer, held + gathered + trained)
     return read
 
 

@@ -104,6 +104,9 @@ class ActionModule(AllHosts):
                 "spec": host_spec(spec, a["run"]["files"], node.data_dir),
                 "versions": host["facts"]["versions"],
                 "gpus": [gpu["name"] for gpu in host["facts"]["gpus"]],
+                "memory_mib": min(
+                    (gpu["memory_mib"] for gpu in host["facts"]["gpus"]), default=host["facts"]["memory_mib"]
+                ),
             }
             for node, host in zip(nodes, hosts, strict=True)
         ]

@@ -1,7 +1,7 @@
 # Included by the Makefile: the trainer beside TRL, and what goes over the wire. TRL has an environment of its own, on top of ours.
 BENCH := .venv.bench
 
-.PHONY: bench bench-wire bench-plan
+.PHONY: bench bench-wire bench-plan bench-memory
 bench: $(VENV)/.ready $(BENCH)/.ready
 	@PYTHONPATH=$(CURDIR) $(VENV)/bin/python tests/bench/speed.py --trl $(BENCH)/bin/python $(ARGS)
 
@@ -10,6 +10,9 @@ bench-wire: $(VENV)/.ready
 
 bench-plan: $(VENV)/.ready
 	@PYTHONPATH=$(CURDIR) $(VENV)/bin/python tests/bench/plan.py $(ARGS)
+
+bench-memory: $(VENV)/.ready
+	@PYTHONPATH=$(CURDIR) $(VENV)/bin/python tests/bench/memory.py $(ARGS)
 
 $(BENCH)/.ready: pyproject.toml constraints.txt
 	@test -x $(BENCH)/bin/python || $(VENV)/bin/python -m venv $(BENCH)

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from starts import Cluster, Here, losses
+from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import Kept, _in_place, _owners, whole_checkpoints
 from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.files import sha256_file
+from trainer.model import load_model
 
 # 2 and 3 rows on two hosts: one micro-batch and two.
 UNEVEN = {"total_batch_size": 5, "batch_size": 2}
@@ -88,6 +92,25 @@ def test_one_rank_of_fsdp(here: Here) -> None:
     assert here("ddp16", **half) == here("fsdp16", strategy="fsdp", **half) == 0, here.err
     # A block's norms are gathered as bfloat16 too, where autocast leaves them as they are.
     assert here.losses("fsdp16") == pytest.approx(here.losses("ddp16"), rel=1e-3)
+
+
+def test_weights_that_are_kept_in_half_precision_are_trained_as_under_ddp(here: Here, tmp_path: Path) -> None:
+    """FSDP takes them as they lie in the model's files, and makes of its part what ddp makes of all."""
+    half = tmp_path / "half"
+    shutil.copytree(here.model, half)
+    AutoModelForCausalLM.from_pretrained(here.model, dtype=torch.bfloat16).save_pretrained(half)
+    here.model = half
+    spec = make_spec({"model": str(half), "strategy": "fsdp", "seq_length": 64}, "here")
+    assert {p.dtype for p in load_model(spec.model_copy(update={"lora_r": 0}), torch.device("cpu")).parameters()} == {
+        torch.bfloat16
+    }
+    few = {"max_steps": 4, "checkpoint_interval": 2}
+    for name, fields in {"lora": {}, "full": {"lora_r": 0}, "mixed": {"precision": "bf16-mixed"}}.items():
+        for strategy in ("ddp", "fsdp"):
+            assert here(f"{name}-{strategy}", strategy=strategy, **few, **fields) == 0, here.err
+        assert here.losses(f"{name}-fsdp") == pytest.approx(here.losses(f"{name}-ddp"), rel=1e-3)
+    whole = load_file(here.run_dir("full-fsdp") / "model" / "model.safetensors")
+    assert {value.dtype for value in whole.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "parts"])

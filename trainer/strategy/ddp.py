@@ -61,7 +61,7 @@ class DDP(Strategy):
         self.optimizer = make_optimizer(spec, self.trained.values())
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=spec.precision == "fp16-mixed")
         self.balance = Balance(world.size) if spec.balance == "auto" and world.size > 1 and crew is None else None
-        self._first = True
+        self._fresh = self.crew.size > 1  # no step was taken yet
         self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
@@ -118,8 +118,8 @@ class DDP(Strategy):
         self.scaler.update()
         # After the first backward pass DDP lays out new buckets: the old ones must not live on as the gradients' memory.
         # From then on gradients stay where they are, in the buckets.
-        self.optimizer.zero_grad(set_to_none=self._first)
-        self._first = False
+        self.optimizer.zero_grad(set_to_none=self._fresh)
+        self._fresh = False
         return float(norm)
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.config import RunSpec
+from trainer.cost import CHUNK
 from trainer.model import TokenLoss
 from trainer.optim import learning_rate
 from trainer.order import share
@@ -27,7 +28,6 @@ from trainer.world import World
 if TYPE_CHECKING:
     from trainer.strategy.fsdp import FSDP
 
-_CHUNK = 16 << 20  # numbers in one all-reduce: the memory that it takes besides
 _LONG = 20  # steps of a round from which on the outer momentum is full
 _NEWEST = 0.5  # share of the newest round in what is known of a replica's speed
 
@@ -143,7 +143,7 @@ class DiLoCo(Strategy):
         self.learned(numbers[count:])
         self.come = self.inside.whole()
         if self.world.first_here:
-            for names in self.chunks(_CHUNK):
+            for names in self.chunks(CHUNK):
                 way = self.way(names, tokens[mine] / max(1.0, sum(tokens)), self.world.device)
                 if self.across.size > 1:
                     dist.all_reduce(way, group=self.across.group)
