@@ -188,28 +188,24 @@ def _by_ddp(spec: RunSpec, layout: Layout) -> bool:
 def _between(
     spec: RunSpec, shape: Shape, parts: int, weights: int, gradients: int, optimizer: int, gathered: int
 ) -> int:
-    """Return the most bytes that a process on a CPU holds apart from its backward passes.
+    """Return the most bytes that a process on a CPU holds apart from its backward passes, if that may be more.
 
+    The model's files, which are mapped, are not counted: the kernel takes their pages back where memory is short.
     `parts`: over how many ranks weights are shared out. The others are a rank's own, as in `Memory`.
     """
     stored, trained = shape.parameters * _stored(spec), shape.trained(spec) * 4
     held = weights + gradients + optimizer
-    # As they are kept weights are mapped, and read where they lie; else they are there twice.
-    read = stored + (shape.parameters * shape.kept if shape.kept != _stored(spec) else 0)
-    if spec.weights_as_kept:
-        read = (stored + shape.parameters * shape.kept) // parts
-    elif spec.weights_in_parts:
-        read += stored // parts
-        # What was gathered and given back is of unlike sizes: malloc keeps about as much as this (measured).
-        return max(read, held + gathered + gradients + round(0.7 * stored))
+    if spec.strategy == "deepspeed" and spec.deepspeed_stage == 3:
+        # Every rank reads the whole model and takes its part. Then, what was gathered and given back is of unlike sizes:
+        # malloc keeps about as much as this (measured in tests/bench/memory.py).
+        return max(stored + stored // parts, held + gathered + gradients + round(0.7 * stored))
     if spec.strategy == "diloco":
-        return max(
-            read, held + trained + 2 * min(trained, 4 * CHUNK)
-        )  # the pseudo-gradient, and a chunk of it on its way
+        # The pseudo-gradient, and a chunk of it on its way.
+        return held + trained + 2 * min(trained, 4 * CHUNK)
     if spec.strategy == "fsdp" and not spec.lora_r:
         # A checkpoint is written from a copy; at the end the first rank of a host puts the whole model together.
-        return max(read, held + gathered + weights + optimizer, held + gathered + trained)
-    return read
+        return held + gathered + max(weights + optimizer, trained)
+    return 0
 
 
 def _root_bytes(spec: RunSpec, shape: Shape) -> int:

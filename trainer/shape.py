@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ class Shape:
     other_per_layer: int  # norms
     other: int  # final norm, learned positions
     tied: bool
-    kept: int = 4  # bytes of a number in the model's files
 
     @property
     def layer_parameters(self) -> int:
@@ -96,17 +95,13 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     Raises:
         UserError: a model type that is not known here, or a field that is missing.
     """
-    # Older files say torch_dtype, some beside the text's own fields.
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     config = config.get("text_config", config)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or dtype)
-    kept = 2 if dtype.removeprefix("torch.") in ("bfloat16", "float16") else 4
     kind = str(config.get("model_type", ""))
     try:
         if kind == "gpt2":
-            return replace(_gpt2(config), kept=kept)
+            return _gpt2(config)
         if kind in _LLAMA_LIKE and not config.get("num_local_experts"):
-            return replace(_llama(kind, config), kept=kept)
+            return _llama(kind, config)
     except KeyError as error:
         raise UserError(f"model: its config.json ({kind}) has no {error.args[0]}") from None
     known = ", ".join(["gpt2", *_LLAMA_LIKE])
