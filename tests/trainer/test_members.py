@@ -140,6 +140,17 @@ def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) 
     assert not members(part.run_dir)
 
 
+def halted_in_a_round(pid: int, samples: Path) -> bool:
+    """Halt a rank; let it go on if a meeting may be going on: there it is noticed only after a minute without a byte."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", what="its halt")
+    # What a step took is written down before the replicas meet.
+    if lines(samples)[-1]["step"] % FIXED["local_steps"]:
+        return True
+    os.kill(pid, signal.SIGCONT)
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_replica_is_away_and_comes_back(victim: int, number: signal.Signals, cluster: Cluster) -> None:
@@ -153,7 +164,10 @@ def test_a_replica_is_away_and_comes_back(victim: int, number: signal.Signals, c
         other = 1 - victim
         cluster.at_step(20)
         pid = cluster.state(victim, victim)["pid"]
-        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            until(lambda: halted_in_a_round(pid, cluster.run_dir(victim) / "samples" / f"rank{victim}.jsonl"))
+        else:
+            os.kill(pid, number)
         killed, before = time.monotonic(), lines(cluster.run_dir(other) / "metrics.jsonl")[-1]["step"]
         # Two meetings on: the round that was going on when it died, and one without it.
         cluster.at_step(before + 10, host=other)
