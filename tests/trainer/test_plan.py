@@ -232,6 +232,7 @@ def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_
     ("said", "why"),
     [
         (["--hosts", "none.json"], "--hosts: none.json is neither a number of hosts nor a file here"),
+        (["--hosts"], "--hosts: got nothing, takes a value"),
         (["--link-mbit", "fast"], "--link-mbit: got 'fast', takes a number of Mbit/s > 0"),
         (["--model", "./none"], "model: no config.json of ./none here"),
     ],

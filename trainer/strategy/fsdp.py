@@ -123,9 +123,9 @@ class FSDP(Strategy):
         frozen = base_dtype(spec)
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return (
-                tensor.to(torch.float32 if tensor.requires_grad else frozen) if isinstance(tensor, DTensor) else tensor
-            )
+            if not isinstance(tensor, DTensor):  # a buffer
+                return tensor
+            return tensor.to(torch.float32 if tensor.requires_grad else frozen)
 
         # One after the other: no more of the model than a block is here whole, or of two kinds.
         for block in blocks(self.model):
