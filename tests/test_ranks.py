@@ -230,6 +230,19 @@ def test_stop_now_and_wrong_names(bed: Bed) -> None:
     assert not bed.left()
 
 
+def test_stop_says_who_had_to_be_killed(bed: Bed) -> None:
+    bed.make_run(2, environment="FAKE=1:2:deaf\n")
+    bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "grace=0.5").wait(60) == 0, bed.said()
+    assert "run r: node1 stopped, node2 stopped" in bed.said()
+    assert (
+        "killed, since a checkpoint took them longer than 0.5 s: ranks 1; the run goes on from the one before"
+        in bed.said()
+    )
+    assert not bed.left()
+
+
 def test_stop_reaches_what_others_went_on_without(bed: Bed) -> None:
     """node2 runs on in a start that node1 gave up: what is followed is the newer one, what is stopped are both."""
     bed.make_run(2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plugins.module_utils import following
-from plugins.module_utils.following import Part, Progress, causes, left_behind, others_go_on
+from plugins.module_utils.following import Part, Progress, causes, killed_ranks, left_behind, others_go_on
 
 
 def part(host: str, rank: int, status: str = "running", **more: Any) -> Part:
@@ -91,8 +91,23 @@ def test_progress_is_told_at_most_every_interval() -> None:
     assert progress.lines([part("a", 0, state=state | {"step": 13})], now=11.0) == []
     assert len(progress.lines([part("a", 0, state=state | {"step": 14})], now=12.0)) == 1
     assert progress.lines([part("a", 0, state=state | {"step": 14})], now=15.0) == []
-    last = state | {"step": 80, "status": "finished"}
+
+
+@pytest.mark.parametrize(
+    "status", ["training", "finished"]
+)  # a rank may be heard between its last step and its last word
+def test_the_last_step_is_told_at_once_and_without_an_eta(status: str) -> None:
+    progress = Progress(world_size=4, interval=2.0, stall_limit=600)
+    progress.shown_at = 15.0
+    last = {"step": 80, "loss": 5.3123, "tokens_per_second": 1890.2, "eta": 0.0, "status": status}
     assert progress.lines([part("a", 0, state=last)], now=15.1) == ["step 80/80  loss 5.312  1.9k tok/s  (4 ranks)"]
+
+
+def test_ranks_of_a_stopped_part_that_did_not_leave_by_themselves() -> None:
+    assert killed_ranks(part("a", 3, "stopped")) == [3]
+    assert killed_ranks(part("a", 3, "stopped", state={"status": "stopped"})) == []
+    assert killed_ranks(part("a", 3, "stopped", state=LOST_PEERS)) == []
+    assert killed_ranks(part("a", 3, "running")) == []
 
 
 def test_a_phase_is_told_once() -> None:

@@ -1,9 +1,11 @@
 """``python -m trainer [train] [SPEC.yml] [--run-dir DIR] [--data-dir DIR] [--lr 1e-3 ...]``: one rank, or all there are."""
 
 import json
+import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,11 +109,7 @@ def _config(argv: list[str]) -> int:
     from trainer.tools import render
 
     kind = argv.pop(0) if argv and not argv[0].startswith("--") else ""
-    hosts, head, gpus = (
-        _word(argv, "--hosts") or "1",
-        _word(argv, "--head") or "127.0.0.1",
-        not _switch(argv, "--no-gpu"),
-    )
+    hosts, head, gpus = _word(argv, "--hosts") or "1", _word(argv, "--head"), not _switch(argv, "--no-gpu")
     words = list(argv)
     print(render(kind, _spec(argv), hosts, head, words, gpus), end="")
     return 0
@@ -215,6 +213,9 @@ def _failed(beat: Heartbeat, error: BaseException, *, plain: bool, secondary: bo
 def main(argv: Sequence[str]) -> int:
     """Run one command; return its exit status (0: well, 1: failed, 2: called wrongly)."""
     words = list(argv)
+    # peft imports the one and asks the other: nothing that whoever reads our words could mend.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     try:
         status = _command(words)
         sys.stdout.flush()

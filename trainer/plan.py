@@ -9,6 +9,7 @@ A run folder's plan.json will do.
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ LINK = 1000.0  # Mbit/s, where nobody has measured it
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
 _ROOM = 0.92  # share of memory that processes can have
 BASE = 475  # MiB that Python and its libraries take of a host's memory, a process
+_BUSY = 0.1  # share of this machine's cores that other work has, from which a measurement says so
 _QUIET = 0.05  # share of time in communication that nobody minds
 _LOUD = 0.5  # and the one from which a strategy that talks less is worth other mathematics
 
@@ -202,7 +204,8 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
     speed = Speed.nominal(spec, shape, rows, "cuda" if cuda else "cpu", min(host["threads"] for host in hosts))
     found = options(spec, shape, layout, rows, speed, link, room, not cuda)
     advice = recommend(spec, found, layout, shape, link, not cuda)
-    return advice.strategy, f"auto took {advice.strategy}: {advice.why}"
+    assumed = "" if links or len(hosts) == 1 else " (link assumed, nobody measured it)"
+    return advice.strategy, f"auto took {advice.strategy}: {advice.why}{assumed}"
 
 
 def _room(device: str, given: Sequence[tuple[float, int]]) -> float | None:
@@ -343,6 +346,16 @@ def healing(spec: RunSpec, shape: Shape) -> str:
     )
 
 
+def _others() -> float:
+    """Return the seconds that cores of this machine have had for other processes than this one.
+
+    https://man7.org/linux/man-pages/man5/proc_stat.5.html
+    """
+    words = Path("/proc/stat").read_text().splitlines()[0].split()
+    user, nice, system, steal = (int(words[place]) for place in (1, 2, 3, 8))
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
 def plan(
     spec: RunSpec, hosts: Sequence[dict[str, Any]], link: float | None, *, fast: bool, data_dir: Path
 ) -> dict[str, Any]:
@@ -364,9 +377,13 @@ def plan(
         rows, data = rows_of(spec, data_dir)
         where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         device, levers = where.type, model.levers(spec, where)
+        busy, began = _others(), time.monotonic()
         speed = Speed(*measure(spec, rows, where), True)
+        busy = (_others() - busy) / (time.monotonic() - began)
         threads = f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name(0)
         measured = f"measured here ({threads}): {speed.part:.3g} s a micro-batch, {speed.step:.2g} s an optimiser step"
+        if device == "cpu" and busy > _BUSY * (os.cpu_count() or 1):
+            measured += f", while other work had {busy:.1f} of {os.cpu_count()} cores: it is faster on a quiet machine"
     given = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
     if not given and not fast:  # as its speed, this machine's memory is taken for that of all
         given = [(_own_mib(device), max(layout.processes))]

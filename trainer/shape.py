@@ -23,7 +23,7 @@ _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "granite": {},
 }
-_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2"}  # what transformers takes where config.json says nothing
+_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "smollm3"}  # what transformers takes where config.json says nothing
 
 
 @dataclass(frozen=True)

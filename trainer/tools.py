@@ -5,6 +5,7 @@ Each is loaded by the tool itself in tests/trainer/test_tools.py.
 
 import json
 import shlex
+import sys
 from typing import Any
 
 import yaml
@@ -178,7 +179,7 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
     )
 
 
-def render(kind: str, spec: RunSpec, hosts_said: str, head: str, words: list[str], gpus: bool) -> str:
+def render(kind: str, spec: RunSpec, hosts_said: str, head: str | None, words: list[str], gpus: bool) -> str:
     """Return the text of one config file. `words`: the spec as it was said, a file and flags.
 
     Raises:
@@ -190,6 +191,8 @@ def render(kind: str, spec: RunSpec, hosts_said: str, head: str, words: list[str
     if kind == "slurm":
         return slurm(spec, hosts, words, gpus)
     if kind == "accelerate":
-        return yaml.safe_dump(accelerate(spec, hosts, head, gpus), sort_keys=False)
+        if len(hosts) > 1 and not head:  # on stderr: what is printed is a file
+            print("main_process_ip is 127.0.0.1: --head=ADDRESS names the first host to the others", file=sys.stderr)
+        return yaml.safe_dump(accelerate(spec, hosts, head or "127.0.0.1", gpus), sort_keys=False)
     world = sum(host["processes"] for host in hosts)
     return json.dumps(deepspeed(spec, world) if kind == "deepspeed" else fsdp(spec), indent=2) + "\n"

@@ -28,6 +28,7 @@ from plugins.module_utils.following import (
     Part,
     Progress,
     causes,
+    killed_ranks,
     left_behind,
     others_go_on,
     status_rows,
@@ -196,8 +197,14 @@ class ActionModule(AllHosts):
         self.ask_all(parts)
         ends = {part.host: part.status for part in parts}
         word = ", ".join(f"{host} {status}" for host, status in ends.items())
-        line = f"run {self.run_name()}: {word}" + ("" if alive else " (it was not running)")
-        return {"changed": alive, "hosts": ends, "lines": [line]}
+        lines = [f"run {self.run_name()}: {word}" + ("" if alive else " (it was not running)")]
+        killed = ", ".join(str(rank) for rank in sorted(rank for part in parts for rank in killed_ranks(part)))
+        if alive and killed and not self.a["now"]:
+            lines.append(
+                f"killed, since a checkpoint took them longer than {self.a['grace']:g} s: ranks {killed}; the run goes on "
+                "from the one before (-e grace=SECONDS gives them longer)"
+            )
+        return {"changed": alive, "hosts": ends, "lines": lines}
 
     def status(self) -> dict[str, Any]:
         links = self.links(self.play_hosts)

@@ -93,6 +93,13 @@ def left_behind(part: Part) -> bool:
     )
 
 
+def killed_ranks(part: Part) -> list[int]:
+    """Return the ranks of a stopped part that did not leave by themselves, with a checkpoint: their last word is of work."""
+    if part.status != "stopped":
+        return []
+    return [rank for rank, state in sorted(part.states.items()) if state.get("status") not in (*DONE, "failed")]
+
+
 def part_causes(part: Part, lost_limit: float) -> list[Cause]:
     if part.status not in ENDED and part.silent > lost_limit:
         why = f" ({part.trouble})" if part.trouble else ""

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from plugins.module_utils.probe import allocator
 from trainer.__main__ import main
 from trainer.config import RunSpec, make_spec, read_spec
-from trainer.cost import Layout, Rows, memory, not_hidden, wire_bytes
+from trainer.cost import CHUNK, Layout, Rows, memory, not_hidden, wire_bytes
 from trainer.errors import UserError
 from trainer.model import TokenLoss, add_lora, lora_config
 from trainer.plan import BASE, Speed, choose, options, read_hosts, recommend
@@ -49,6 +50,8 @@ def test_a_shape_is_read_off_the_config_alone(kind: str) -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     adapted = get_peft_model(model, lora_config(spec))
     assert shape.trained(spec) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    said = {name: value for name, value in config.to_diff_dict().items() if name != "tie_word_embeddings"}
+    assert read_shape(said).tied == config.tie_word_embeddings, "where config.json says nothing"
 
 
 def test_an_unknown_kind_is_a_plain_word(tmp_path: Path) -> None:
@@ -177,6 +180,31 @@ def test_what_is_recommended() -> None:
         plan_of(spec, 1, 1000, room=10e6)
 
 
+@pytest.mark.parametrize(
+    ("fields", "bytes_a_weight", "fixed"),
+    [
+        # Weights, gradients, two moments, the outer optimiser's copy and momentum, the pseudo-gradient; two chunks of it.
+        ({"strategy": "diloco"}, 4 + 4 + 8 + 8 + 4, 2 * 4 * CHUNK),
+        # Half of weights, gradients and moments; a copy of half of weights and moments.
+        ({"strategy": "fsdp"}, 8 + 6, 0),
+        # Half of weights, gradients, moments and DeepSpeed's own copy; the weights that were gathered, a tenth of them twice
+        # (fetched ahead), half of the gradients once more, and what malloc keeps.
+        ({"strategy": "deepspeed", "deepspeed_stage": 3}, 10 + 4 + 0.8 + 2 + 0.7 * 4, 0),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_is_held_apart_from_steps(fields: dict[str, Any], bytes_a_weight: float, fixed: int) -> None:
+    shape = read_shape(
+        BIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
+    )
+    spec = make_spec({"model": "x", "lora_r": 0, "seq_length": 8, "batch_size": 1} | fields, "here")
+    need = memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+    # The embedding, the head, three layers.
+    gathered = need.weights - shape.parameters * 2 if spec.strategy == "fsdp" else 0
+    assert need.between == pytest.approx(shape.parameters * bytes_a_weight + fixed + gathered, rel=0.05)
+    assert need.total == max(need.between, sum(need.step.values()))
+
+
 @given(st.floats(0, 10), st.floats(0.01, 10), st.sampled_from([0, 4, 64]))
 def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
     spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)
@@ -200,6 +228,13 @@ def test_auto_is_the_same_every_time_and_says_why() -> None:
     big = make_spec({"model": "x", "strategy": "auto"}, "here")
     with pytest.raises(UserError, match="do not fit"):
         choose(big, [host], read_shape(BIG))
+
+
+def test_a_link_that_nobody_measured_is_said_to_be_assumed() -> None:
+    spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
+    host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 0}
+    assert choose(spec, [host] * 2)[1].endswith("at 1000 Mbit/s (link assumed, nobody measured it)")
+    assert "assumed" not in choose(spec, [host])[1]
 
 
 def test_auto_without_a_controller(here: Here) -> None:
@@ -226,6 +261,27 @@ def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_
     assert main(["plan", "--no-measure", "--hosts", "3"]) == 0
     table = capsys.readouterr().out
     assert "take strategy=" in table and "nominal speed" in table
+
+
+def test_a_measurement_beside_other_work_says_so(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    flags = ["plan", f"--model={model_folder}", "--fake-data=true", "--seq-length=64", "--hosts=2"]
+    # Longer than the measurement takes, and of every core.
+    spin = "import time\nwhile time.monotonic() < {}: pass"
+    ends = time.monotonic() + 120
+    others = [subprocess.Popen([sys.executable, "-c", spin.format(ends)]) for _ in range(os.cpu_count() or 1)]
+    try:
+        assert main(flags) == 0
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    said = capsys.readouterr().out
+    assert f" of {os.cpu_count()} cores: it is faster on a quiet machine" in said
+    monkeypatch.setattr("trainer.plan._others", lambda: 5.0)
+    assert main(flags) == 0
+    assert "quiet machine" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

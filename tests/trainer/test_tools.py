@@ -78,6 +78,14 @@ def test_accelerate_reads_its_own(flags: list[str], capsys: Any, tmp_path: Path)
     )
 
 
+def test_accelerate_needs_the_head_of_several_hosts(capsys: Any) -> None:
+    assert main(["config", "accelerate", "--hosts=2", "--no-gpu"]) == 0
+    said = capsys.readouterr()
+    assert "main_process_ip: 127.0.0.1" in said.out and "--head=ADDRESS" in said.err
+    assert main(["config", "accelerate", "--hosts=1", "--no-gpu"]) == 0
+    assert "--head" not in capsys.readouterr().err
+
+
 def test_slurm(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "my run.yml").write_text("model: tiny\nrun: it\n")
     file = tmp_path / "it.sbatch"
