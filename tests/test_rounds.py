@@ -63,6 +63,8 @@ def test_elastic_says_who_keeps_the_store() -> None:
     first, second = plan([host("a"), host("bb")], run="r", port=29500, attempt=3, elastic=1, restarts=5)
     assert "--nnodes=1:2" in first.command and "--rdzv-id=r-3" in first.command and "--max-restarts=5" in second.command
     assert any("is_host=1" in word for word in first.command) and any("is_host=0" in word for word in second.command)
+    assert all("\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in environment(node, {}) for node in (first, second))
+    assert "STORE" not in environment(plan([host("a"), host("bb")], run="r", port=29500)[0], {})
     assert "--local-addr=10.0.0.2" in second.command and not any("--master" in word for word in second.command)
 
 

@@ -37,6 +37,7 @@ class Node:
     restarts: int = 0  # starts in a row of such a torchrun alone, by its host's supervisor
     lighthouse: str = ""  # where the head keeps the lighthouse of such a run
     allocator: str = ""  # a library to be loaded ahead of the C library's malloc
+    elastic: bool = False  # torchrun starts its ranks again by itself
     stale: bool = False  # a part of an earlier start still runs there, and is stopped before this one begins
 
     def as_dict(self) -> dict[str, Any]:
@@ -181,6 +182,7 @@ def plan(
                 lighthouse=lighthouse if place == 0 else "",
                 # Tensors of a CPU come and go by malloc, and glibc's keeps up to as much again as they need.
                 allocator="" if facts["gpus"] else facts.get("allocator", ""),
+                elastic=bool(elastic),
                 stale=facts.get("running", False),
             )
         )
@@ -200,6 +202,8 @@ def environment(node: Node, extra: dict[str, str]) -> str:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         **({"LD_PRELOAD": node.allocator} if node.allocator else {}),
+        # Else ranks that were started again find in torchrun's store where their peers were before, and wait for those.
+        **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if node.elastic else {}),
     } | {name: str(value) for name, value in extra.items()}
     for name, value in values.items():
         if "\n" in value or "\n" in name or "=" in name:

@@ -70,6 +70,9 @@ def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
     lab.inside(lab.hosts[1], f"kill -9 {state['pid']}")
     assert trial.end(300) == 0, trial.output()
     assert "40 of 40 steps" in trial.output() and "failed: " not in trial.output()
+    # Those who meet again do not look for each other where they were before.
+    logs = [trial.read(host, f"logs/rank{rank}.log") for host in lab.hosts[:2] for rank in (0, 1)]
+    assert any(logs) and not any(b"connectFullMesh" in log for log in logs), logs
     assert trial.wrong_samples() == []
     assert not trial.left()
 
