@@ -9,6 +9,8 @@ from trainer.config import RunSpec
 from trainer.shape import Shape
 
 CHUNK = 16 << 20  # numbers that diloco's replicas send each other at once
+BUCKET = 8_000_000  # numbers that DeepSpeed sends at once; its own 500 M are laid out in full, and take 2 GB
+_DEEPSPEED = 20 << 20  # bytes of its code, and of what its engine keeps (measured in tests/bench/memory.py)
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses, below which it is not given back in between
 _BUCKETS = (2**20, 25 * 2**20)  # bytes of gradients in DDP's first bucket, and in every further one (bucket_cap_mb)
 _SMALL = 1e5  # numbers in a parameter, below which stage 3 leaves it whole
@@ -42,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at its peak, above what Python and its libraries take.
+    """Bytes of one process at its peak, above what Python and its libraries take (`library`: what only this strategy loads).
 
     What a backward pass begins with, and, `between`, the most that is held at another time: while the model is read, a
     checkpoint is written, or replicas meet.
@@ -54,6 +56,7 @@ class Memory:
     activations: int
     logits: int
     wire: int
+    library: int
     between: int
 
     @property
@@ -169,13 +172,18 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
     if _by_ddp(spec, layout) and _micro_batches(spec, world) > 1:
         # In the second step DDP lays its buckets out anew, while passes that are not its last gather gradients beside them.
         gradients *= 2
-    between = 0
+    between = library = 0
+    if spec.strategy == "deepspeed" and spec.deepspeed_stage < 3:
+        wire = 4 * min(BUCKET, trained)
     if not cuda:
+        library = _DEEPSPEED if spec.strategy == "deepspeed" else 0
         between = _between(spec, shape, parts, weights + frozen, gradients, optimizer, gathered)
         if spec.strategy == "deepspeed" and spec.deepspeed_stage < 3:
-            # For its optimizer it lays a rank's part of them out anew, in one piece that nothing else gave back fits.
-            gradients += 2 * trained * 4 // parts if spec.deepspeed_stage == 2 else trained * 4 // parts
-    return Memory(weights + frozen + gathered, gradients, optimizer, round(kept), round(head), wire, between)
+            # For its optimizer it lays a rank's part of them out anew, once or twice, each in one piece. About a fifth of
+            # what activations and logits gave back fits (measured in tests/bench/memory.py).
+            laid = spec.deepspeed_stage * trained * 4 // parts
+            gradients += laid - min(laid, round((kept + head) / 5))
+    return Memory(weights + frozen + gathered, gradients, optimizer, round(kept), round(head), wire, library, between)
 
 
 def _by_ddp(spec: RunSpec, layout: Layout) -> bool:

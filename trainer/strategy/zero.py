@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainer.config import RunSpec
-from trainer.cost import prefetched
+from trainer.cost import BUCKET, prefetched
 from trainer.errors import UserError
 from trainer.model import TokenLoss
 from trainer.optim import make_optimizer
@@ -26,7 +26,6 @@ from trainer.strategy.whole import KINDS, MOMENTS, persistent_buffers, read_whol
 from trainer.world import World
 
 _NEVER = 2**62  # steps between DeepSpeed's own progress lines
-_BUCKET = 8_000_000  # numbers that are sent at once; DeepSpeed's own 500 M are laid out in full, and take 2 GB
 
 
 def import_deepspeed(world: World) -> Any:
@@ -59,7 +58,7 @@ def configuration(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any
         trained: how many numbers are. Buckets are no larger than that: they are laid out in full.
         parameters: how many numbers the model has.
     """
-    bucket = min(_BUCKET, max(1, trained))
+    bucket = min(BUCKET, max(1, trained))
     zero: dict[str, Any] = {
         "stage": spec.deepspeed_stage,
         "reduce_bucket_size": bucket,
