@@ -93,10 +93,9 @@ def test_progress_is_told_at_most_every_interval() -> None:
     assert progress.lines([part("a", 0, state=state | {"step": 14})], now=15.0) == []
 
 
-@pytest.mark.parametrize(
-    "status", ["training", "finished"]
-)  # a rank may be heard between its last step and its last word
+@pytest.mark.parametrize("status", ["training", "finished"])
 def test_the_last_step_is_told_at_once_and_without_an_eta(status: str) -> None:
+    """A rank may be heard between its last step and its last word."""
     progress = Progress(world_size=4, interval=2.0, stall_limit=600)
     progress.shown_at = 15.0
     last = {"step": 80, "loss": 5.3123, "tokens_per_second": 1890.2, "eta": 0.0, "status": status}

@@ -9,7 +9,7 @@ from trainer.config import RunSpec
 from trainer.shape import Shape
 
 CHUNK = 16 << 20  # numbers that diloco's replicas send each other at once
-BUCKET = 8_000_000  # numbers that DeepSpeed sends at once; its own 500 M are laid out in full, and take 2 GB
+_BUCKET = 8_000_000  # numbers that DeepSpeed sends at once; its own 500 M are laid out in full, and take 2 GB
 _DEEPSPEED = 20 << 20  # bytes of its code, and of what its engine keeps (measured in tests/bench/memory.py)
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses, below which it is not given back in between
 _BUCKETS = (2**20, 25 * 2**20)  # bytes of gradients in DDP's first bucket, and in every further one (bucket_cap_mb)
@@ -44,8 +44,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at its peak, above what Python and its libraries take (`library`: what only this strategy loads).
+    """Bytes of one process at its peak, above what Python and the libraries of every strategy take.
 
+    `library` is what only this strategy loads.
     What a backward pass begins with, and, `between`, the most that is held at another time: while the model is read, a
     checkpoint is written, or replicas meet.
     """
@@ -82,6 +83,11 @@ def _weight_bytes(spec: RunSpec, shape: Shape) -> int:
 def _stored(spec: RunSpec) -> int:
     """Return the bytes of a number of the base as load_model has it."""
     return 2 if spec.lora_r and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed" else 4
+
+
+def bucket(trained: int) -> int:
+    """Return how many numbers DeepSpeed sends at once, which it lays out in full: no more than are trained."""
+    return min(_BUCKET, max(1, trained))
 
 
 def prefetched(parameters: int) -> int:
@@ -174,7 +180,7 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
         gradients *= 2
     between = library = 0
     if spec.strategy == "deepspeed" and spec.deepspeed_stage < 3:
-        wire = 4 * min(BUCKET, trained)
+        wire = 4 * bucket(trained)
     if not cuda:
         library = _DEEPSPEED if spec.strategy == "deepspeed" else 0
         between = _between(spec, shape, parts, weights + frozen, gradients, optimizer, gathered)
@@ -182,7 +188,7 @@ def memory(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: boo
             # For its optimizer it lays a rank's part of them out anew, once or twice, each in one piece. About a fifth of
             # what activations and logits gave back fits (measured in tests/bench/memory.py).
             laid = spec.deepspeed_stage * trained * 4 // parts
-            gradients += laid - min(laid, round((kept + head) / 5))
+            gradients += max(0, laid - round((kept + head) / 5))
     return Memory(weights + frozen + gathered, gradients, optimizer, round(kept), round(head), wire, library, between)
 
 
@@ -311,9 +317,9 @@ def not_hidden(spec: RunSpec, shape: Shape, wire: float, part: float) -> float:
     gradients = shape.trained(spec) * 4
     come, sent = 0, 0.0  # bytes that there are, and the second at which they have been sent
     while come < gradients:
-        bucket = min(_BUCKETS[come > 0], gradients - come)
-        come += bucket
-        sent = max(sent, backward * come / gradients) + wire * bucket / gradients
+        size = min(_BUCKETS[come > 0], gradients - come)
+        come += size
+        sent = max(sent, backward * come / gradients) + wire * size / gradients
     return max(0.0, sent - backward)
 
 

@@ -377,9 +377,9 @@ def plan(
         rows, data = rows_of(spec, data_dir)
         where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         device, levers = where.type, model.levers(spec, where)
-        busy, began = _others(), time.monotonic()
+        others, began = _others(), time.monotonic()
         speed = Speed(*measure(spec, rows, where), True)
-        busy = (_others() - busy) / (time.monotonic() - began)
+        busy = (_others() - others) / (time.monotonic() - began)
         threads = f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name(0)
         measured = f"measured here ({threads}): {speed.part:.3g} s a micro-batch, {speed.step:.2g} s an optimiser step"
         if device == "cpu" and busy > _BUSY * (os.cpu_count() or 1):

@@ -205,6 +205,18 @@ def test_what_is_held_apart_from_steps(fields: dict[str, Any], bytes_a_weight: f
     assert need.total == max(need.between, sum(need.step.values()))
 
 
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"deepspeed_stage": 1}], ids=str)
+def test_what_deepspeed_itself_takes_is_counted(fields: dict[str, Any]) -> None:
+    zero = pytest.importorskip("trainer.strategy.zero")
+    spec = make_spec({"model": "x", "strategy": "deepspeed"} | fields, "here")
+    shape = read_shape(BIG)
+    about = zero.configuration(spec, shape.trained(spec), shape.parameters)["zero_optimization"]
+    need, on_gpu = (memory(spec, shape, Layout((1, 1)), Rows.full(spec), cuda=cuda) for cuda in (False, True))
+    assert need.wire == on_gpu.wire == 4 * about["reduce_bucket_size"] > 0
+    assert need.library == 20 * 2**20 and not on_gpu.library, "a GPU's memory holds no code of it"
+    assert not memory(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
+
+
 @given(st.floats(0, 10), st.floats(0.01, 10), st.sampled_from([0, 4, 64]))
 def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
     spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)

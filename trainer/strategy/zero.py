@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainer.config import RunSpec
-from trainer.cost import BUCKET, prefetched
+from trainer.cost import bucket, prefetched
 from trainer.errors import UserError
 from trainer.model import TokenLoss
 from trainer.optim import make_optimizer
@@ -55,14 +55,13 @@ def configuration(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any
     """Return DeepSpeed's form of the spec: https://www.deepspeed.ai/docs/config-json/
 
     Args:
-        trained: how many numbers are. Buckets are no larger than that: they are laid out in full.
+        trained: how many numbers are.
         parameters: how many numbers the model has.
     """
-    bucket = min(BUCKET, max(1, trained))
     zero: dict[str, Any] = {
         "stage": spec.deepspeed_stage,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
+        "reduce_bucket_size": bucket(trained),
+        "allgather_bucket_size": bucket(trained),
     }
     if spec.deepspeed_stage == 3:
         zero["stage3_prefetch_bucket_size"] = prefetched(parameters)
