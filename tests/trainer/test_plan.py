@@ -217,6 +217,20 @@ def test_what_deepspeed_itself_takes_is_counted(fields: dict[str, Any]) -> None:
     assert not memory(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
 
 
+@pytest.mark.parametrize(
+    "stage", [1, 2]
+)  # all gradients and half of them laid out; half of them, and that laid out twice
+def test_what_deepspeed_lays_out_is_counted_where_activations_leave_no_room(stage: int) -> None:
+    shape = read_shape(BIG)
+    said = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
+    short, long = (
+        memory(make_spec(said | {"seq_length": length}, "here"), shape, Layout((1, 1)), Rows(length, length, 1.0))
+        for length in (8, 65536)
+    )
+    assert short.gradients == pytest.approx(6 * shape.parameters, rel=0.01)
+    assert long.gradients == (4 if stage == 1 else 2) * shape.parameters
+
+
 @given(st.floats(0, 10), st.floats(0.01, 10), st.sampled_from([0, 4, 64]))
 def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
     spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)

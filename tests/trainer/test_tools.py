@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starts import TOP
 
 from trainer.__main__ import main
 from trainer.tools import layer_class
@@ -109,3 +112,12 @@ def test_what_config_refuses(capsys: Any) -> None:
     assert "config: got horovod, takes one of deepspeed, fsdp, accelerate, slurm" in capsys.readouterr().err
     assert main(["config", "deepspeed", "--hosts=3", "--total-batch-size=16"]) == 2
     assert "are not a multiple of batch_size 4 x 3 processes" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "trainer", "fields"]
+    said = subprocess.run(command, cwd=TOP, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writing)
+    assert (said.returncode, said.stderr) == (1, b"")
