@@ -13,7 +13,7 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check lint docs lock clean
 
-include $(wildcard molecule/lab.mk tests/bench/*.mk)
+include $(wildcard molecule/lab.mk benchmarks/*.mk)
 
 help:
 	@echo "make train [ARGS='-e model=... -e lr=1e-3']   a run on this machine as two hosts"
@@ -35,7 +35,7 @@ help:
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	@tests/tools/need-python $(PYTHON)
+	@tools/need-python $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): torch first, then the rest (minutes, once)"
 	@$(PIP) torch
@@ -47,16 +47,16 @@ train: $(READY)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ansible-playbook train.yml -e model=tiny $(ARGS)
 
 test: $(READY)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" tests/tools/run-all $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/run-all $(ARGS)
 
 lint: $(READY)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" tests/tools/lint
+	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/lint
 
 docs: $(READY)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/tools/write_docs.py
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python tools/write_docs.py
 
 lock:
-	@tests/tools/lock $(PYTHON)
+	@tools/lock $(PYTHON)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,7 @@
 # The lab: real hosts on this machine, to try the cluster on (docs/lab.md). Needs root on Debian or Ubuntu.
 VENV ?= .venv
 N ?= 3
-LAB = PYTHONPATH=molecule/resources $(VENV)/bin/python -m yard
+LAB = PYTHONPATH=molecule/resources $(VENV)/bin/python -m testbed
 
 .PHONY: lab lab-down lab-clean lab-status lab-ssh lab-reboot lab-fault lab-undo lab-faults
 

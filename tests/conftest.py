@@ -26,7 +26,7 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 hypothesis.settings.register_profile("ours", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("ours")
 
-LEFT_OUT = os.environ.get("TRAINYARD_LEFT_OUT")  # a file that tests/tools/run-all reads when all is over
+LEFT_OUT = os.environ.get("TRAINYARD_LEFT_OUT")  # a file that tools/run-all reads when all is over
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import (
+from trainer.config.run_spec import (
     FIELDS,
     NOT_NEEDED,
     OPENDILOCO,
@@ -21,9 +21,9 @@ from trainer.config import (
     read_yaml,
     table,
 )
+from trainer.distributed.replica import Member
 from trainer.errors import DiskError, UserError, disk_trouble
-from trainer.member import Member
-from trainer.report import Heartbeat
+from trainer.telemetry import Heartbeat
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
                        [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_members=torchft
@@ -90,7 +90,7 @@ def _spec(argv: list[str]) -> RunSpec:
 
 
 def _plan(argv: list[str]) -> int:
-    from trainer.plan import plan, read_hosts
+    from trainer.planner.recommend import plan, read_hosts
 
     data_dir, hosts = _take(argv, "--data-dir") or Path.cwd(), read_hosts(_word(argv, "--hosts") or "1")
     as_json, fast, said = _switch(argv, "--json"), _switch(argv, "--no-measure"), _word(argv, "--link-mbit")
@@ -106,7 +106,7 @@ def _plan(argv: list[str]) -> int:
 
 
 def _config(argv: list[str]) -> int:
-    from trainer.tools import render
+    from trainer.tool_configs import render
 
     kind = argv.pop(0) if argv and not argv[0].startswith("--") else ""
     hosts, head, gpus = _word(argv, "--hosts") or "1", _word(argv, "--head"), not _switch(argv, "--no-gpu")
@@ -130,7 +130,7 @@ def _train(argv: list[str]) -> int:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if launched and run_dir:
         # Before anything that takes time: what goes wrong while torch is imported belongs in the rank's own log too.
-        from trainer.launched import die_with_launcher, redirect_output
+        from trainer.worker_process import die_with_launcher, redirect_output
 
         die_with_launcher()
         redirect_output(run_dir / "logs" / f"rank{rank}.log")
@@ -164,13 +164,13 @@ def _train(argv: list[str]) -> int:
 
 
 def _run(spec: RunSpec, run_dir: Path, data_dir: Path, member: Member, beat: Heartbeat) -> dict:
+    from trainer.distributed.world import World
     from trainer.train import claim, finished, train
-    from trainer.world import World
 
     done = finished(run_dir)
     asked_for = spec.strategy
     if asked_for == "auto":
-        from trainer.plan import choose_here
+        from trainer.planner.recommend import choose_here
 
         spec, why = choose_here(spec, run_dir)
         print(why)
@@ -248,6 +248,6 @@ def _command(words: list[str]) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    if "trainer.world" in sys.modules:
-        sys.modules["trainer.world"].leave(status)
+    if "trainer.distributed.world" in sys.modules:
+        sys.modules["trainer.distributed.world"].leave(status)
     sys.exit(status)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.world import World
 from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.files import sha256_file, sync_files, sync_folder
 from trainer.strategy.base import Strategy, Writing
-from trainer.world import World
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from trainer import __version__
-from trainer.config import RunSpec
-from trainer.data import HUB_ID
+from trainer.config.run_spec import RunSpec
+from trainer.data.samples import HUB_ID
 from trainer.files import whole_folder, write_atomic
 
 _PACKAGES = ("torch", "transformers", "peft", "tokenizers")

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from trainer.config import RunSpec
+from trainer.config.run_spec import RunSpec
 from trainer.errors import UserError
 from trainer.optim import bitsandbytes
 

@@ -57,7 +57,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 FAILED = re.compile(rb"failed \(exitcode: (-?\d+)\)\s+local_rank: (\d+) \(pid: (\d+)\)")
 
 
-class Refused(Exception):
+class SupervisorError(Exception):
     """What was asked for cannot be done; the message is one plain line for the person."""
 
 
@@ -186,19 +186,19 @@ def clean_environment() -> dict[str, str]:
 def run_environment(run_dir: Path) -> dict[str, str]:
     """The environment of torchrun: clean, this trainer importable, and the lines of `env`, which is where secrets go.
 
-    Raises Refused if others may read `env`, or a line of it is not KEY=VALUE.
+    Raises SupervisorError if others may read `env`, or a line of it is not KEY=VALUE.
     """
     values = {**clean_environment(), MARK: str(run_dir), "PYTHONPATH": str(Path(__file__).parent.parent)}
     file = run_dir / "env"
     if not file.exists():
         return values
     if file.stat().st_mode & 0o077:
-        raise Refused(f"{file} may hold secrets and others can read it: chmod 600 it")
+        raise SupervisorError(f"{file} may hold secrets and others can read it: chmod 600 it")
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if line.strip() and not line.startswith("#"):
             key, equals, value = line.partition("=")
             if not equals or not key.isidentifier():
-                raise Refused(f"{file}:{number} is not KEY=VALUE")
+                raise SupervisorError(f"{file}:{number} is not KEY=VALUE")
             values[key] = value
     return values
 
@@ -220,7 +220,9 @@ def choose_backend(wanted: str) -> list[str] | None:
         if subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0:
             return ["sudo", "-n", "systemd-run", f"--uid={uid}", f"--gid={os.getgid()}"]
     if wanted == "systemd":
-        raise Refused("no systemd unit can be started here: neither root, nor sudo without a password, nor lingering")
+        raise SupervisorError(
+            "no systemd unit can be started here: neither root, nor sudo without a password, nor lingering"
+        )
     return None
 
 
@@ -231,23 +233,25 @@ def unit_name(run_dir: Path) -> str:
 
 
 def start(a: argparse.Namespace) -> dict[str, Any]:
-    """Start this host's part of a run. Raises Refused, naming it, if this or another run lives here."""
+    """Start this host's part of a run. Raises SupervisorError, naming it, if this or another run lives here."""
     run_dir = Path(a.run_dir).resolve()
     if not run_dir.is_dir():
-        raise Refused(f"there is no {run_dir} here")
+        raise SupervisorError(f"there is no {run_dir} here")
     run_environment(run_dir)  # what is wrong with it is said now
     for folder in ("state", "logs"):
         (run_dir / folder).mkdir(exist_ok=True)
     with held(run_dir.parent / ".start", wait=START_LIMIT) as alone:  # of two starts at once, one sees the other's run
         if not alone:
-            raise Refused("another start on this host does not come to its end")
+            raise SupervisorError("another start on this host does not come to its end")
         if lives(run_dir):
-            raise Refused(f"run {run_dir.name} is already running here")
+            raise SupervisorError(f"run {run_dir.name} is already running here")
         for other in sorted(run_dir.parent.iterdir()):
             if other != run_dir and lives(other):
-                raise Refused(f"busy: run {other.name} is running here")
+                raise SupervisorError(f"busy: run {other.name} is running here")
         if left := members(run_dir):
-            raise Refused(f"processes of an earlier start of run {run_dir.name} are still here: {left}; stop it first")
+            raise SupervisorError(
+                f"processes of an earlier start of run {run_dir.name} are still here: {left}; stop it first"
+            )
         before = read_json(run_dir / "state/node.json") or {}
         a.attempt = a.attempt or before.get("attempt", 0) + 1
         for stale in [*(run_dir / "state").iterdir(), run_dir / "stop"]:
@@ -279,7 +283,7 @@ def launch(a: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
             [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment
         )
         if done.returncode:
-            raise Refused(f"systemd-run: {' '.join((done.stderr or done.stdout).split())}")
+            raise SupervisorError(f"systemd-run: {' '.join((done.stderr or done.stdout).split())}")
     else:
         with log.open("ab") as sink:
             subprocess.Popen(
@@ -294,10 +298,10 @@ def launch(a: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     deadline = time.monotonic() + START_LIMIT
     while (node := read_json(run_dir / "state/node.json")) is None:
         if time.monotonic() > deadline:
-            raise Refused(f"the supervisor did not come up; see {log}")
+            raise SupervisorError(f"the supervisor did not come up; see {log}")
         time.sleep(0.01)
     if node.get("error"):
-        raise Refused(node["error"])
+        raise SupervisorError(node["error"])
     started = {"backend": "systemd" if unit else "process", "pid": node["pid"], "started": node["started"]}
     ignored = {} if unit or not a.property else {"ignored": a.property}
     return started | ({"unit": unit} if unit else {}) | ignored
@@ -319,7 +323,7 @@ def run(a: argparse.Namespace) -> None:
     log = run_dir / f"logs/torchrun.{a.node_rank}.log"
     with held(run_dir / "lock", wait=2.0) as ours, log.open("ab", buffering=0) as sink:
         if not ours:
-            raise Refused(f"run {run_dir.name} is already running here")
+            raise SupervisorError(f"run {run_dir.name} is already running here")
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
         Supervisor(a, run_dir, log).run()
@@ -431,7 +435,7 @@ class Supervisor:
             self.node["error"] = f"the run's lighthouse ends again and again: {said[-1]}"
             return
         self.lit = time.monotonic()
-        self.lighthouse = self.spawn([self.command[0], "-m", "trainer.lighthouse", self.where], log)
+        self.lighthouse = self.spawn([self.command[0], "-m", "trainer.distributed.lighthouse", self.where], log)
 
     def again(self, awaited: set[signal.Signals]) -> bool:
         """Whether a torchrun that has ended is started once more; wait first, longer every time that it comes no further.
@@ -673,7 +677,7 @@ def why_lost(node: dict[str, Any], run_dir: Path) -> str:
 
 
 def user_unit() -> bool:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(SupervisorError):
         return "--user" in (choose_backend("systemd") or [])
     return False
 
@@ -705,7 +709,7 @@ def list_runs(a: argparse.Namespace) -> dict[str, Any]:
 
 def stop(a: argparse.Namespace) -> dict[str, Any]:
     """End this host's part and return when nothing of it is left: the ranks' own way within `grace` seconds, then
-    SIGTERM, then SIGKILL; with `now`, SIGKILL at once. What has ended already stays as it is. Raises Refused for a
+    SIGTERM, then SIGKILL; with `now`, SIGKILL at once. What has ended already stays as it is. Raises SupervisorError for a
     process that cannot be killed."""
     run_dir = Path(a.run_dir).resolve()
     if not (run_dir / "state").is_dir():
@@ -751,7 +755,7 @@ def kill_members(run_dir: Path) -> int:
     deadline = time.monotonic() + KILL_LIMIT
     while left := members(run_dir):
         if time.monotonic() > deadline:
-            raise Refused(f"processes {sorted(left)} of run {run_dir.name} do not die: they hang in the kernel")
+            raise SupervisorError(f"processes {sorted(left)} of run {run_dir.name} do not die: they hang in the kernel")
         for pid in left:
             send(pid, signal.SIGKILL)
         killed.update(left)
@@ -802,7 +806,7 @@ def main() -> int:
     act = {"start": start, "run": run, "status": status, "stop": stop, "list": list_runs}
     try:
         answer, code = act[a.verb](a), 0
-    except (Refused, OSError) as error:
+    except (SupervisorError, OSError) as error:
         answer, code = {"error": str(error)}, 1
     if answer is not None:
         print(json.dumps(answer), flush=True)

@@ -15,18 +15,18 @@ import torch
 
 from trainer import __version__
 from trainer.checkpoint import Saver, agree
-from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
-from trainer.data import Sample, is_hub_id, read_hub, read_samples
-from trainer.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
+from trainer.config.run_spec import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
+from trainer.data.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
+from trainer.data.order import Order, micro_batches, permutation, share
+from trainer.data.samples import Sample, is_hub_id, read_hub, read_samples
+from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.export import merge_adapter, write_card
 from trainer.files import sha256_file, sha256_tree, whole_folder, write_atomic
 from trainer.model import TokenLoss, keeps_samples_apart, load_model, load_tokenizer, need_compiler
 from trainer.optim import learning_rate
-from trainer.order import Order, micro_batches, permutation, share
-from trainer.report import Heartbeat, Past, Report, cut_back, share_metrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy
-from trainer.world import World
+from trainer.telemetry import Heartbeat, Past, Report, cut_back, share_metrics
 
 _COUNTS = ("loss", "tokens", "trained_tokens", "samples")  # of a step, over its ranks
 _HELD_OUT = 0xE7A1  # keeps the draw of the eval samples apart from that of the epochs
@@ -96,7 +96,7 @@ def read_dataset(spec: RunSpec) -> list[Sample]:
 
 def prepare_tiny(spec: RunSpec, data_dir: Path, samples: Callable[[], Sequence[Sample]]) -> RunSpec:
     """Make the tiny model's folder unless it is there, and return the spec with its path as the model."""
-    from trainer.tiny import make_tiny
+    from trainer.data.tiny import make_tiny
 
     source = (
         "fake" if spec.fake_data else sha256_file(Path(spec.dataset)) if Path(spec.dataset).is_file() else spec.dataset

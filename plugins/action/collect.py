@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:
-    sys.path.append(str(TOP))
-
-from plugins.module_utils.links import AllHosts, Link, Round, Trouble, plain
 from trainer.files import sha256_file
+from trainyard.connection import ClusterAction, FanOut, HostConnection, RemoteError, plain
 
 GATHER_LIMIT = 600.0  # s
 # What of a run folder is worth having elsewhere: no checkpoints, no secrets.
@@ -43,7 +38,7 @@ print(json.dumps({"result": result, "ranks": ranks, "logs": logs, "files": files
 """
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         hostvars = (task_vars or {})["hostvars"]
@@ -57,8 +52,8 @@ class ActionModule(AllHosts):
         if self._task.check_mode:
             return {"skipped": True, "msg": "nothing ran in check mode"}
         plan = a["plan"]
-        links = {entry["host"]: Link(self, hostvars, entry["host"]) for entry in plan}
-        asked = Round({e["host"]: asker(links[e["host"]], e["run_dir"]) for e in plan}).wait(GATHER_LIMIT)
+        links = {entry["host"]: HostConnection(self, hostvars, entry["host"]) for entry in plan}
+        asked = FanOut({e["host"]: asker(links[e["host"]], e["run_dir"]) for e in plan}).wait(GATHER_LIMIT)
         head = plan[0]
         # A replica that was away at the end has no result; the others' is the run's.
         may_be_away = {entry["host"] for entry in plan[1:] if entry.get("replica") is not None}
@@ -96,7 +91,7 @@ class ActionModule(AllHosts):
                 folder = Path(a["to"]).expanduser() / result["run"]
                 asked_again = links[head["host"]].ask(_ASK, head["run_dir"], json.dumps(KEPT))
                 brought += take(links[head["host"]], head["run_dir"], asked_again["files"], folder)
-        except Trouble as error:
+        except RemoteError as error:
             return plain(f"{head['host']}: {error}")
         except OSError as error:
             return plain(f"cannot write {error.filename}: {error.strerror}")
@@ -108,15 +103,15 @@ class ActionModule(AllHosts):
         return {"changed": bool(brought), "result": result, "lines": lines}
 
 
-def asker(link: Link, run_dir: str) -> Any:
+def asker(link: HostConnection, run_dir: str) -> Any:
     return lambda: link.ask(_ASK, run_dir, "[]")
 
 
-def take(head: Link, run_dir: str, files: dict[str, str], folder: Path) -> list[str]:
+def take(head: HostConnection, run_dir: str, files: dict[str, str], folder: Path) -> list[str]:
     """Copy files of the head's run folder to the controller unless they are there; return those that travelled.
 
     Raises:
-        Trouble, OSError: a file cannot be copied.
+        RemoteError, OSError: a file cannot be copied.
     """
     brought = []
     for name, digest in sorted(files.items()):
@@ -131,14 +126,14 @@ def take(head: Link, run_dir: str, files: dict[str, str], folder: Path) -> list[
     return brought
 
 
-def bring(source: Link, head: Link, path: str, run_dir: str, here: str) -> None:
-    """Copy a log from its host to the head's run folder. Raises Trouble."""
+def bring(source: HostConnection, head: HostConnection, path: str, run_dir: str, here: str) -> None:
+    """Copy a log from its host to the head's run folder. Raises RemoteError."""
     aside = f"{here}/{Path(path).name}"
     source.fetch(path, aside)
     head.put(aside, f"{run_dir}/logs/{Path(path).name}")
 
 
-def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, link: Link) -> list[str]:
+def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, link: HostConnection) -> list[str]:
     """Return what a person wants to know at the end, and the next command."""
     kind = "adapter" if result.get("adapter") else "model"
     where = f" on {head['host']}" if hosts > 1 else ""
@@ -159,7 +154,7 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, link: Link
     return lines
 
 
-def tensorboard(folder: str, link: Link) -> str:
+def tensorboard(folder: str, link: HostConnection) -> str:
     """Return the command that shows a folder of events on the controller's screen, wherever the folder is."""
     here = f"tensorboard --logdir {shlex.quote(folder)}"
     if link.connection.transport == "local":

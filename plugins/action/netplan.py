@@ -6,20 +6,14 @@ makes all others wait, until their time is over, too. Documented in plugins/modu
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
-TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:
-    sys.path.append(str(TOP))
-
-from plugins.module_utils.links import last_line, plain
-from plugins.module_utils.pins import pins_of
+from trainyard.connection import last_line, plain
+from trainyard.known_hosts import pins_of
 
 BACK_LIMIT = 60.0  # s after its time is over: what a host may take to be reachable at its old address
 PAUSE = 0.5  # s between two tries

@@ -5,32 +5,28 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:
-    sys.path.append(str(TOP))
-
 from plugins.action.run_plan import MARGIN, describe
-from plugins.module_utils import judgement
-from plugins.module_utils.links import AllHosts, Link, Round, plain
-from plugins.module_utils.plan import PORTS, Unplannable
-from plugins.module_utils.ways import high_ports, try_ways
+from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.preflight import checks
+from trainyard.preflight.connectivity import check_mesh, high_ports
+from trainyard.run.plan import PORTS, PlanError
 
-UTILS = TOP / "plugins/module_utils"
-PROBE, CHECKUP = ((UTILS / f"{name}.py").read_bytes() for name in ("probe", "checkup"))
-ALL_REDUCE = (UTILS / "all_reduce.py").read_bytes()
+REMOTE = TOP / "trainyard/remote"
+PROBE, CHECKUP = ((REMOTE / f"{name}.py").read_bytes() for name in ("host_facts", "health"))
+ALL_REDUCE = (REMOTE / "all_reduce.py").read_bytes()
 PROBE_LIMIT = 20.0  # s for a host to say what it is: one that hangs says nothing
 CHECKUP_LIMIT = 300.0  # s: all datasets are read for their checksums
 REDUCE_LIMIT = 60.0  # s, most of it importing torch
 MEMORY = 512  # MiB that a process must be able to have: torch imported, and a small model
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables = task_vars or {}
@@ -48,32 +44,32 @@ class ActionModule(AllHosts):
             return self.lines_of(a["plan"], a["master_port"])
         try:
             hosts = [describe(name, self.hostvars[name]) for name in variables["ansible_play_hosts_all"]]
-        except Unplannable as error:
+        except PlanError as error:
             return plain(str(error))
         head_port = a["master_port"] or PORTS.start
         ports = [head_port, *high_ports()]
         self.look(hosts, a["run"])
-        try_ways(answering(hosts), ports, self.link)
-        found = judgement.judge(hosts, ports, head_port, MARGIN)
+        check_mesh(answering(hosts), ports, self.link)
+        found = checks.judge(hosts, ports, head_port, MARGIN)
         how, reduced = "not tried", None
         if not a["quick"]:
             how, reduced, troubles = self.all_reduce(answering(hosts), found)
-            found += judgement.all_reduce(troubles)
-        lines = [*judgement.table(hosts, found), f"all-reduce over all hosts: {how}"]
+            found += checks.all_reduce(troubles)
+        lines = [*checks.table(hosts, found), f"all-reduce over all hosts: {how}"]
         return self.report(hosts, found, lines, reduced, a)
 
     def lines_of(self, plan: list[dict[str, Any]], port: int) -> dict[str, Any]:
         """Return what is wrong between the hosts of a plan; one that does not answer is for the start to find."""
         hosts = [{**host, "facts": {"interface": host["interface"]}} for host in plan]
         ports = [port, *high_ports()]
-        try_ways(hosts, ports, functools.partial(Link, self, self.hostvars))
+        check_mesh(hosts, ports, functools.partial(HostConnection, self, self.hostvars))
         paired = [host for host in hosts if host.get("pairs")]
-        found = judgement.lines(paired, ports, port)
+        found = checks.lines(paired, ports, port)
         return self.report([], found, [finding.line for finding in found], None, {"json": ""})
 
-    def link(self, host: str) -> Link:
+    def link(self, host: str) -> HostConnection:
         """A connection that asks the Python that Ansible uses: the cluster's own may be what is missing."""
-        link = Link(self, self.hostvars, host)
+        link = HostConnection(self, self.hostvars, host)
         python = str(self.hostvars[host].get("ansible_python_interpreter") or "")
         link.python = python if python.startswith("/") else "/usr/bin/python3"
         return link
@@ -91,19 +87,19 @@ class ActionModule(AllHosts):
             }
             about |= {name: host[name] for name in ("address", "python", "data_dir")}
             questions[host["host"]] = functools.partial(links[host["host"]].ask, PROBE, json.dumps(about))
-        keep(hosts, Round(questions).wait(PROBE_LIMIT), "facts")
+        keep(hosts, FanOut(questions).wait(PROBE_LIMIT), "facts")
         questions = {}
         for host in answering(hosts):
             about = {"data_dir": host["data_dir"], "run": run, "memory_mib": MEMORY}
             about["peers"] = [other["host"] for other in hosts if other is not host]
             about["sudo"] = bool(self.hostvars[host["host"]].get("cluster_managed", True))
             questions[host["host"]] = functools.partial(timed, links[host["host"]], CHECKUP, about)
-        keep(hosts, Round(questions).wait(CHECKUP_LIMIT), "checkup")
+        keep(hosts, FanOut(questions).wait(CHECKUP_LIMIT), "checkup")
         for host in answering(hosts):
             host["asked"] = host["checkup"].pop("asked")
 
     def all_reduce(
-        self, hosts: list[dict[str, Any]], found: list[judgement.Finding]
+        self, hosts: list[dict[str, Any]], found: list[checks.Finding]
     ) -> tuple[str, dict[str, Any] | None, dict[str, str]]:
         """Return how it went in words, what it measured, and what is wrong, by host."""
         if any(finding.level == "failure" for finding in found):
@@ -121,7 +117,7 @@ class ActionModule(AllHosts):
             questions[host["host"]] = functools.partial(
                 link.run, f"exec {json.dumps(host['python'])} -I - '{json.dumps(about)}'", ALL_REDUCE
             )
-        asked = Round(questions).wait(REDUCE_LIMIT + 15)
+        asked = FanOut(questions).wait(REDUCE_LIMIT + 15)
         if asked.troubles:
             return "failed", None, asked.troubles
         result = asked.answers[hosts[0]["host"]]
@@ -131,7 +127,7 @@ class ActionModule(AllHosts):
     def report(
         self,
         hosts: list[dict[str, Any]],
-        found: list[judgement.Finding],
+        found: list[checks.Finding],
         lines: list[str],
         reduced: dict[str, Any] | None,
         a: dict[str, Any],
@@ -160,7 +156,7 @@ def answering(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [host for host in hosts if "trouble" not in host]
 
 
-def keep(hosts: list[dict[str, Any]], asked: Round, name: str) -> None:
+def keep(hosts: list[dict[str, Any]], asked: FanOut, name: str) -> None:
     """Put the answers of a round into the hosts' descriptions under `name`; who did not answer has `trouble`."""
     for host in answering(hosts):
         if host["host"] in asked.answers:
@@ -169,8 +165,8 @@ def keep(hosts: list[dict[str, Any]], asked: Round, name: str) -> None:
             host["trouble"] = asked.troubles[host["host"]]
 
 
-def timed(link: Link, program: bytes, about: dict[str, Any]) -> dict[str, Any]:
-    """Ask, and add this machine's clock before and after as `asked`. Raises Trouble."""
+def timed(link: HostConnection, program: bytes, about: dict[str, Any]) -> dict[str, Any]:
+    """Ask, and add this machine's clock before and after as `asked`. Raises RemoteError."""
     sent = time.time()
     answer = link.ask(program, json.dumps(about))
     return answer | {"asked": [sent, time.time()]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,8 @@ from typing import Any
 from ansible.utils.display import Display
 
 TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:  # Ansible puts module_utils on a module's path, not on an action's
-    sys.path.append(str(TOP))
-
-from plugins.module_utils.following import (
+from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.run.monitor import (
     ENDED,
     STATUS_HEAD,
     Cause,
@@ -34,7 +31,6 @@ from plugins.module_utils.following import (
     status_rows,
     table,
 )
-from plugins.module_utils.links import AllHosts, Link, Round, plain
 
 display = Display()
 
@@ -52,11 +48,11 @@ TAIL = 20  # lines of a log shown with a failure
 SUPERVISE = (TOP / "trainer/supervise.py").read_bytes()
 
 
-class Supervised(Link):
+class Supervised(HostConnection):
     """A host's connection, for questions to supervise there."""
 
     def supervise(self, *arguments: str, staged_in: str = "") -> dict[str, Any]:
-        """Run supervise there and return its answer. Raises Trouble."""
+        """Run supervise there and return its answer. Raises RemoteError."""
         if not staged_in:
             return self.ask(SUPERVISE, *arguments)
         # -P: the trainer that was staged, not one that happens to lie in the current folder.
@@ -64,7 +60,7 @@ class Supervised(Link):
         return self.run(f"PYTHONPATH={archive} exec {shlex.quote(self.python)} -P -m trainer.supervise {words}")
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables = task_vars or {}
@@ -106,8 +102,8 @@ class ActionModule(AllHosts):
                 )
         links = self.links([entry["host"] for entry in plan])
         # First every host gets ready, which takes some of them longer; then a command of a few milliseconds starts all.
-        ready = Round({e["host"]: self.starter(links[e["host"]], e, plan) for e in plan}).wait(START_LIMIT)
-        said = ready if ready.troubles else Round({e["host"]: goer(links[e["host"]], e) for e in plan}).wait(GO_LIMIT)
+        ready = FanOut({e["host"]: self.starter(links[e["host"]], e, plan) for e in plan}).wait(START_LIMIT)
+        said = ready if ready.troubles else FanOut({e["host"]: goer(links[e["host"]], e) for e in plan}).wait(GO_LIMIT)
         if said.troubles:
             # Who refused may have another run there, or this one, from another start: that is not ours to stop.
             parts = [Part(entry["host"], entry["run_dir"]) for entry in plan if entry["host"] in ready.answers]
@@ -208,7 +204,7 @@ class ActionModule(AllHosts):
 
     def status(self) -> dict[str, Any]:
         links = self.links(self.play_hosts)
-        asked = Round({host: self.lister(link) for host, link in links.items()}).wait(self.a["lost_limit"])
+        asked = FanOut({host: self.lister(link) for host, link in links.items()}).wait(self.a["lost_limit"])
         runs = [
             {"host": host, **answer}
             for host in self.play_hosts
@@ -284,7 +280,7 @@ class ActionModule(AllHosts):
 
     def ask_all(self, parts: list[Part]) -> dict[str, str]:
         links = self.links([part.host for part in parts])
-        asked = Round({p.host: asker(links[p.host], p) for p in parts}).wait(self.a["lost_limit"])
+        asked = FanOut({p.host: asker(links[p.host], p) for p in parts}).wait(self.a["lost_limit"])
         for part in parts:
             part.answer = asked.answers.get(part.host, part.answer)
         return asked.troubles
@@ -292,7 +288,7 @@ class ActionModule(AllHosts):
     def stop_all(self, parts: list[Part], how: list[str], limit: float) -> dict[str, str]:
         """Stop on all hosts at once; the hosts where that failed."""
         links = self.links([part.host for part in parts])  # of their own: a poll may still hang on the others
-        return Round({p.host: stopper(links[p.host], p, how) for p in parts}).wait(limit).troubles
+        return FanOut({p.host: stopper(links[p.host], p, how) for p in parts}).wait(limit).troubles
 
     def ends(self, parts: list[Part]) -> dict[str, Any]:
         return {part.host: {"status": part.status, "node": part.node, "ranks": part.states} for part in parts}
@@ -309,7 +305,7 @@ class ActionModule(AllHosts):
         names[:0] = [f"rank{cause.rank}.log"] if cause.rank >= 0 else []
         link = Supervised(self, self.hostvars, part.host)
         arguments = ["status", "--run-dir", part.run_dir, "--logs-from", json.dumps(dict.fromkeys(names, -TAIL))]
-        asked = Round({part.host: lambda: link.supervise(*arguments)}).wait(3.0)
+        asked = FanOut({part.host: lambda: link.supervise(*arguments)}).wait(3.0)
         logs = asked.answers.get(part.host, {}).get("logs", {})
         lines = [
             f"{name} on {part.host}: {logs.get(name, {}).get('path') or f'{part.run_dir}/logs/{name}'}"
@@ -330,7 +326,7 @@ class Follower:
         self.parts, self.links, self.progress = parts, links, progress
         self.lost_limit: float = a["lost_limit"]
         self.patience = min(CALM, a["interval"], self.lost_limit / 3, a["stall_limit"] / 4)
-        self.asked: dict[str, Round] = {}
+        self.asked: dict[str, FanOut] = {}
         self.asked_at: dict[str, float] = {}
         self.heard = dict.fromkeys(links, time.monotonic())
         self.away: set[int] = set()  # replicas that the others go on without
@@ -391,11 +387,11 @@ class Follower:
             ):
                 self.asked_at[part.host] = now
                 patience = 0.0 if hasty else self.patience
-                self.asked[part.host] = Round({part.host: asker(self.links[part.host], part, patience)})
+                self.asked[part.host] = FanOut({part.host: asker(self.links[part.host], part, patience)})
             # A host that keeps the question is not silent: its answer is not due yet.
             part.silent = now - self.heard[part.host] - self.patience
 
-    def hear(self, part: Part, asked: Round) -> bool:
+    def hear(self, part: Part, asked: FanOut) -> bool:
         """Take up what the host said; whether it has said it."""
         if asked.threads[part.host].is_alive():
             return False

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:
-    sys.path.append(str(TOP))
-
-from plugins.module_utils.links import AllHosts, plain
-from plugins.module_utils.render import sbatch, script
+from trainyard.connection import ClusterAction, plain
+from trainyard.run.launch_scripts import sbatch, script
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         _, a = self.validate_argument_spec(

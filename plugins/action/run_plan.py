@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import ipaddress
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,24 @@ from typing import Any
 from ansible.plugins.action import ActionBase
 
 TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:
-    sys.path.append(str(TOP))
-
 import yaml
 
-from plugins.module_utils import judgement
-from plugins.module_utils.links import AllHosts, Link, Round, plain
-from plugins.module_utils.plan import PORTS, Silent, Unplannable, choose_port, head_first, plan, table
-from plugins.module_utils.ways import high_ports, try_ways
-from trainer.config import FIELDS, TINY, RunSpec, changed_fields, make_spec
+from trainer.config.run_spec import FIELDS, TINY, RunSpec, changed_fields, make_spec
 from trainer.errors import UserError
-from trainer.plan import choose
+from trainer.planner.recommend import choose
+from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.preflight import checks
+from trainyard.preflight.connectivity import check_mesh, high_ports
+from trainyard.run.plan import PORTS, HostUnreachableError, PlanError, choose_port, head_first, plan, table
 
-PROBE = (TOP / "plugins/module_utils/probe.py").read_bytes()
+PROBE = (TOP / "trainyard/remote/host_facts.py").read_bytes()
 PROBE_LIMIT = 60.0  # s for a host to say what it is
 BACK_LIMIT = 2.0  # s, after the others have answered, for one that was lost to be back
 FAST = 2000.0  # Mbit/s: what one stream of pairs.py can be trusted to see
 MARGIN = 200 << 20  # bytes that a run writes besides what is staged: logs, events, checkpoints of a small adapter
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables = task_vars or {}
@@ -54,8 +50,8 @@ class ActionModule(AllHosts):
         try:
             hosts = [describe(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
             return self.plan(head_first(hosts, a["head"]), hostvars, a)
-        except Unplannable as error:
-            return plain(str(error), try_again=isinstance(error, Silent))
+        except PlanError as error:
+            return plain(str(error), try_again=isinstance(error, HostUnreachableError))
 
     def plan(self, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, Any]:
         run, spec = a["run"]["run"], dict(a["run"]["spec"])
@@ -64,12 +60,12 @@ class ActionModule(AllHosts):
         chosen = ""
         if spec["strategy"] == "auto":
             if not any(host["facts"]["spec"] for host in hosts):
-                try_ways(hosts, high_ports(), functools.partial(Link, self, hostvars))
+                check_mesh(hosts, high_ports(), functools.partial(HostConnection, self, hostvars))
             spec["strategy"], chosen = automatic(hosts, spec, a["run"]["files"])
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
         apart = by_torchft(spec)
         if apart and a["elastic"]:
-            raise Unplannable(
+            raise PlanError(
                 "elastic: torchrun cannot start ranks again where diloco_members=torchft does it: leave elastic out"
             )
         lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
@@ -79,7 +75,7 @@ class ActionModule(AllHosts):
         # A start that is not this session's is another's, at the same run: that one goes on.
         members = those_of(hosts, attempt) if running and (not a["again"] or attempt > a["attempt"]) else []
         if running and not members and not (a["again"] or a["retries"]):
-            raise Unplannable(
+            raise PlanError(
                 f"run {run} is half alive (on {', '.join(running)} only): ansible-playbook playbooks/stop.yml -e run={run}"
             )
         port = 0
@@ -128,23 +124,23 @@ class ActionModule(AllHosts):
         """Return the hosts that can take part, with their `facts`, and why the others cannot.
 
         Raises:
-            Unplannable: all have to (nodes_min is 0), or too few can.
+            PlanError: all have to (nodes_min is 0), or too few can.
         """
         left_out: dict[str, str] = {}
         unheard: dict[str, str] = {}
         while True:
-            silent = look_around(self, hosts, hostvars, a)
+            silent = gather_facts(self, hosts, hostvars, a)
             unheard |= silent
             if not a["nodes_min"] and silent:
-                raise Silent(silence(silent))
+                raise HostUnreachableError(silence(silent))
             unfit = {host["host"]: unfitness(host, a["run"]["bytes"]) for host in hosts if host["host"] not in silent}
             unfit = {name: why for name, why in unfit.items() if why}
             if not a["nodes_min"] and unfit:
-                raise Unplannable(": ".join(next(iter(unfit.items()))))
+                raise PlanError(": ".join(next(iter(unfit.items()))))
             left_out |= silent | unfit
             able = [host for host in hosts if host["host"] not in left_out]
             if len(able) < a["nodes_min"]:
-                raise (Silent if unheard else Unplannable)(
+                raise (HostUnreachableError if unheard else PlanError)(
                     f"{len(able)} of {len(able) + len(left_out)} hosts can take part, nodes_min is {a['nodes_min']}: "
                     + "; ".join(f"{host}: {why}" for host, why in left_out.items())
                 )
@@ -170,18 +166,18 @@ def those_of(hosts: list[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
 
 
 def describe(name: str, variables: Any) -> dict[str, Any]:
-    """Return what the inventory says of a host. Raises Unplannable."""
+    """Return what the inventory says of a host. Raises PlanError."""
     address = str(variables.get("cluster_address") or "")
     try:
         ipaddress.ip_address(address)
     except ValueError:
-        raise Unplannable(
+        raise PlanError(
             f"{name}: cluster_address is {address!r}, takes the IP address that its peers reach it at"
         ) from None
     for needed in ("cluster_data_dir", "cluster_python"):
         path = str(variables.get(needed) or "")
         if not path.startswith("/"):
-            raise Unplannable(f"{name}: {needed} is {path!r}, takes an absolute path on that host")
+            raise PlanError(f"{name}: {needed} is {path!r}, takes an absolute path on that host")
     return {
         "host": name,
         "address": address,
@@ -192,14 +188,14 @@ def describe(name: str, variables: Any) -> dict[str, Any]:
     }
 
 
-def look_around(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
+def gather_facts(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
     """Put `facts` (see probe.look) into every host's description; return why a host did not answer."""
     questions: dict[str, Callable[[], dict[str, Any]]] = {}
     run, apart = a["run"]["run"], by_torchft(a["run"]["spec"])
     wanted = [a["master_port"]] if a["master_port"] else []
     ports = [*wanted, *(PORTS if apart or not wanted else [])]
     for place, host in enumerate(hosts):
-        link = Link(action, hostvars, host["host"])
+        link = HostConnection(action, hostvars, host["host"])
         about = {
             "head": hosts[0]["address"],
             "address": host["address"],
@@ -209,7 +205,7 @@ def look_around(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, 
             "run_dir": f"{host['data_dir']}/runs/{run}",
         }
         questions[host["host"]] = functools.partial(link.ask, PROBE, json.dumps(about))
-    asked = Round(questions).wait(PROBE_LIMIT, doubtful=a["lost"], grace=BACK_LIMIT)
+    asked = FanOut(questions).wait(PROBE_LIMIT, doubtful=a["lost"], grace=BACK_LIMIT)
     for host in hosts:
         host["facts"] = asked.answers.get(host["host"])
     return {
@@ -234,21 +230,21 @@ def silence(silent: dict[str, str]) -> str:
 
 def unfitness(host: dict[str, Any], staged: int) -> str:
     """Return why this host alone cannot take part, or an empty string. `staged`: bytes that will be brought there."""
-    found = judgement.environment(host)
+    found = checks.environment(host)
     if not host["facts"]["running"]:
-        found += judgement.room(host, staged + MARGIN)
+        found += checks.room(host, staged + MARGIN)
     return found[0].plain if found else ""
 
 
 def check(hosts: list[dict[str, Any]]) -> None:
-    """Check that these hosts can run one thing together. Raises Unplannable."""
-    for finding in [*judgement.twins(hosts), *judgement.unlike(hosts)]:
+    """Check that these hosts can run one thing together. Raises PlanError."""
+    for finding in [*checks.twins(hosts), *checks.unlike(hosts)]:
         # Those of two hosts name both.
-        raise Unplannable(f"{finding.host}: {finding.plain}" if finding.check == "address" else finding.plain)
+        raise PlanError(f"{finding.host}: {finding.plain}" if finding.check == "address" else finding.plain)
 
 
 def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_staged: bool) -> None:
-    """Check that every host has what the spec asks for beyond the usual. Raises Unplannable."""
+    """Check that every host has what the spec asks for beyond the usual. Raises PlanError."""
     eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
@@ -261,20 +257,20 @@ def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_stag
     for host in hosts:
         name, facts = host["host"], host["facts"]
         if spec["backend"] == "unsloth" and not facts["gpus"]:
-            raise Unplannable(f"{name}: backend=unsloth needs an NVIDIA GPU, and there is none: take backend=peft")
+            raise PlanError(f"{name}: backend=unsloth needs an NVIDIA GPU, and there is none: take backend=peft")
         for package, wish in needs.items():
             if wish and package not in facts["versions"]:
-                raise Unplannable(
+                raise PlanError(
                     f"{name}: {wish} needs the Python package {package} there: install it, or leave that out"
                 )
         if spec["torch_compile"] and not facts["compiler"]:
-            raise Unplannable(
+            raise PlanError(
                 f"{name}: torch_compile needs a C++ compiler there: apt install g++, or torch_compile=false"
             )
 
 
 def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return the strategy that auto means here, and why: what the run began with, if it did. Raises Unplannable."""
+    """Return the strategy that auto means here, and why: what the run began with, if it did. Raises PlanError."""
     for host in hosts:
         if host["facts"]["spec"]:
             began = RunSpec.model_validate(yaml.safe_load(host["facts"]["spec"])).strategy
@@ -298,10 +294,10 @@ def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dic
     try:
         strategy, why = choose(make_spec(fields, "the plan"), known)
         thinnest = min((link for link in links if link), default=0.0)
-        measured = thinnest in [judgement.line_to_head(host).get("mbit") for host in hosts]
+        measured = thinnest in [checks.line_to_head(host).get("mbit") for host in hosts]
         return strategy, f"{why} (link measured)" if measured else why
     except UserError as error:
-        raise Unplannable(str(error)) from None
+        raise PlanError(str(error)) from None
 
 
 def link_speeds(hosts: list[dict[str, Any]]) -> list[float]:
@@ -309,7 +305,7 @@ def link_speeds(hosts: list[dict[str, Any]]) -> list[float]:
 
     One stream of a small program does not fill a fast line: beyond `FAST` the driver knows better.
     """
-    measured = [judgement.line_to_head(host).get("mbit", 0.0) for host in hosts]
+    measured = [checks.line_to_head(host).get("mbit", 0.0) for host in hosts]
     speeds = []
     for place, (host, mbit) in enumerate(zip(hosts, measured, strict=True)):
         stated = float(host["facts"]["link_mbit"])
@@ -326,16 +322,16 @@ def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) 
 
 
 def same_run(hosts: list[dict[str, Any]], spec: dict[str, Any], run: str) -> bool:
-    """Tell whether the run is there and finished on every host. Raises Unplannable if its folder is another spec's."""
+    """Tell whether the run is there and finished on every host. Raises PlanError if its folder is another spec's."""
     facts = hosts[0]["facts"]
     now = make_spec(spec, "the plan")
     if facts["spec"] is not None:
         before = RunSpec.model_validate(yaml.safe_load(facts["spec"]))
         different = changed_fields(before, now)
         if different:
-            raise Unplannable(
+            raise PlanError(
                 f"run {run} exists with another spec ({'; '.join(different)}): take another name with -e run=NAME"
             )
         if now.resume == "never" and (facts["result"] or {}).get("status") != "finished":
-            raise Unplannable(f"run {run} has checkpoints and resume is never: take another name with -e run=NAME")
+            raise PlanError(f"run {run} has checkpoints and resume is never: take another name with -e run=NAME")
     return all((host["facts"]["result"] or {}).get("status") == "finished" for host in hosts)

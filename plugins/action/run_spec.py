@@ -18,22 +18,28 @@ from ansible.utils.vars import load_extra_vars
 from safetensors import safe_open
 
 TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:  # Ansible puts module_utils on a module's path, not on an action's
-    sys.path.append(str(TOP))
-
-from plugins.module_utils.docs_dataset import write_dataset
-from plugins.module_utils.doors import known_variables, unknown
-from plugins.module_utils.landing import Digests
-from plugins.module_utils.links import AllHosts, last_line, plain
-from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec, from_opendiloco, make_spec, read_yaml, suggest
-from trainer.data import is_hub_id, read_samples
+from trainer.config.run_spec import (
+    EMBEDDED_DATASET,
+    FIELDS,
+    TINY,
+    RunSpec,
+    from_opendiloco,
+    make_spec,
+    read_yaml,
+    suggest,
+)
+from trainer.data.samples import is_hub_id, read_samples
 from trainer.errors import UserError
 from trainer.files import sha256_file, sha256_tree, write_atomic
+from trainyard.connection import ClusterAction, last_line, plain
+from trainyard.docs_dataset import write_dataset
+from trainyard.extra_vars import known_variables, unknown
+from trainyard.remote.receive import Digests
 
 display = Display()
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         _, arguments = self.validate_argument_spec({"file": {"type": "str", "default": ""}})
@@ -232,10 +238,10 @@ def cached(name: str) -> bool:
 
 def tiny_folder(spec: RunSpec, dataset: Path | None, work: Path) -> Path:
     """Return the folder of the tiny model for this dataset and seed, made once."""
-    from trainer.tiny import make_tiny
+    from trainer.data.tiny import make_tiny
 
     source = sha256_file(dataset)[:12] if dataset else "fake"
-    recipe = sha256_tree(TOP / "trainer" / "tiny.py")[:6]
+    recipe = sha256_tree(TOP / "trainer" / "data" / "tiny.py")[:6]
     folder = work / "models" / f"tiny-{source}-{spec.seed}-{recipe}"
     if not folder.exists():
         display.display(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from ansible.utils.display import Display
 
-TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:
-    sys.path.append(str(TOP))
-
-from plugins.module_utils.links import AllHosts, plain
-from plugins.module_utils.rounds import Rounds
+from trainyard.connection import ClusterAction, plain
+from trainyard.run.restart_policy import RestartPolicy
 
 display = Display()
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     """The rounds of a run: follow; when it broke, wait, then plan, stage and start with the hosts that can."""
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -46,7 +40,7 @@ class ActionModule(AllHosts):
         if self._task.check_mode:
             return {"skipped": True, "msg": "nothing runs in check mode"}
         self.plan = self.a["plan"]
-        rounds = Rounds(self.a["retries"], self.a["nodes_min"], self.a["retry_delay"])
+        rounds = RestartPolicy(self.a["retries"], self.a["nodes_min"], self.a["retry_delay"])
         # All of the run's, not those of the last start alone: one that was away then may be back for the next.
         hosts = len(self.task_vars["ansible_play_hosts_all"])
         ended = self.a["broken"] and plain(self.a["broken"]["msg"], lost=list(self.a["broken"].get("troubles", [])))
@@ -103,7 +97,7 @@ class ActionModule(AllHosts):
         self.begun = True
         return planned
 
-    def tell(self, failure: dict[str, Any], rounds: Rounds) -> None:
+    def tell(self, failure: dict[str, Any], rounds: RestartPolicy) -> None:
         """Say what broke, and what comes now."""
         for line in [f"failed: {failure['msg']}", *failure.get("lines", [])]:
             display.display(line)

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[2]
-if str(TOP) not in sys.path:
-    sys.path.append(str(TOP))
-
 import yaml
 
-from plugins.module_utils.links import AllHosts, Link, Round, plain
-from plugins.module_utils.plan import Node, Unplannable, environment
+from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.run.plan import Node, PlanError, environment
 
-LANDING = (TOP / "plugins/module_utils/landing.py").read_bytes()
+LANDING = (TOP / "trainyard/remote/receive.py").read_bytes()
 STAGE_LIMIT = 3600.0  # s: a model over a slow line takes its time
 
 
-class ActionModule(AllHosts):
+class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         hostvars = (task_vars or {})["hostvars"]
@@ -38,18 +34,19 @@ class ActionModule(AllHosts):
         )
         try:
             questions = {
-                entry["host"]: self.errand(Link(self, hostvars, entry["host"]), entry, a) for entry in a["plan"]
+                entry["host"]: self.errand(HostConnection(self, hostvars, entry["host"]), entry, a)
+                for entry in a["plan"]
             }
-        except Unplannable as error:
+        except PlanError as error:
             return plain(str(error))
-        done = Round(questions).wait(STAGE_LIMIT)
+        done = FanOut(questions).wait(STAGE_LIMIT)
         if done.troubles:
             host = next(entry["host"] for entry in a["plan"] if entry["host"] in done.troubles)
             return plain(f"{host}: {done.troubles[host]}", troubles=done.troubles, try_again=True)
         changed = {host: answer["changed"] for host, answer in done.answers.items()}
         return {"changed": any(changed.values()), "files": changed}
 
-    def errand(self, link: Link, entry: dict[str, Any], a: dict[str, Any]) -> Any:
+    def errand(self, link: HostConnection, entry: dict[str, Any], a: dict[str, Any]) -> Any:
         """Return the work for one host: compare, copy what it lacks, put everything in place."""
         sources, wanted = targets(entry, a["files"])
         store = f"{entry['data_dir']}/store"
@@ -74,7 +71,7 @@ class ActionModule(AllHosts):
         return work
 
 
-def ask(link: Link, question: dict[str, Any]) -> dict[str, Any]:
+def ask(link: HostConnection, question: dict[str, Any]) -> dict[str, Any]:
     """Put a question to landing.answer on the host; it follows the program on stdin, for it may be long and secret."""
     call = f"\nimport json\nprint(json.dumps(answer(json.loads({json.dumps(json.dumps(question))}))))\n"
     return link.ask(LANDING + call.encode())

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import sys
-from pathlib import Path
 from typing import Any
 
-# Ansible loads this file by its path, outside any package.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
-from plugins.module_utils.ufw import wanted
+from trainyard.ufw import wanted
 
 
 def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], allow: list[dict[str, Any]]) -> list[str]:

@@ -1,16 +1,11 @@
-"""Filter `settle_machines`: which inventory entries are one machine. Thin: the work is in module_utils/discovery."""
+"""Filter `settle_machines`: which inventory entries are one machine. Thin: the work is in trainyard/discovery."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-# Ansible loads this file by its path, outside any package.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
-from plugins.module_utils.discovery.settle import settle
+from trainyard.discovery.settle import settle
 
 
 def settle_machines(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-# Ansible loads this file by its path, outside any package.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
-from plugins.module_utils.addresses import problems
+from trainyard.addresses import problems
 
 NAMES = ("netplan_address", "netplan_gateway", "netplan_dns", "netplan_mtu", "netplan_nic")
 

@@ -1,4 +1,4 @@
-"""Dynamic inventory: the machines that answer on the Ollama port. Thin: the work is in module_utils/discovery."""
+"""Dynamic inventory: the machines that answer on the Ollama port. Thin: the work is in trainyard/discovery."""
 
 from __future__ import annotations
 
@@ -146,23 +146,19 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleParserError
 from ansible.inventory.helpers import get_group_vars
 from ansible.plugins.inventory import BaseInventoryPlugin, Cacheable, Constructable
 
-# Ansible loads this file by its path, outside any package.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
-from plugins.module_utils.discovery import networks
-from plugins.module_utils.discovery.engine import discover
-from plugins.module_utils.discovery.identity import Machine
-from plugins.module_utils.discovery.report import Report, advice, summary, verdict
-from plugins.module_utils.discovery.settings import Settings, SettingsError
-from plugins.module_utils.discovery.ssh import read_known_hosts
-from plugins.module_utils.discovery.trust import Trust, judge
+from trainyard.discovery import networks
+from trainyard.discovery.engine import discover
+from trainyard.discovery.identity import Machine
+from trainyard.discovery.report import Report, advice, summary, verdict
+from trainyard.discovery.settings import Settings, SettingsError
+from trainyard.discovery.ssh import read_known_hosts
+from trainyard.discovery.trust import Trust, judge
 
 GROUPS = ("discovered", "cluster", "head", "workers", "untrusted")
 

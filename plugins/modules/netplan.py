@@ -92,7 +92,7 @@ import tempfile
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.way_in import way_in
+from ansible.module_utils.ssh_session import ssh_session
 
 try:
     import yaml  # netplan's own dependency
@@ -140,7 +140,7 @@ class Host:
     def nic(self):
         """The NIC that is meant, as it is now."""
         links = self.ip("address")
-        said, present = self.params["nic"], (way_in() or ("", 0))[0]
+        said, present = self.params["nic"], (ssh_session() or ("", 0))[0]
         if said:
             found = [
                 link for link in links if said.lower() in (link["ifname"].lower(), link.get("address", "").lower())
@@ -213,7 +213,7 @@ class Host:
     # Steps
 
     def look(self):
-        present = (way_in() or ("", 0))[0]
+        present = (ssh_session() or ("", 0))[0]
         if self.params["state"] == "absent":
             before = self.before()
             files = self.former()

@@ -71,8 +71,8 @@ import re
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.ssh_session import ssh_session
 from ansible.module_utils.ufw import ANYWHERE, changes, line, parse, wanted, words
-from ansible.module_utils.way_in import way_in
 
 FILES = {4: Path("/etc/ufw/user.rules"), 6: Path("/etc/ufw/user6.rules")}
 SETTINGS = Path("/etc/default/ufw")
@@ -102,7 +102,7 @@ def rules():
 
 def ssh_ports(module):
     """The port that this connection came in by, and those of sshd's settings."""
-    way = way_in()
+    way = ssh_session()
     _, out, _ = module.run_command(["/usr/sbin/sshd", "-T"], handle_exceptions=False) if sshd() else (0, "", "")
     configured = [int(port) for port in re.findall(r"^port (\d+)$", out, re.M)]
     return sorted({*([way[1]] if way else []), *configured}) or [22]

@@ -9,8 +9,8 @@ import time
 
 import pytest
 from lab_hosts import NEEDS_LAB, VENV, Host, Lab
-from yard import faults
-from yard.machine import LabError
+from testbed import faults
+from testbed.machine import LabError
 
 pytestmark = NEEDS_LAB
 

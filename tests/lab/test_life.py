@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from lab_hosts import NEEDS_LAB, REPO, Lab
-from yard import machine
-from yard.machine import LabError
+from testbed import machine
+from testbed.machine import LabError
 
 pytestmark = NEEDS_LAB
 
@@ -106,7 +106,7 @@ def test_a_second_up_converges(one: Lab) -> None:
 
 
 def start(lab: Lab, *arguments: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "yard", "--name", lab.name, "up", "--hosts", "2", *arguments]
+    argv = [sys.executable, "-m", "testbed", "--name", lab.name, "up", "--hosts", "2", *arguments]
     return subprocess.Popen(
         argv, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -141,7 +141,7 @@ def test_a_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
 
 def test_a_lab_of_a_test_dies_with_the_test(one: Lab) -> None:
     before = traces(one)
-    code = f"from yard.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, stay=False); print('up', flush=True); time.sleep(600)"
+    code = f"from testbed.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, stay=False); print('up', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert any(line == "up\n" for line in owner.stdout)
@@ -197,7 +197,7 @@ def test_nothing_but_registries_can_be_reached_from_a_lab(one: Lab) -> None:
     ],
 )
 def test_a_wrong_command_is_one_plain_line(one: Lab, arguments: list[str], says: str) -> None:
-    argv = [sys.executable, "-m", "yard", "--name", one.name, *arguments]
+    argv = [sys.executable, "-m", "testbed", "--name", one.name, *arguments]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -207,12 +207,12 @@ def test_a_wrong_command_is_one_plain_line(one: Lab, arguments: list[str], says:
 
 def test_without_root_it_is_refused_in_one_line(tmp_path: Path) -> None:
     # "nobody" may not read the repository everywhere: it gets a copy.
-    subprocess.run(["cp", "-r", str(REPO / "molecule/resources/yard"), str(tmp_path)], check=True)
+    subprocess.run(["cp", "-r", str(REPO / "molecule/resources/testbed"), str(tmp_path)], check=True)
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path("/") and folder != Path("/tmp"):
             folder.chmod(0o755)
     argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c"]
-    code = "from yard import machine; print(machine.why_not())"
+    code = "from testbed import machine; print(machine.why_not())"
     done = subprocess.run([*argv, code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "a lab needs root: it makes namespaces and mounts (run it with sudo)\n"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from lab_hosts import NEEDS_LAB, Lab
-from yard import faults
+from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 

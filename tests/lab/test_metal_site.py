@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
-from yard import faults
+from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, run_playbook
-from yard import faults
+from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 

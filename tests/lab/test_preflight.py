@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, inventory_with
-from yard import faults
+from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 

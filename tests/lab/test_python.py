@@ -1,6 +1,6 @@
 """The role python on stock hosts: one fetches for both, and what becomes of killed, air-gapped and unlike ones.
 
-Without torch (python_torch: false), which takes minutes; the way is the same. tests/bench/python-env measures it with torch.
+Without torch (python_torch: false), which takes minutes; the way is the same. benchmarks/python-env measures it with torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
-from bed import until
 from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, Played, inventory_with, run_playbook, small_wheels
+from run_hosts import until
 
-from plugins.module_utils.python_kit import trainer_version
+from trainyard.python_env.bundle import trainer_version
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 DATA = "/home/yard/trainyard"
@@ -107,7 +107,8 @@ def test_one_host_fetches_for_both(yard: Yard) -> None:
     assert {entry.split()[0] for entry in yard.asked} == {one.address}, "by one host"
     for host in (one, two):
         said = yard.python(
-            host, "import trainer.config, importlib.metadata as m, sys; print(m.version('trainyard'), sys.prefix)"
+            host,
+            "import trainer.config.run_spec, importlib.metadata as m, sys; print(m.version('trainyard'), sys.prefix)",
         )
         assert said == f"{trainer_version(REPO)} {DATA}/venv"
     digests = {yard.lab.inside(host, f"sha256sum {DATA}/venv/lock.txt | cut -d' ' -f1") for host in (one, two)}
@@ -156,7 +157,7 @@ def test_a_killed_play_converges(yard: Yard) -> None:
     assert played.rc == 0, played.stdout
     for host in yard.lab.hosts:
         assert yard.lab.inside(host, f"readlink {DATA}/venv") != before
-        yard.python(host, "import trainer.config")
+        yard.python(host, "import trainer.config.run_spec")
         assert len(yard.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, "the one in use and the one before"
     assert yard.play(python_lock=str(lock)).count("changed") == 0
 
@@ -177,7 +178,7 @@ def test_no_network_at_all(yard: Yard) -> None:
     assert played.rc == 0, played.stdout
     assert len(yard.asked) == asked
     for host in yard.lab.hosts:
-        yard.python(host, "import trainer.config")
+        yard.python(host, "import trainer.config.run_spec")
 
 
 def test_what_differs_is_a_table_and_the_rest_is_taken_away(yard: Yard) -> None:

@@ -151,7 +151,7 @@ def test_a_conda_environment_from_a_lock_and_a_channel_of_our_own(tmp_path: Path
             assert played.rc == 0, played.stdout
             assert (played.count("changed") > 0) == (least > 0), played.stdout
         for host in lab.hosts:
-            code = "import sys, yaml, trainer.config; print(sys.version.split()[0], sys.base_prefix)"
+            code = "import sys, yaml, trainer.config.run_spec; print(sys.version.split()[0], sys.base_prefix)"
             said = lab.inside(host, f"runuser -u yard -- {DATA}/venv/bin/python -I -c '{code}'").split()
             assert said[0] == VERSION and said[1].startswith(DATA), said
     finally:

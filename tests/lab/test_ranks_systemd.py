@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
-from bed import FAKE_RANK, MARK, TOP, until
 from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with
-from yard import faults
+from run_hosts import FAKE_RANK, MARK, TOP, until
+from testbed import faults
 
 pytestmark = NEEDS_LAB
 DATA = "/home/yard/trainyard"

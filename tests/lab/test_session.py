@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import Trial, questions, words_for
+from fault_trial import Trial, questions, words_for
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
-from bed import until
 from lab_hosts import NEEDS_LAB, REPO, Host, Lab, run_playbook, small_wheels
+from run_hosts import until
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -141,7 +141,9 @@ def check_cluster(lab: Lab) -> None:
         # Nothing waits to take any of it back, and nothing of a play goes on without it.
         assert not lab.inside(host, "systemctl list-units --all --plain --no-legend 'trainyard-*'").strip()
         assert "trainyard" in lab.inside(host, "cat /etc/netplan/60-trainyard.yaml")
-        lab.inside(host, f"{DATA}/venv/bin/python -I -c 'import trainer.config'; test -s {DATA}/datasets/one.jsonl")
+        lab.inside(
+            host, f"{DATA}/venv/bin/python -I -c 'import trainer.config.run_spec'; test -s {DATA}/datasets/one.jsonl"
+        )
         # From the host itself: whoever is outside is kept out.
         ask = f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{OLLAMA.format(host.address)}\").read())'"
         assert "stand-in" in lab.inside(host, ask)
@@ -281,7 +283,7 @@ def test_a_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
 
 
 def test_a_dead_host_leaves(bare: Lab, tmp_path: Path) -> None:
-    from yard import faults
+    from testbed import faults
 
     host = bare.host("node3")
     assert run_playbook("site.yml", bare.inventory).rc == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
-from yard import faults
+from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 

@@ -1,12 +1,12 @@
 """How ranks share the work. One room a strategy; the loop knows only what `Strategy` says."""
 
-from trainer.config import RunSpec
+from trainer.config.run_spec import RunSpec
+from trainer.distributed.world import World
 from trainer.model import TokenLoss
 from trainer.strategy.averaging import Averaging
 from trainer.strategy.base import Batch, Stopped, Strategy
 from trainer.strategy.ddp import DDP
 from trainer.strategy.diloco import DiLoCo
-from trainer.world import World
 
 STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "diloco": DiLoCo, "averaging": Averaging}
 
@@ -18,13 +18,13 @@ def make_strategy(spec: RunSpec, world: World, module: TokenLoss) -> Strategy:
 
         return FSDP(spec, world, module)
     if spec.strategy == "deepspeed":
-        from trainer.strategy.zero import ZeRO
+        from trainer.strategy.deepspeed import DeepSpeedZeRO
 
-        return ZeRO(spec, world, module)
+        return DeepSpeedZeRO(spec, world, module)
     if spec.by_torchft:
-        from trainer.strategy.members import Members  # an extra
+        from trainer.strategy.diloco_torchft import DiLoCoTorchFT  # an extra
 
-        return Members(spec, world, module)
+        return DiLoCoTorchFT(spec, world, module)
     return STRATEGIES[spec.strategy](spec, world, module)
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.config import RunSpec
+from trainer.config.run_spec import RunSpec
+from trainer.data.order import share
+from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import TokenLoss
-from trainer.order import share
 from trainer.strategy.base import Rows
 from trainer.strategy.ddp import DDP
 from trainer.strategy.replicas import Replicas
-from trainer.world import World
 
 _ASK = 1.0  # seconds between two questions whether somebody on another host was asked to stop
 _STOP = "averaging/stop"

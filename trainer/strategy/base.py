@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from trainer.config import RunSpec
+from trainer.config.run_spec import RunSpec
+from trainer.data.order import share
+from trainer.distributed.world import World
 from trainer.model import TokenLoss
-from trainer.order import share
-from trainer.world import World
 
 Rows = list[list[int]]
 _DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class Batch(NamedTuple):
-    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.encode.collate`)."""
+    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.encode.collate`)."""
 
     ids: torch.Tensor
     positions: torch.Tensor

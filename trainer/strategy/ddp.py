@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.balance import Balance
-from trainer.config import RunSpec
+from trainer.config.run_spec import RunSpec
+from trainer.data.order import share
+from trainer.distributed.balance import Balance
+from trainer.distributed.world import World
 from trainer.model import TokenLoss
 from trainer.optim import make_optimizer
-from trainer.order import share
 from trainer.strategy.base import Batch, Rows, Strategy, Update
-from trainer.world import World
 
 
 def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.config import RunSpec
-from trainer.cost import CHUNK
+from trainer.config.run_spec import RunSpec
+from trainer.data.order import share
+from trainer.distributed.world import World
 from trainer.model import TokenLoss
 from trainer.optim import learning_rate
-from trainer.order import share
+from trainer.planner.cost import CHUNK
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP
+from trainer.strategy.full_state_dict import MOMENTS
 from trainer.strategy.replicas import Replicas, by_speed, deal
-from trainer.strategy.whole import MOMENTS
-from trainer.world import World
 
 if TYPE_CHECKING:
     from trainer.strategy.fsdp import FSDP

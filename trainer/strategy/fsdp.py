@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config import RunSpec
+from trainer.config.run_spec import RunSpec
+from trainer.distributed.world import World
 from trainer.errors import DiskError, UserError, disk_trouble
 from trainer.model import TokenLoss, base_dtype
 from trainer.optim import make_optimizer
-from trainer.strategy import exchange
+from trainer.strategy import fsdp_exchange as exchange
 from trainer.strategy.base import Batch, Strategy
-from trainer.strategy.whole import MOMENTS, State, persistent_buffers, read_whole, step_of, write_whole
-from trainer.world import World
+from trainer.strategy.full_state_dict import MOMENTS, State, persistent_buffers, read_whole, step_of, write_whole
 
 METADATA = ".metadata"  # which tensor lies where in a checkpoint's files: torch's name for it
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from trainer.config import RunSpec
+from trainer.config.run_spec import RunSpec
+from trainer.distributed.world import World
 from trainer.errors import UserError
-from trainer.world import World
 
 _WORTH = 1.15  # an uneven division has to make a round this much shorter
 

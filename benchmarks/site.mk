@@ -1,0 +1,4 @@
+.PHONY: bench-site
+
+bench-site: $(READY)
+	@$(VENV)/bin/python benchmarks/site.py $(ARGS)

@@ -1,0 +1,167 @@
+"""Training runs, timed: trainyard's loop or TRL's SFTTrainer, as the first argument says. Prints a JSON list.
+
+    python benchmarks/speed_one.py trainyard|trl '[{"model": DIR, "dataset": JSONL, "steps": 20, "fields": {...}}]'
+
+Tokens are those of the samples, padding left out, counted alike for both. The first two steps are not counted: torch warms up in
+them. Memory is the process's largest resident set. Under torchrun, tokens are those of all ranks, and `wire_bytes` is what this
+network namespace's devices sent in a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # before transformers
+
+from trainer.config.run_spec import make_spec
+from trainer.data.samples import read_samples
+from trainer.distributed.world import World, leave
+from trainer.model import lora_config
+from trainer.telemetry import Heartbeat
+from trainer.train import train
+
+WARM = 2  # steps
+
+
+def sent_bytes() -> int:
+    """Return what all devices of this process's network namespace have sent."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+
+
+def peak_mib() -> float:
+    """Return the largest resident set so far (getrusage's is at least that of the process that started this one)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+
+class Clock:
+    """Tokens, seconds, CPU seconds and bytes sent between the end of the warm-up (in steps) and the last step."""
+
+    def __init__(self, warm: int = WARM) -> None:
+        self.warm = warm
+        self.tokens: list[int] = []
+        self.times: list[tuple[float, float, int]] = []
+
+    def step(self, tokens: int) -> None:
+        self.tokens.append(tokens)
+        self.times.append((time.perf_counter(), time.process_time(), sent_bytes()))
+
+    def result(self) -> dict[str, Any]:
+        (began, cpu_began, sent_before), (ended, cpu_ended, sent) = self.times[self.warm - 1], self.times[-1]
+        tokens = sum(self.tokens[self.warm :])
+        return {
+            "tokens": tokens,
+            "seconds": ended - began,
+            "tokens_per_second": tokens / (ended - began),
+            "tokens_per_cpu_second": tokens / (cpu_ended - cpu_began),
+            "wire_bytes": (sent - sent_before) / (len(self.times) - self.warm),
+            "peak_mib": peak_mib(),
+        }
+
+
+def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
+    """Run the trainer's own loop; evaluation and checkpoints, which TRL's defaults have not, only at the end."""
+    clock = Clock(a.get("warm", WARM))
+
+    class Beat(Heartbeat):
+        def __call__(self, status: str, *, force: bool = False, **news: Any) -> None:
+            super().__call__(status, force=force, **news)
+            if status == "training" and news.get("step", 0) > len(clock.times):
+                clock.step(0)
+
+    with tempfile.TemporaryDirectory() as work:
+        run_dir = Path(work) / "runs" / "speed"
+        run_dir.mkdir(parents=True)
+        spec = make_spec(
+            {
+                "run": "speed",
+                "model": a["model"],
+                "dataset": a["dataset"],
+                "max_steps": a["steps"],
+                "epochs": 100,
+                "eval_split": 0,
+                "checkpoint_interval": 0,
+            }
+            | a.get("fields", {}),
+            "the benchmark",
+        )
+        result = train(spec, run_dir, Path(work), world, Beat(run_dir, world.rank))
+        # Where ranks meet every few steps, the records come then.
+        if world.rank == 0:
+            clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    about = {"loss": result["loss_last"], "eval_loss": result["eval_loss"]}
+    return clock.result() | about
+
+
+def trl(a: dict[str, Any]) -> dict[str, Any]:
+    """Run TRL's SFTTrainer on the same samples; `fields` are those of its SFTConfig."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    datasets.disable_progress_bars()
+    clock, seen = Clock(), [0]
+    tokenizer = AutoTokenizer.from_pretrained(a["model"])
+    records = [
+        {"prompt": list(sample.messages[:-1]), "completion": list(sample.messages[-1:])}
+        for sample in read_samples(Path(a["dataset"]))
+    ]
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.step(seen[0])
+            seen[0] = 0
+
+    class Counted:
+        """The trainer's own collator, and how many tokens it laid out that are not padding."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, rows: Any) -> Any:
+            batch = self.inner(rows)
+            mask = batch.get("attention_mask")
+            seen[0] += int(mask.sum() if mask is not None else batch["input_ids"].numel())
+            return batch
+
+    with tempfile.TemporaryDirectory() as work:
+        config = {
+            "output_dir": work,
+            "max_steps": a["steps"],
+            "report_to": "none",
+            "disable_tqdm": True,
+            "save_strategy": "no",
+        } | a.get("fields", {})
+        model = AutoModelForCausalLM.from_pretrained(a["model"], dtype=torch.float32)
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(**config),
+            train_dataset=datasets.Dataset.from_list(records),
+            processing_class=tokenizer,
+            peft_config=lora_config(make_spec({"model": a["model"]} | a.get("lora", {}), "the benchmark")),
+            callbacks=[Steps()],
+        )
+        trainer.data_collator = Counted(trainer.data_collator)
+        trainer.train()
+    return clock.result()
+
+
+def main(side: str, several: list[dict[str, Any]]) -> None:
+    """Run one after the other in this process; rank 0 prints a JSON list."""
+    world = World.join(600)
+    answers = [trainyard(about, world) if side == "trainyard" else trl(about) for about in several]
+    if world.rank == 0:
+        print(json.dumps(answers), flush=True)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

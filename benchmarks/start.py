@@ -1,0 +1,150 @@
+"""How long from the command to the first all-reduce, beside torchrun started by hand; and how far apart the ranks start.
+
+    python benchmarks/start.py [--rounds 5] [--many 20]          root, Debian or Ubuntu: it boots a lab of its own
+
+By hand means: everything is on the hosts already, and a person sends the command to all of them at once by ssh. Both ends of
+every time are of one clock: the lab's hosts share this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TOP = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "molecule/resources")]
+
+from testbed.lab import Host, Lab  # noqa: E402  found by the line above
+
+DATA = "/home/yard/trainyard"
+SPEC = {"seq_length": 64, "total_batch_size": 6, "max_steps": 1, "epochs": 100, "eval_split": 0, "loggers": "none"}
+
+
+def play(inventory: Path, *words: str) -> str:
+    """Run ansible-playbook; return what it printed."""
+    command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(inventory), *words]
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return done.stdout
+
+
+def said(run: str, dataset: Path) -> list[str]:
+    values = SPEC | {"run": run, "dataset": dataset}
+    return [word for name, value in values.items() for word in ("-e", f"{name}={value}")]
+
+
+def first_step(lab: Lab, run: str) -> float:
+    """When step 1, whose gradients are the first large all-reduce, was recorded; waits for it."""
+    file = f"{DATA}/runs/{run}/metrics.jsonl"
+    lab.wait(lambda: bool(lab.inside(lab.hosts[0], f"cat {file}", check=False).strip()), "no step", 300)
+    return float(lab.inside(lab.hosts[0], f"stat -c %.9Y {file}"))
+
+
+def by_hand(lab: Lab, inventory: Path, run: str, dataset: Path, folder: Path) -> float:
+    """Seconds to the first all-reduce when the very same commands are sent by ssh."""
+    scripts = folder / run
+    play(inventory, "train.yml", *said(run, dataset), "-e", "render_only=true", "-e", f"render_to={scripts}")
+    for host in lab.hosts:  # a connection that is open already, as ControlPersist keeps it for the playbook
+        subprocess.run([*lab.ssh(host), "true"], check=True, capture_output=True)
+    began = time.time()
+    shells = []
+    for host in lab.hosts:
+        with (scripts / f"{host.name}.sh").open() as script:
+            shells.append(subprocess.Popen([*lab.ssh(host), "bash -s"], stdin=script, stdout=subprocess.DEVNULL))
+    took = first_step(lab, run) - began
+    for shell in shells:
+        shell.wait()
+    return took
+
+
+def by_playbook(lab: Lab, inventory: Path, run: str, dataset: Path) -> tuple[float, float]:
+    """Seconds to the first all-reduce by train.yml, preflight and stage included; and between the ranks' starts."""
+    began = time.time()
+    play(inventory, "train.yml", *said(run, dataset))
+    starts = [json.loads(lab.inside(host, f"cat {DATA}/runs/{run}/state/node.json"))["started"] for host in lab.hosts]
+    return first_step(lab, run) - began, max(starts) - min(starts)
+
+
+def skew(lab: Lab, inventory: Path, folder: Path, run: str) -> float:
+    """Seconds between the first and the last start of a process that only sleeps, over all hosts."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as content:
+        content.writestr("trainer/__init__.py", "")
+        content.write(TOP / "trainer/supervise.py", "trainer/supervise.py")
+    (folder / "trainer.zip").write_bytes(archive.getvalue())
+    run_dir = f"{DATA}/runs/{run}"
+
+    def entry(rank: int, host: Host) -> dict[str, Any]:
+        command = ["/bin/sleep", "3"]
+        return {"host": host.name, "node_rank": rank, "ranks": [rank], "run_dir": run_dir, "command": command}
+
+    ranks = {"state": "started", "plan": [entry(rank, host) for rank, host in enumerate(lab.hosts)]}
+    tasks = [
+        {"name": "Folder", "ansible.builtin.file": {"path": run_dir, "state": "directory", "mode": "0755"}},
+        {
+            "name": "Trainer",
+            "ansible.builtin.copy": {"src": str(folder / "trainer.zip"), "dest": f"{run_dir}/", "mode": "0644"},
+        },
+        {"name": "Start", "ranks": ranks, "run_once": True},
+    ]
+    book = folder / "skew.yml"
+    book.write_text(yaml.safe_dump([{"name": "Skew", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
+    play(inventory, str(book))
+    starts = [json.loads(lab.inside(host, f"cat {run_dir}/state/node.json"))["started"] for host in lab.hosts]
+    return max(starts) - min(starts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--many", type=int, default=20)
+    a = parser.parse_args()
+    lab = Lab(f"bench-{os.getpid()}")
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            folder = Path(work)
+            dataset = folder / "questions.jsonl"
+            rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(60)]
+            dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            lab.up(hosts=3, venv=Path(sys.prefix), stay=False)
+            play(lab.inventory, "site.yml", "--tags", "storage")
+            by_playbook(lab, lab.inventory, "warm", dataset)
+            hand, book, skews = [], [], []
+            for place in range(a.rounds):
+                hand.append(by_hand(lab, lab.inventory, f"hand{place}", dataset, folder))
+                took, apart = by_playbook(lab, lab.inventory, f"book{place}", dataset)
+                book.append(took)
+                skews.append(apart)
+                print(
+                    f"by hand {hand[-1]:.1f} s, train.yml {took:.1f} s, starts {apart:.2f} s apart; load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
+            more = [mine - theirs for mine, theirs in zip(book, hand, strict=True)]
+            print(
+                f"3 hosts, median of {a.rounds}: by hand {statistics.median(hand):.1f} s, train.yml {statistics.median(book):.1f} s, "
+                f"difference {statistics.median(more):.1f} s (goal 3, limit 8); starts at most {max(skews):.2f} s apart (limit 0.5)"
+            )
+            if a.many:
+                lab.up(hosts=a.many, venv=Path(sys.prefix), stay=False)
+                apart_many = [skew(lab, lab.inventory, folder, f"skew{place}") for place in range(3)]
+                print(f"{a.many} hosts: starts {', '.join(f'{s:.2f}' for s in apart_many)} s apart (limit 2)")
+    finally:
+        lab.down()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+../../trainyard/remote/host_facts.py

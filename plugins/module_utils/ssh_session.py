@@ -1,0 +1,27 @@
+"""How the controller came in: the address and port of this host's end of the SSH connection. Runs on the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def ssh_session() -> tuple[str, int] | None:
+    """Return the address and the port that sshd took this connection on; None where it is no SSH connection.
+
+    sudo keeps SSH_CONNECTION from the commands that it runs, but not from /proc: it is looked for upwards from here.
+    """
+    process = os.getpid()
+    while process > 1:
+        try:
+            environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            status = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return None
+        for entry in environment:
+            name, _, value = entry.partition(b"=")
+            words = value.decode(errors="replace").split()
+            if name == b"SSH_CONNECTION" and len(words) == 4 and words[3].isdigit():
+                return words[2].partition("%")[0], int(words[3])
+        process = int(status.rpartition(")")[2].split()[1])
+    return None

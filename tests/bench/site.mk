@@ -1,4 +1,0 @@
-.PHONY: bench-site
-
-bench-site: $(READY)
-	@$(VENV)/bin/python tests/bench/site.py $(ARGS)

@@ -1,0 +1,299 @@
+"""The action plugin `ranks`, driven as people drive it: playbooks over hosts of this machine, and faults of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_hosts import TOP, Bed, bed, parent_of, until
+
+from trainer.supervise import descendants, running
+
+__all__ = ["bed"]
+
+LIMIT = 5.0  # s from a fault to the end of the playbook
+
+
+def end_of(playbook, since: float, limit: float = LIMIT) -> int:
+    code = playbook.wait(60)
+    assert time.monotonic() - since < limit
+    return code
+
+
+def errors(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+def test_a_run_is_followed_to_its_end(bed: Bed) -> None:
+    bed.make_run(3)
+    playbook = bed.ranks(bed.plan(3, steps=12, pause=0.1, torchrun=True), "-f", "1")
+    assert playbook.wait(120) == 0, bed.said()
+    said = bed.said()
+    assert "following r: 3 ranks on node1, node2, node3" in said
+    assert "step 12/12  loss 5.31  1.9k tok/s  (3 ranks)" in said
+    assert "ETA 0:42" in said
+    assert not bed.left()
+
+
+@pytest.mark.slow
+def test_hosts_do_not_wait_for_each_other_to_start(bed: Bed) -> None:
+    skews = []
+    for attempt in range(4):  # the best of some: other work on the machine can only make it worse
+        run = f"r{attempt}"
+        bed.make_run(3, run)
+        playbook = bed.ranks(bed.plan(3, steps=2, pause=0.1, run=run), "-f", "1")
+        assert playbook.wait(120) == 0, bed.said()
+        starts = [bed.node(host, run)["started"] for host in range(3)]
+        skews.append(max(starts) - min(starts))
+        if skews[-1] < 0.5:
+            return
+    raise AssertionError(f"with forks=1 three hosts started {skews} s apart")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "says"),
+    [
+        ("worker", "error: rank 1 on node2 was killed by SIGKILL"),
+        ("torchrun", "error: torchrun on node2 was killed by SIGKILL"),
+        ("supervisor", "error: the supervisor on node2 is gone"),
+    ],
+)
+def test_kill_9_ends_the_playbook(bed: Bed, victim: str, says: str) -> None:
+    bed.make_run(2)
+    playbook = bed.ranks(bed.plan(2, torchrun=True))
+    bed.at_step(0)
+    worker = bed.at_step(1)["pid"]
+    pid = {"worker": worker, "torchrun": parent_of(worker), "supervisor": bed.node(1)["pid"]}[victim]
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    assert end_of(playbook, began) == 2, bed.said()
+    assert errors(bed.said()) == [says]
+    assert f"torchrun.1.log on node2: {bed.run_dir(1)}/logs/torchrun.1.log" in bed.said()
+    if victim == "worker":
+        assert "  rank 1 step 2" in bed.said(), "the end of its own log"
+    assert not bed.left()
+
+
+def test_the_rank_that_raised_is_named_not_those_that_lost_it(bed: Bed) -> None:
+    bed.make_run(3, environment=f"FAKE=1:3:raise\nPEERS={bed.folder}/broken\n")
+    assert bed.ranks(bed.plan(3)).wait(60) == 2
+    said = bed.said()
+    assert errors(said) == ["error: rank 1 on node2: ZeroDivisionError: the loss is not a number"]
+    assert 'raise ZeroDivisionError("the loss is not a number")' in said, "its own traceback"
+    assert "  just before the end" in said, "the last lines of its log"
+    assert f"rank1.log on node2: {bed.run_dir(1)}/logs/rank1.log" in said
+    assert "Connection closed" not in said
+    assert not bed.left()
+
+
+def test_a_plain_error_has_no_traceback(bed: Bed) -> None:
+    bed.make_run(2, environment="FAKE=0:2:plain\n")
+    assert bed.ranks(bed.plan(2)).wait(60) == 2
+    assert errors(bed.said()) == ["error: rank 0 on node1: dataset.jsonl:3 is not JSON"]
+    assert "Traceback" not in bed.said()
+    assert "fatal" not in bed.said()
+
+
+def test_when_all_only_lost_their_peers_that_is_said(bed: Bed) -> None:
+    bed.make_run(2, environment=f"PEERS={bed.folder}/broken\n")
+    playbook = bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    (bed.folder / "broken").touch()
+    assert end_of(playbook, time.monotonic()) == 2
+    assert "Connection closed by peer" in errors(bed.said())[0]
+
+
+def test_a_hung_rank_is_noticed(bed: Bed) -> None:
+    bed.make_run(2, environment="FAKE=1:3:hang\n")
+    playbook = bed.ranks(bed.plan(2, steps=6), stall_limit=2)  # rank 0 finishes, rank 1 never does
+    assert playbook.wait(60) == 2
+    (error,) = errors(bed.said())
+    assert error.startswith("error: no progress for 2 s: rank 1 on node2 is the hindmost, at step 2")
+    assert not bed.left()
+
+
+def test_a_halted_rank_is_named(bed: Bed) -> None:
+    bed.make_run(2)
+    playbook = bed.ranks(bed.plan(2, steps=20, pause=0.05), stall_limit=2)
+    os.kill(bed.at_step(0)["pid"], signal.SIGSTOP)
+    assert playbook.wait(60) == 2
+    assert "rank 0 on node1 is halted (SIGSTOP or a debugger)" in errors(bed.said())[0]
+    assert not bed.left()
+
+
+def test_a_rank_that_lags_is_worth_a_word(bed: Bed) -> None:
+    bed.make_run(2, environment="FAKE=1:3:hang\n")
+    bed.write_env(0, "")
+    playbook = bed.ranks(bed.plan(2, steps=30))
+    until(lambda: "rank 1 on node2 is" in bed.said(), 30, "the word")
+    assert "steps behind the first" in bed.said()
+    assert playbook.poll() is None
+
+
+def test_if_one_host_refuses_nothing_runs(bed: Bed) -> None:
+    bed.make_run(3)
+    bed.make_run(3, run="other")
+    assert bed.ranks(bed.plan(2, run="other", steps=1)).wait(60) == 0
+    (bed.run_dir(1) / "env").chmod(0o644)
+    assert bed.ranks(bed.plan(3)).wait(60) == 2
+    (error,) = errors(bed.said())
+    assert error.startswith("error: node2: ") and "chmod 600" in error
+    assert not bed.left()
+    assert bed.node(0)["status"] == "stopped"
+
+
+def test_a_busy_host_is_refused_by_name(bed: Bed) -> None:
+    bed.make_run(2)
+    bed.make_run(2, run="other")
+    first = bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    second = bed.ranks(bed.plan(2, run="other"))
+    assert second.wait(60) == 2
+    assert errors(bed.said()) == ["error: node1: busy: run r is running here"]
+    assert first.poll() is None, "and the first goes on"
+
+
+def test_runs_on_disjoint_hosts_do_not_mind_each_other(bed: Bed) -> None:
+    bed.make_run(2)
+    bed.make_run(2, run="other")
+    both = [bed.ranks([bed.plan(2, steps=20)[0]]), bed.ranks([bed.plan(2, steps=20, run="other")[1]])]
+    assert [playbook.wait(60) for playbook in both] == [0, 0]
+
+
+def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
+    bed.make_run(2)
+    playbook = bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    until(lambda: "Ctrl-C leaves it running" in bed.said(), 30)
+    os.killpg(playbook.pid, signal.SIGINT)
+    playbook.wait(30)
+    step = bed.state(1)["step"]
+    bed.at_step(1, step + 3)
+
+    status = bed.playbook("playbooks/status.yml", 2)
+    assert status.wait(60) == 0
+    assert [line.split()[:4] for line in bed.said().splitlines() if line.startswith("r ")] == [
+        ["r", "node1", "0", "training"],
+        ["r", "node2", "1", "training"],
+    ]
+
+    attached = bed.playbook("playbooks/attach.yml", 2, "-e", "run=r")
+    following = bed.output
+    until(lambda: "step " in following.read_text(), 30)
+
+    stopped = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
+    assert stopped.wait(60) == 0, bed.said()
+    assert "node1 stopped" in bed.said()
+    assert attached.wait(30) == 0, following.read_text()
+    assert "following r: 2 ranks on node1, node2" in following.read_text()
+    assert [bed.state(rank)["status"] for rank in (0, 1)] == ["stopped", "stopped"], "with a checkpoint"
+    assert not bed.left()
+
+    again = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
+    assert again.wait(60) == 0
+    assert "ok: [node1]" in bed.said(), "nothing is left to stop"
+
+
+def test_who_follows_ends_with_the_playbook_and_the_run_does_not(bed: Bed) -> None:
+    """Ansible's workers are in sessions of their own: the terminal's SIGHUP does not come to them."""
+    bed.make_run(1)
+    playbook = bed.ranks(bed.plan(1))
+    until(lambda: "Ctrl-C leaves it running" in bed.said(), 60)
+    step = bed.at_step(0)["step"]
+    workers = descendants(playbook.pid)
+    assert workers
+    os.killpg(playbook.pid, signal.SIGHUP)
+    playbook.wait(30)
+    until(lambda: not any(map(running, workers)), 10, "the workers' end")
+    bed.at_step(0, step + 3)
+
+
+def test_stop_now_and_wrong_names(bed: Bed) -> None:
+    bed.make_run(2, environment="FAKE=0:2:deaf\n")
+    bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=nosuch").wait(60) == 2
+    assert errors(bed.said()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
+    assert bed.playbook("playbooks/stop.yml", 2).wait(60) == 2
+    assert errors(bed.said()) == ["error: name the run: -e run=NAME"]
+    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "now=true", "--check").wait(60) == 0
+    assert bed.left(), "check mode stops nothing"
+    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "now=true").wait(60) == 0
+    assert not bed.left()
+
+
+def test_stop_says_who_had_to_be_killed(bed: Bed) -> None:
+    bed.make_run(2, environment="FAKE=1:2:deaf\n")
+    bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "grace=0.5").wait(60) == 0, bed.said()
+    assert "run r: node1 stopped, node2 stopped" in bed.said()
+    assert (
+        "killed, since a checkpoint took them longer than 0.5 s: ranks 1; the run goes on from the one before"
+        in bed.said()
+    )
+    assert not bed.left()
+
+
+def test_stop_reaches_what_others_went_on_without(bed: Bed) -> None:
+    """node2 runs on in a start that node1 gave up: what is followed is the newer one, what is stopped are both."""
+    bed.make_run(2)
+    first = bed.ranks(bed.plan(2))
+    bed.at_step(1)
+    os.killpg(first.pid, signal.SIGHUP)
+    first.wait(30)
+    supervise = [sys.executable, str(TOP / "trainer/supervise.py"), "stop", "--run-dir", str(bed.run_dir(0)), "--now"]
+    subprocess.run(supervise, check=True, capture_output=True)
+    bed.ranks([bed.plan(1)[0] | {"attempt": 2}])
+    until(lambda: bed.node(0).get("attempt") == 2, 60, "node1's start alone")
+    bed.at_step(0)
+    stopped = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
+    assert stopped.wait(60) == 0, bed.said()
+    assert "run r: node1 stopped, node2 stopped" in bed.said()
+    assert not bed.left()
+
+
+def test_check_mode_starts_nothing(bed: Bed) -> None:
+    bed.make_run(2)
+    assert bed.ranks(bed.plan(2), "--check").wait(60) == 0, bed.said()
+    assert not bed.left()
+    assert not bed.node(0)
+
+
+def test_logs_are_gathered(bed: Bed) -> None:
+    bed.make_run(2)
+    assert bed.ranks(bed.plan(2, steps=2)).wait(60) == 0
+    gathered = bed.folder / "gathered"
+    assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=r", "-e", f"logs_to={gathered}").wait(60) == 0, bed.said()
+    found = {str(path.relative_to(gathered)) for path in gathered.rglob("*") if path.is_file()}
+    assert found >= {"node1/rank0.log", "node1/torchrun.0.log", "node2/rank1.log", "node2/node.json"}
+    assert "env" not in {Path(name).name for name in found}, "secrets stay where they are"
+    assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=nosuch").wait(60) == 2
+    assert errors(bed.said()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
+
+
+def test_its_documentation_is_what_it_takes() -> None:
+    import subprocess
+    import sys
+
+    doc = subprocess.run(
+        [str(Path(sys.executable).with_name("ansible-doc")), "--json", "-t", "module", "ranks"],
+        cwd=TOP,
+        env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")},
+        capture_output=True,
+        check=True,
+    )
+    documented = json.loads(doc.stdout)["ranks"]["doc"]["options"]
+    source = (TOP / "plugins/action/ranks.py").read_text()
+    for name, option in documented.items():
+        assert f'"{name}": {{' in source, name
+        if "default" in option and option["default"] not in ([], False):
+            assert f'"{name}": {{"type": "{option["type"]}", "default": {option["default"]}}}' in source, name

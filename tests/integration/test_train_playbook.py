@@ -1,0 +1,330 @@
+"""train.yml as a person uses it, on this machine as two hosts: real torchrun, real files, real faults."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lab_hosts import Played, run_playbook
+from run_hosts import until
+from safetensors.numpy import load_file
+
+from trainer.supervise import members
+
+SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 8, "checkpoint_interval": 2, "eval_interval": 4}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    rows = [
+        {"instruction": f"What follows {n}?", "input": "", "output": f"After {n} comes {n + 1}."} for n in range(60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def inventory(tmp_path: Path) -> Path:
+    """inventory/local.yml, but with data dirs of the test's own."""
+    document = yaml.safe_load((Path(__file__).parents[2] / "inventory/local.yml").read_text())
+    children = document["all"]["children"]["cluster"]["children"]
+    for group, name in (("head", "node1"), ("workers", "node2")):
+        children[group]["hosts"][name]["cluster_data_dir"] = str(tmp_path / name)
+    path = tmp_path / "inventory.yml"
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> Path:
+    """Two hosts that cannot be reached: what is said of a run on them was found out on the controller."""
+    path = tmp_path / "nowhere.yml"
+    hosts = {f"node{n}": {"ansible_host": f"127.0.0.{n}", "ansible_port": 1} for n in (1, 2)}
+    path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts}}))
+    return path
+
+
+def run_dir(inventory: Path, host: str, run: str) -> Path:
+    return inventory.parent / host / "runs" / run
+
+
+def error_line(played: Played) -> str:
+    errors = [line for line in played.stdout.splitlines() if "error: " in line]
+    assert len(errors) == 1, played.stdout
+    assert "Traceback" not in played.stdout
+    return errors[0]
+
+
+BROKEN = '{"text": "good"}\n{"text": oops}\n'
+SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"lrr": 1}, ["-e lrr", "'lr'"]),
+        ({"learning_rate": "1e-3"}, ["-e learning_rate", "'lr'"]),
+        ({"lora_rank": 8}, ["-e lora_rank", "'lora_r'"]),
+        ({"master_prt": 29500}, ["-e master_prt", "'master_port'"]),
+        ({"lr": "fast"}, ["lr: got 'fast'", "takes a number > 0"]),
+        ({"batch_size": 0}, ["batch_size: got 0", "takes a whole number"]),
+        ({"precision": "bf16"}, ["precision: got 'bf16'", "bf16-mixed"]),
+        ({"model": "./no-such-model"}, ["./no-such-model", "local model folder"]),
+        ({"model": "tinny"}, ["tinny", "did you mean 'tiny'"]),
+        ({"model": "some-org/some-model"}, ["some-org/some-model", "HF_HUB_OFFLINE"]),
+        ({"dataset": "no-such.jsonl"}, ["no-such.jsonl"]),
+        ({"dataset": "@empty"}, ["empty"]),
+        ({"dataset": "@broken"}, ["broken.jsonl:2:", "not JSON"]),
+        ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "takes messages"]),
+        ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
+        ({"hosts": "nobody"}, ["no host matches nobody", "node1"]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_one_line_before_any_host(
+    said: dict[str, Any], words: list[str], nowhere: Path, tmp_path: Path
+) -> None:
+    texts = {
+        "empty.jsonl": "",
+        "broken.jsonl": BROKEN,
+        "shapeless.jsonl": SHAPELESS,
+        "spec.yml": "model: tiny\n lr: [1\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    said = {
+        name: str(next(tmp_path.glob(f"{value[1:]}.*"))) if str(value).startswith("@") else value
+        for name, value in said.items()
+    }
+    played = run_playbook("train.yml", nowhere, said)
+    assert played.rc != 0
+    assert played.count("dark") == 0
+    line = error_line(played)
+    for word in words:
+        assert word in line
+
+
+def test_an_unreachable_host_is_named(nowhere: Path, dataset: Path) -> None:
+    document = yaml.safe_load(nowhere.read_text())
+    document["cluster"]["vars"] = {"cluster_data_dir": "/tmp/trainyard-none"}
+    nowhere.write_text(yaml.safe_dump(document))
+    played = run_playbook("train.yml", nowhere, {"dataset": str(dataset)} | SMALL)
+    assert played.rc != 0
+    assert "node1, node2 do not answer" in error_line(played)
+
+
+@pytest.mark.slow
+def test_a_run_from_one_command(inventory: Path, dataset: Path) -> None:
+    said = {"run": "first", "dataset": str(dataset), "lr": "1e-2", "max_steps": 20, "epochs": 20} | {
+        name: value for name, value in SMALL.items() if name != "max_steps"
+    }
+    played = run_playbook("train.yml", inventory, said)
+    assert played.rc == 0, played.stdout
+    assert "/20  loss" in played.stdout and "node2  1     1" in played.stdout
+    head, other = run_dir(inventory, "node1", "first"), run_dir(inventory, "node2", "first")
+
+    result = json.loads((head / "result.json").read_text())
+    assert result["status"] == "finished" and result["world_size"] == 2 and result["steps"] == 20
+    assert result["tokens"] > 0 and result["tokens_per_second"] > 0 and result["eval_loss"] > 0
+    assert result["loss_last"] < result["loss_first"]
+    mine = load_file(head / "adapter" / "adapter_model.safetensors")
+    theirs = load_file(other / "adapter" / "adapter_model.safetensors")
+    assert mine.keys() == theirs.keys() and all((mine[name] == theirs[name]).all() for name in mine)
+    assert any(abs(value).max() > 0 for name, value in mine.items() if "lora_B" in name)
+    assert {path.name for path in (head / "logs").iterdir()} >= {"rank0.log", "rank1.log"}
+    assert list((head / "tensorboard").glob("events.*"))
+    assert (head / "env").stat().st_mode & 0o777 == 0o600
+    assert [json.loads(line)["step"] for line in (head / "metrics.jsonl").read_text().splitlines()] == list(
+        range(1, 21)
+    )
+
+    again = run_playbook("train.yml", inventory, said)
+    assert again.rc == 0 and "finished: 20 of 20 steps" in again.stdout
+    assert again.count("changed") == 0, again.stdout
+
+    other_spec = run_playbook("train.yml", inventory, said | {"lr": "1e-3"})
+    assert other_spec.rc != 0 and "lr: was 0.01, now 0.001" in error_line(other_spec)
+
+
+@pytest.mark.slow
+def test_check_mode_touches_nothing(inventory: Path, dataset: Path) -> None:
+    played = run_playbook("train.yml", inventory, {"run": "checked", "dataset": str(dataset)} | SMALL, "--check")
+    assert played.rc == 0, played.stdout
+    assert "world size 2" in played.stdout
+    assert not (inventory.parent / "node1").exists() and not (inventory.parent / "node2").exists()
+
+
+class Background:
+    """A playbook that runs beside the test, and how it went."""
+
+    def __init__(self, inventory: Path, said: dict[str, Any]) -> None:
+        self.ended = 0.0
+        self.played: Played | None = None
+        self._thread = threading.Thread(target=self._run, args=(inventory, said))
+        self._thread.start()
+
+    def _run(self, inventory: Path, said: dict[str, Any]) -> None:
+        self.played = run_playbook("train.yml", inventory, said)
+        self.ended = time.monotonic()
+
+    def wait(self) -> Played:
+        self._thread.join(300)
+        assert self.played, "the playbook did not end"
+        return self.played
+
+
+def step_of(folder: Path, rank: int) -> int:
+    try:
+        return int(json.loads((folder / "state" / f"rank{rank}.json").read_text())["step"])
+    except (OSError, ValueError):
+        return 0
+
+
+@pytest.mark.slow
+def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, dataset: Path) -> None:
+    # Shares by speed are another order of sums after a resume: bit-equal means equal shares.
+    said = {"run": "broken", "dataset": str(dataset), **SMALL, "max_steps": 400, "epochs": 100, "balance": "even"}
+    folders = [run_dir(inventory, "node1", "broken"), run_dir(inventory, "node2", "broken")]
+    playing = Background(inventory, said)
+    until(lambda: step_of(folders[1], 1) >= 5, 120, "step 5")
+    pid = json.loads((folders[1] / "state" / "rank1.json").read_text())["pid"]
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    played = playing.wait()
+    assert played.rc != 0
+    assert playing.ended - killed < 5.0 + 1.0  # the runner's own end is in it
+    assert "rank 1 on node2 was killed by SIGKILL" in error_line(played)
+    assert not [pid for folder in folders for pid in members(folder)]
+
+    # What a crash may leave: a checkpoint folder that is not whole. It is named, and an older one is taken.
+    newest = sorted((folders[0] / "checkpoints").glob("step-*"))[-1]
+    for folder in folders:
+        (folder / "checkpoints" / newest.name / "optimizer.pt").write_bytes(b"half")
+    before = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
+    playing = Background(inventory, said)
+    until(lambda: step_of(folders[0], 0) > len(before) + 2, 120, "the run to go on")
+    stop = subprocess.run(
+        ["ansible-playbook", "-i", str(inventory), "playbooks/stop.yml", "-e", "run=broken"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert stop.returncode == 0, stop.stdout
+    assert playing.wait().rc == 0
+    log = (folders[0] / "logs" / "rank0.log").read_text()
+    assert f"{newest.name} is not whole" in log and "going on from step" in log
+    after = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in after] == list(range(1, len(after) + 1))
+    assert [row["loss"] for row in after[: len(before)]] == [row["loss"] for row in before]
+
+
+def test_a_port_in_use_is_named(inventory: Path, dataset: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        played = run_playbook("train.yml", inventory, {"dataset": str(dataset), "master_port": port} | SMALL)
+    assert played.rc != 0
+    assert f"port {port} is in use on the head node1" in error_line(played)
+
+
+@pytest.mark.slow
+def test_what_keeps_a_run_from_its_first_start_is_tried_again(inventory: Path, dataset: Path) -> None:
+    """One after the other: a host without its Python, a folder that cannot be written, a start that is not let in."""
+    document = yaml.safe_load(inventory.read_text())
+    hosts = document["all"]["children"]["cluster"]["children"]["workers"]["hosts"]
+    python, store = inventory.parent / "python", inventory.parent / "node2/store"
+    hosts["node2"]["cluster_python"] = str(python)
+    inventory.write_text(yaml.safe_dump(document, sort_keys=False))
+    store.parent.mkdir()
+    store.touch()
+    runs = inventory.parent / "node2/runs"
+    runs.mkdir()
+    said = {"run": "patient", "dataset": str(dataset), "retries": 9, **SMALL}
+    output = inventory.parent / "output.txt"
+
+    def told(words: str) -> None:
+        until(lambda: words in output.read_text(), 120, words)
+
+    with (runs / ".start").open("w") as lock, output.open("w") as sink:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        playing = subprocess.Popen(
+            ["ansible-playbook", "-i", str(inventory), "train.yml", "-e", json.dumps(said)],
+            cwd=Path(__file__).parents[2], stdout=sink, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        told("failed: node2: there is no Python at")
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        told("failed: node2: cannot write")
+        store.unlink()
+        told("failed: node2: another start on this host does not come to its end")
+    assert playing.wait(300) == 0, output.read_text()
+    assert "4 of 4 steps on 2 ranks" in output.read_text()
+    assert [line for line in output.read_text().splitlines() if "starting again in" in line][:3] == [
+        f"starting again in {2**count} s (retry {count + 1} of 9 without progress in between)" for count in range(3)
+    ]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """node2's data dir on a disk of its own that can be filled."""
+    if os.geteuid():
+        pytest.skip("needs root to mount a small disk")
+    folder = tmp_path / "node2"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path, small_disk: Path) -> None:
+    said = {"run": "full", "dataset": str(dataset), **SMALL, "max_steps": 400, "epochs": 100}
+    playing = Background(inventory, said)
+    folder = run_dir(inventory, "node2", "full")
+    until(lambda: step_of(folder, 1) >= 4, 120, "step 4")
+    filler = small_disk / "filler"
+    # Without a buffer: what is left in one would be written when the file is closed, and fail once more.
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 65536)
+    played = playing.wait()
+    assert played.rc != 0
+    line = error_line(played)
+    assert "node2" in line and ("No space left" in line or "no space left" in line) and "make room" in line
+    kept = sorted((folder / "checkpoints").glob("step-*"))
+    assert kept and not list((folder / "checkpoints").glob(".tmp-*"))
+    refused = run_playbook("train.yml", inventory, said)
+    assert refused.rc != 0 and "MB free" in error_line(refused)
+    filler.unlink()
+    shutil.rmtree(inventory.parent / "node1" / "runs" / "full" / "checkpoints")  # the head's copies are not needed
+    # (node1's spec is kept with its checkpoints: without them the folder is free for the same run)
+    playing = Background(inventory, said | {"max_steps": 400})
+    until(
+        lambda: "going on from step" in (run_dir(inventory, "node1", "full") / "logs" / "rank0.log").read_text(),
+        120,
+        "a resume",
+    )
+    subprocess.run(
+        ["ansible-playbook", "-i", str(inventory), "playbooks/stop.yml", "-e", "run=full", "-e", "now=true"],
+        cwd=Path(__file__).parents[2], capture_output=True, check=True,
+    )  # fmt: skip
+    playing.wait()

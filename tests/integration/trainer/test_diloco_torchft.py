@@ -1,0 +1,226 @@
+"""DiLoCo by torchft: replicas, a torchrun each, leave and come back while the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_hosts import free_port
+from test_apart import LONG, PAIR, newest, result
+from test_torchrun import assert_every_sample_once, the_order, weights
+from trainer_runs import TOP, Cluster, Here, lines, losses, until
+
+from trainer.distributed.replica import NO_MEMBER, Member
+from trainer.errors import UserError
+from trainer.supervise import members
+from trainer.telemetry import Past
+
+FIXED = LONG | {"strategy": "diloco", "local_steps": 5}
+MEMBERS = FIXED | {"diloco_members": "torchft"}
+
+
+def test_a_member_is_told_its_place() -> None:
+    assert Member.parse(None, None, None) is NO_MEMBER
+    assert Member.parse("1/3", "2", "10.0.0.1:29501") == Member(1, 3, 2, "10.0.0.1:29501")
+    for said in (
+        ("3/3", None, "a:1"),
+        ("x", None, "a:1"),
+        ("0/2", None, None),
+        (None, None, "a:1"),
+        ("0/2", "-", "a:1"),
+    ):
+        with pytest.raises(UserError, match=r"--(replica|lighthouse|first-rank): got "):
+            Member.parse(*said)
+
+
+def test_a_form_without_its_place_is_refused(here: Here) -> None:
+    assert here(strategy="diloco", diloco_members="torchft") != 0
+    assert "give --replica 0/2 and --lighthouse HOST:PORT" in here.err
+    assert here(replica="0/2", lighthouse="127.0.0.1:1") != 0
+    assert "--replica is for strategy=diloco with diloco_members=torchft" in here.err
+
+
+def test_records_of_a_round_that_was_not_ended_do_not_hold() -> None:
+    past = Past([{"start": "a", "step": 0, "head": ""}])
+    past.met(["a", "b"], 0, 5)
+    past.met(["a"], 5, 10)
+    past.met(["a", "c"], 10, 15)
+    later = Past([*past.starts, {"start": "d", "step": 15, "head": ""}])
+    held = {name: [step for step in range(1, 20) if later.holds({"start": name, "step": step})][-1] for name in "abc"}
+    assert held == {"a": 15, "b": 5, "c": 15}
+    assert past.start == "a" and later.start == "d"
+
+
+def both(cluster: Cluster, lighthouse: str, run: str = "r", **fields: Any) -> None:
+    launchers = [cluster.start_member(number, 2, lighthouse, run, **(MEMBERS | fields)) for number in (0, 1)]
+    assert cluster.wait(launchers, 150) == [0, 0], cluster.logs(run)
+
+
+def kept_files(run_dir: Path) -> dict[str, bytes]:
+    """Return what is the same on every host of its newest checkpoint."""
+    folder = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    return {name: (folder / name).read_bytes() for name in ("trained.safetensors", "outer.pt")}
+
+
+@pytest.mark.slow
+def test_the_curve_of_the_plain_form_and_a_resume(cluster: Cluster) -> None:
+    pytest.importorskip("torchft", reason="the torchft extra is not installed")
+    wanted = cluster.run(2, run="plain", **FIXED)
+    lighthouse = cluster.lighthouse()
+    launchers = [cluster.start_member(number, 2, lighthouse, **MEMBERS) for number in (0, 1)]
+    step = cluster.stop_between(launchers, 100)
+    both(cluster, lighthouse)
+    assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)) == wanted, "bit-equal"
+    assert_every_sample_once(cluster, PAIR)
+    assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "plain"))
+    assert result(cluster)["missed_samples"] == 0 and result(cluster)["world_size"] == 2
+
+    # A host that comes back with an empty disk takes over the other's state; here the one that others ask first.
+    shutil.rmtree(cluster.run_dir(0, "lost"))
+    both(cluster, lighthouse, "lost")
+    assert f"checkpoint: step {step} is taken over from another replica" in cluster.logs("lost")
+    assert losses(cluster.run_dir(0, "lost")) == losses(cluster.run_dir(1, "lost"))
+    assert losses(cluster.run_dir(0, "lost"))[:step] == wanted[:step]
+    assert kept_files(cluster.run_dir(0, "lost")) == kept_files(cluster.run_dir(1, "lost"))
+
+
+class Supervised:
+    """A host's part of such a run, as the playbook starts it."""
+
+    def __init__(self, cluster: Cluster, number: int, count: int, lighthouse: str, **fields: Any) -> None:
+        self.run_dir = cluster.run_dir(number)
+        self.run_dir.mkdir(parents=True)
+        (self.run_dir / "logs").mkdir()
+        environment = self.run_dir / "env"
+        environment.write_text(f"GLOO_SOCKET_IFNAME=lo\nHF_HUB_OFFLINE=1\nOMP_NUM_THREADS=1\nPYTHONPATH={TOP}\n")
+        environment.chmod(0o600)
+        about = ["--node-rank", str(number), "--ranks", str(number), "--replica", str(number), "--restarts", "3"]
+        about += ["--backend", "process", *(["--lighthouse", lighthouse] if number == 0 else [])]
+        command = cluster.member_command(number, count, lighthouse, **fields)
+        started = self.ask("start", "--run-dir", str(self.run_dir), *about, "--", *command)
+        assert "error" not in started, started
+
+    def ask(self, *arguments: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "trainer.supervise", *arguments]
+        done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
+        return json.loads(done.stdout)
+
+    def status(self) -> dict[str, Any]:
+        return self.ask("status", "--run-dir", str(self.run_dir))
+
+    def end(self) -> None:
+        self.ask("stop", "--run-dir", str(self.run_dir), "--now")
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) -> None:
+    pytest.importorskip("torchft", reason="the torchft extra is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        lighthouse = f"127.0.0.1:{taken.getsockname()[1]}"
+        part = Supervised(cluster, 0, 2, lighthouse, **MEMBERS)
+        try:
+            until(lambda: part.status()["status"] != "running", 60, "the end")
+        finally:
+            part.end()
+        status = part.status()
+    assert status["status"] == "failed" and not status["node"].get("restarted")
+    assert status["node"]["error"].startswith(
+        f"the run's lighthouse ends again and again: cannot listen at {lighthouse}: Address already in use"
+    )
+    assert not members(part.run_dir)
+
+
+def halted_in_a_round(pid: int, samples: Path) -> bool:
+    """Halt a rank; let it go on if a meeting may be going on: there it is noticed only after a minute without a byte."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", what="its halt")
+    # What a step took is written down before the replicas meet.
+    if lines(samples)[-1]["step"] % FIXED["local_steps"]:
+        return True
+    os.kill(pid, signal.SIGCONT)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_replica_is_away_and_comes_back(victim: int, number: signal.Signals, cluster: Cluster) -> None:
+    """It is killed; so is the one on the head, of which others take at the start; or it hangs, and finds itself left behind."""
+    pytest.importorskip("torchft", reason="the torchft extra is not installed")
+    lighthouse = f"127.0.0.1:{free_port()}"
+    fields = MEMBERS | {"max_steps": 150, "checkpoint_interval": 50}
+    parts: list[Supervised] = []
+    try:
+        parts += [Supervised(cluster, number, 2, lighthouse, **fields) for number in (0, 1)]
+        other = 1 - victim
+        cluster.at_step(20)
+        pid = cluster.state(victim, victim)["pid"]
+        if number == signal.SIGSTOP:
+            until(lambda: halted_in_a_round(pid, cluster.run_dir(victim) / "samples" / f"rank{victim}.jsonl"))
+        else:
+            os.kill(pid, number)
+        killed, before = time.monotonic(), lines(cluster.run_dir(other) / "metrics.jsonl")[-1]["step"]
+        # Two meetings on: the round that was going on when it died, and one without it.
+        cluster.at_step(before + 10, host=other)
+        alone = time.monotonic() - killed
+        print(f"two rounds on, {alone:.1f} s after {number.name}")
+        if number == signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+        assert alone < 20, f"the survivor took {alone:.1f} s"
+        for part in parts:
+            until(lambda part=part: part.status()["status"] != "running", 200, "the end")
+            assert part.status()["status"] == "finished", cluster.logs()
+        assert [part.status()["node"].get("restarted") for part in parts] == [None, 1][:: 1 if victim else -1]
+        assert not members(cluster.run_dir(0)) and not members(cluster.run_dir(1)), "the lighthouse is gone, too"
+    finally:
+        for part in parts:
+            part.end()
+    assert "is taken over from another replica" in cluster.logs()
+    assert kept_files(cluster.run_dir(0)) == kept_files(cluster.run_dir(1))
+    assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1))
+    assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)), "the records of the time away too"
+    assert len(losses(cluster.run_dir(0))) == 150
+
+    # What it took in the round in which it died is not trained on, and is counted; nothing else is lost or comes twice.
+    order = the_order(cluster)
+    taken: dict[int, list[list[int]]] = {}
+    for host in (0, 1):
+        for record in lines(cluster.run_dir(host) / "samples" / f"rank{host}.jsonl"):
+            taken.setdefault(record["step"], []).extend(record["rows"])
+    assert sorted(taken) == list(range(1, 151))
+    missed: dict[int, int] = {}
+    for step, rows in taken.items():
+        due = Counter(map(tuple, order.step(step - 1)))
+        assert Counter(map(tuple, rows)) <= due, "no row comes twice"
+        if lost := sum(map(len, order.step(step - 1))) - sum(map(len, rows)):
+            missed[step] = lost
+    told = result(cluster)
+    assert sum(missed.values()) == told["missed_samples"] > 0
+    assert max(missed) - min(missed) < 5 and max(missed) % 5 == 0, "those of one round"
+    assert told["replicas"] == {"configured": 2, "at_the_end": [0, 1]}
+    metrics = lines(cluster.run_dir(other) / "metrics.jsonl")
+    assert [sum(map(len, taken[record["step"]])) for record in metrics] == [record["samples"] for record in metrics]
+
+
+@pytest.mark.slow
+def test_replicas_of_several_ranks(cluster: Cluster) -> None:
+    """Two replicas of two ranks each: DDP inside, and torchft across from the first rank of each."""
+    pytest.importorskip("torchft", reason="the torchft extra is not installed")
+    fields = FIXED | {"max_steps": 10, "total_batch_size": 8}
+    assert cluster.wait(cluster.start(2, 2, "plain", **fields)) == [0, 0], cluster.logs("plain")
+    lighthouse = cluster.lighthouse()
+    fields |= {"diloco_members": "torchft"}
+    launchers = [cluster.start_member(number, 2, lighthouse, ranks=2, **fields) for number in (0, 1)]
+    assert cluster.wait(launchers, 150) == [0, 0], cluster.logs()
+    assert_every_sample_once(cluster, [(0, 0), (0, 1), (1, 2), (1, 3)])
+    assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "plain"))
+    assert newest(cluster, 0).name == "step-00000010"

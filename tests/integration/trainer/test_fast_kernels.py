@@ -1,0 +1,144 @@
+"""What makes a step cheaper: logits only where a loss is, 16 bits on the wire, 8-bit moments, a 4-bit base, faster kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_hosts import free_port
+from test_numerics import assert_equal_work, batch, corpus, loss_and_gradient, small_model  # noqa: F401
+from trainer_runs import TOP, WIDE, Here, llama
+
+from trainer.config.run_spec import make_spec
+from trainer.data.order import best_fit
+from trainer.errors import UserError
+from trainer.model import TokenLoss, levers, load_model
+from trainer.planner.cost import Layout, wire_bytes
+from trainer.planner.model_shape import shape_of
+
+CPU = torch.device("cpu")
+
+
+def test_the_head_sees_only_places_with_a_loss(corpus: Any) -> None:  # noqa: F811
+    model = small_model("llama", spread=0.2)
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[:-1].numel()))
+    rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
+    made = batch(corpus, rows)
+    TokenLoss(model)(*made)
+    assert seen == [int((made.labels[:, 1:] != -100).sum())]
+
+
+def test_a_head_that_is_no_module_still_gets_its_loss(corpus: Any) -> None:  # noqa: F811
+    model = small_model("llama", spread=0.2)
+    rows = [[sample] for sample in range(4)]
+    expected = loss_and_gradient(model, [batch(corpus, rows)])
+    head, model.get_output_embeddings = model.lm_head, lambda: None
+    assert head is not None
+    assert_equal_work(loss_and_gradient(model, [batch(corpus, rows)]), expected)
+
+
+def test_one_long_row_is_exact(corpus: Any) -> None:  # noqa: F811
+    """Flash attention keeps samples apart by their positions in a single row; so does sdpa, which can be had here."""
+    model = small_model("llama", spread=0.2)
+    rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
+    expected = loss_and_gradient(model, [batch(corpus, rows)])
+    module = TokenLoss(model)
+    module._one_row = True
+    module.zero_grad()
+    loss = module(*batch(corpus, rows))
+    loss.backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    assert_equal_work((loss.detach(), gradients), expected)
+
+
+def test_kernels_are_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec({"precision": "bf16-mixed"}, "here")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else None)
+    assert levers(spec, CPU) == []
+    assert levers(spec, torch.device("cuda", 0)) == ["liger"]
+    assert levers(spec.model_copy(update={"kernels": "torch"}), torch.device("cuda", 0)) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert levers(spec, torch.device("cuda", 0)) == ["liger", "flash attention"]
+    assert levers(make_spec({}, "here"), torch.device("cuda", 0)) == ["liger"]  # no flash attention in 32 bits
+
+
+@pytest.mark.parametrize("fields", [{"optimizer": "adamw8bit"}, {"quantize": "nf4"}])
+def test_without_bitsandbytes(fields: dict[str, Any], here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert here(max_steps=1, **fields) == 1
+    (name, value), *_ = fields.items()
+    assert here.err.strip().splitlines()[-1].startswith(f"error: {name}: {value} needs bitsandbytes (")
+
+
+def test_four_bits_need_lora() -> None:
+    with pytest.raises(UserError, match="quantize: nf4 is for LoRA, got lora_r 0"):
+        make_spec({"quantize": "nf4", "lora_r": 0}, "here")
+
+
+def test_a_quantised_run_resumes(here: Here) -> None:
+    """Base in 4 bits, moments in 8: it learns, and a run cut in two walks the same way as a straight one."""
+    pytest.importorskip("bitsandbytes")
+    # 8 bits begin at matrices of 4096 numbers.
+    fields = {"quantize": "nf4", "optimizer": "adamw8bit", "lora_r": 128, "checkpoint_interval": 3}
+    assert here("straight", max_steps=6, **fields) == 0, here.err
+    losses = here.losses("straight")
+    assert losses[-1] < losses[0]
+    newest = here.run_dir("straight") / "checkpoints" / "step-00000006"
+    state = torch.load(newest / "optimizer.pt", weights_only=True)["optimizer"]["state"]
+    moments = [entry["__bnb_optimizer_quant_state__"]["state1"] for entry in state.values()]
+    assert any(moment.dtype == torch.uint8 for moment in moments)
+    shutil.rmtree(newest)
+    (here.run_dir("straight") / "result.json").unlink()
+    assert here("straight", max_steps=6, **fields) == 0, here.err
+    assert here.losses("straight") == pytest.approx(losses, rel=1e-6)
+
+
+def test_the_base_is_in_four_bits(model_folder: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = load_model(make_spec({"model": str(model_folder), "quantize": "nf4", "seq_length": 64}, "here"), CPU)
+    packed = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert packed and all(m.weight.dtype == torch.uint8 for m in packed)
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+
+
+# A network namespace of its own, so that its counters know this run alone.
+ALONE = ["unshare", "--user", "--map-root-user", "--net"]
+MAY = subprocess.run([*ALONE, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MAY, reason="bytes on the wire: no network namespace can be made here (unshare --net)")
+def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+    """LoRA under DDP sends 4 B x adapter parameters x 2(N-1)/N a step and rank, and half of that in bf16; FSDP as the plan says."""
+    fields: dict[str, Any] = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2}
+    about = {"model": str(model_folder), "dataset": str(dataset), "steps": 8}
+    ways: list[dict[str, Any]] = [{"gradient_wire": wire} for wire in ("32", "bf16")]
+    several = [about | {"fields": fields | way} for way in ways]
+    wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
+    parted: list[dict[str, Any]] = [fields | {"strategy": "fsdp", "lora_r": rank} for rank in (128, 0)]
+    several += [about | {"model": wide, "fields": each} for each in parted]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    torchrun += [f"--master-port={free_port()}", str(TOP / "benchmarks/speed_one.py"), "trainyard"]
+    command = [*ALONE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *torchrun, json.dumps(several)]
+    environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    full, half, *sharded = json.loads(done.stdout.strip().splitlines()[-1])
+    model = load_model(make_spec({"model": str(model_folder)} | fields, "here"), CPU)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    exact = 2 * 4 * adapters  # both ranks' bytes go over the same lo; 2(N-1)/N is 1 for two
+    assert exact <= full["wire_bytes"] <= 1.02 * exact
+    assert exact / 2 <= half["wire_bytes"] <= 1.02 * exact / 2
+    assert half["loss"] == pytest.approx(full["loss"], rel=1e-3)
+    for each, found in zip(parted, sharded, strict=True):
+        spec = make_spec({"model": wide} | each, "here")
+        planned = 2 * wire_bytes(spec, shape_of(spec), Layout((2,)), gloo=True)
+        assert found["wire_bytes"] == pytest.approx(planned, rel=0.03), each

@@ -1,0 +1,171 @@
+"""FSDP and ZeRO under real torchrun: they walk DDP's curve, through a kill and on another number of hosts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import Cluster, Here, losses
+from transformers import AutoModelForCausalLM
+
+from trainer.checkpoint import Kept, _in_place, _owners, whole_checkpoints
+from trainer.config.run_spec import make_spec
+from trainer.errors import UserError
+from trainer.files import sha256_file
+from trainer.model import load_model
+
+# 2 and 3 rows on two hosts: one micro-batch and two.
+UNEVEN = {"total_batch_size": 5, "batch_size": 2}
+FULL = {"lora_r": 0, "lr": 3e-3}
+STEPS = {"epochs": 200, "max_steps": 30, "checkpoint_interval": 5}
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Iterator[Cluster]:
+    """The same runs under ddp: one of LoRA, one of full weights."""
+    spec = {"model": model_folder, "dataset": dataset, "seq_length": 64, "lr": 1e-2, "loggers": "none"}
+    made = Cluster(tmp_path_factory.mktemp("curves"), spec | UNEVEN | STEPS)
+    made.run(1, run="lora")
+    made.run(1, run="full", **FULL)
+    yield made
+    made.end()
+
+
+# name: fields, hosts that go on after the kill, whether the second host has lost everything
+CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "fsdp": ({"strategy": "fsdp"}, 2, True),
+    "fsdp, full weights, in parts": ({"strategy": "fsdp"} | FULL, 2, False),
+    "fsdp, full weights, other parts": ({"strategy": "fsdp"} | FULL, 3, False),
+    "zero 2": ({"strategy": "deepspeed", "deepspeed_offload": "optimizer"}, 1, True),
+    "zero 2, full weights": ({"strategy": "deepspeed"} | FULL, 2, False),
+    "zero 3, full weights": ({"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_offload": "all"} | FULL, 2, False),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(CASES))
+def test_killed_and_taken_up_it_walks_ddps_curve(case: str, cluster: Cluster, curves: Cluster) -> None:
+    fields, hosts, lost = CASES[case]
+    if fields["strategy"] == "deepspeed":
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    full = "lora_r" in fields
+    fields = UNEVEN | STEPS | fields
+    launchers = cluster.start(2, **fields)
+    cluster.at_step(17)
+    launchers[0].kill()
+    assert all(cluster.wait(launchers)), cluster.logs()
+    assert len(losses(cluster.run_dir())) < 30, "killed before its end"
+    kept = [whole_checkpoints(cluster.run_dir(host) / "checkpoints") for host in (0, 1)]
+    assert max(kept[0]) >= 10 and {**kept[0], **kept[1]} == {**kept[1], **kept[0]}
+    if lost:
+        shutil.rmtree(cluster.run_dir(1))
+    took = cluster.run(hosts, **fields)
+    assert "going on from step" in (cluster.run_dir() / "logs" / "rank0.log").read_text()
+    assert took == pytest.approx(losses(curves.run_dir(0, "full" if full else "lora")), abs=1e-3)
+    weights = "model/model.safetensors" if full else "adapter/adapter_model.safetensors"
+    assert len({sha256_file(cluster.run_dir(host) / weights) for host in range(hosts)}) == 1
+    results = [json.loads((cluster.run_dir(host) / "result.json").read_text()) for host in range(hosts)]
+    assert len({result["eval_loss"] for result in results}) == 1
+
+
+@pytest.mark.slow
+def test_a_model_on_every_host_is_kept_whole_on_every_host(cluster: Cluster, curves: Cluster) -> None:
+    fields = UNEVEN | STEPS | {"strategy": "fsdp", "fsdp_shard": "host", "checkpoint_keep": 1} | FULL
+    assert cluster.run(2, 2, **fields) == pytest.approx(losses(curves.run_dir(0, "full")), abs=1e-3)
+    kept = [Kept.read(cluster.run_dir(host) / "checkpoints" / "step-00000030") for host in (0, 1)]
+    assert kept[0].here == kept[1].here and not kept[0].elsewhere
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} < set(kept[0].here)
+
+
+def test_one_rank_of_fsdp(here: Here) -> None:
+    few = {"max_steps": 4, "checkpoint_interval": 2}
+    assert here("ddp", **few) == here("fsdp", strategy="fsdp", **few) == 0, here.err
+    assert here.losses("fsdp") == pytest.approx(here.losses("ddp"), abs=1e-5)
+    assert here.result("fsdp")["eval_loss"] == pytest.approx(here.result("ddp")["eval_loss"], abs=1e-5)
+    half = {"precision": "bf16-mixed", "gradient_checkpointing": True, "lora_r": 0, **few}
+    assert here("ddp16", **half) == here("fsdp16", strategy="fsdp", **half) == 0, here.err
+    # A block's norms are gathered as bfloat16 too, where autocast leaves them as they are.
+    assert here.losses("fsdp16") == pytest.approx(here.losses("ddp16"), rel=1e-3)
+
+
+def test_weights_that_are_kept_in_half_precision_are_trained_as_under_ddp(here: Here, tmp_path: Path) -> None:
+    """FSDP takes them as they lie in the model's files, and makes of its part what ddp makes of all."""
+    half = tmp_path / "half"
+    shutil.copytree(here.model, half)
+    AutoModelForCausalLM.from_pretrained(here.model, dtype=torch.bfloat16).save_pretrained(half)
+    here.model = half
+    spec = make_spec({"model": str(half), "strategy": "fsdp", "seq_length": 64}, "here")
+    assert {p.dtype for p in load_model(spec.model_copy(update={"lora_r": 0}), torch.device("cpu")).parameters()} == {
+        torch.bfloat16
+    }
+    few = {"max_steps": 4, "checkpoint_interval": 2}
+    for name, fields in {"lora": {}, "full": {"lora_r": 0}, "mixed": {"precision": "bf16-mixed"}}.items():
+        for strategy in ("ddp", "fsdp"):
+            assert here(f"{name}-{strategy}", strategy=strategy, **few, **fields) == 0, here.err
+        assert here.losses(f"{name}-fsdp") == pytest.approx(here.losses(f"{name}-ddp"), rel=1e-3)
+    whole = load_file(here.run_dir("full-fsdp") / "model" / "model.safetensors")
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "parts"])
+def test_fsdp_goes_on_bit_equal(fields: dict[str, Any], here: Here) -> None:
+    fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields
+    assert here("straight", **fields) == here(**fields) == 0, here.err
+    shutil.rmtree(here.run_dir() / "checkpoints" / "step-00000006")
+    (here.run_dir() / "result.json").unlink()
+    assert here(**fields) == 0, here.err
+    assert "going on from step 3 of 6" in here.out
+    assert here.losses() == here.losses("straight")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"strategy": "fsdp", "precision": "fp16-mixed"}, "precision: fp16-mixed goes with strategy ddp, got strategy fsdp"),
+        ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 goes with strategy ddp, got strategy deepspeed"),
+        ({"strategy": "fsdp", "torch_compile": True}, "torch_compile: true goes with strategy ddp, got strategy fsdp"),
+        ({"strategy": "deepspeed", "deepspeed_offload": "all"}, "deepspeed_offload: all needs deepspeed_stage 3, got 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_said(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_spec(fields, "here")
+    assert said in str(caught.value)
+
+
+# Checkpoints in parts, as agree sees them -------------------------------------------------------------------------------
+
+ALL = {name: {"bytes": 1, "sha256": name} for name in ("state.json", "part0", "part1")}
+
+
+def part(rank: int) -> Kept:
+    """Return what the host of `rank`, one of two, keeps."""
+    here = {name: about for name, about in ALL.items() if name in ("state.json", f"part{rank}")}
+    return Kept(here, {name: about for name, about in ALL.items() if name not in here}, (rank,))
+
+
+def test_parts_are_one_checkpoint() -> None:
+    assert part(0).digest == part(1).digest == Kept(ALL, {}, ()).digest
+    assert _owners([part(0), part(1)]) == {"state.json": 0, "part0": 0, "part1": 1}
+    assert _owners([None, part(0), None]) == {"state.json": 1, "part0": 1, "part1": None}, "a part is lost"
+
+
+@pytest.mark.parametrize(
+    ("holders", "in_place"),
+    [
+        ([part(0), part(1)], True),
+        ([part(1), part(0)], False),
+        ([part(0), part(1), None], False),
+        ([part(0), part(1), part(1)], False),
+        ([Kept(ALL, {}, ())] * 3, True),
+        ([Kept(ALL, {}, (0, 1)), None], False),
+    ],
+)
+def test_who_has_to_be_given_something(holders: list[Kept | None], in_place: bool) -> None:
+    assert _in_place(holders) == in_place

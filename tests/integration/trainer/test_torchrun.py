@@ -1,0 +1,224 @@
+"""Runs of several ranks under real torchrun: any number of them walks the same curve, through stops, kills and losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import Cluster, Here, lines, losses, records, until, write_jsonl
+
+from trainer.checkpoint import whole_checkpoints
+from trainer.config.run_spec import read_spec
+from trainer.data.encode import load_corpus, split
+from trainer.data.order import Order
+from trainer.files import sha256_file
+from trainer.train import held_out
+
+pytestmark = pytest.mark.slow
+
+LONG = {"balance": "even", "epochs": 200, "max_steps": 50, "checkpoint_interval": 10}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def weights(run_dir: Path) -> str:
+    """Return the digest of a finished run's adapter; peft writes the rest of its folder in no fixed order."""
+    return sha256_file(run_dir / "adapter" / "adapter_model.safetensors")
+
+
+def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run: str = "r") -> None:
+    """Hold what every rank took in every step against the order, which knows nothing of ranks. `ranks`: (host, rank)."""
+    order = the_order(cluster, run)
+    took = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
+    steps = read_spec(cluster.run_dir(0, run) / "spec.yml", {}, "").max_steps or order.steps
+    for records_of_rank in took:
+        assert [record["step"] for record in records_of_rank] == list(range(1, steps + 1))
+    for step in range(steps):
+        assert [row for rank in took for row in rank[step]["rows"]] == order.step(step)
+
+
+def the_order(cluster: Cluster, run: str = "r") -> Order:
+    """Return the order of a run's samples, by its spec and its data alone."""
+    run_dir = cluster.run_dir(0, run)
+    spec = read_spec(run_dir / "spec.yml", {}, "")
+    (cache,) = (run_dir.parents[1] / "store" / "cache").glob("*.npz")
+    corpus = load_corpus(cache)
+    assert corpus is not None
+    train_set, _ = split(corpus, held_out(spec, len(corpus)))
+    return Order(
+        train_set.lengths,
+        seed=spec.seed,
+        capacity=spec.seq_length,
+        packing=spec.packing,
+        epochs=spec.epochs,
+        rows=spec.rows_per_step,
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Iterator[Cluster]:
+    """The same run straight through on 1, 2 and 3 hosts."""
+    spec = {"model": model_folder, "dataset": dataset, "seq_length": 64, "total_batch_size": 6, "batch_size": 2}
+    made = Cluster(tmp_path_factory.mktemp("straight"), spec | {"lr": 1e-2, "loggers": "none"})
+    for hosts in (1, 2, 3):
+        made.run(hosts, run=f"on{hosts}", **LONG)
+    yield made
+    made.end()
+
+
+def straight_losses(straight: Cluster, hosts: int) -> list[float]:
+    return losses(straight.run_dir(0, f"on{hosts}"))
+
+
+def test_1_2_and_3_ranks_walk_the_same_curve(straight: Cluster) -> None:
+    alone = straight_losses(straight, 1)
+    assert len(alone) == 50 and alone[-1] < 0.8 * alone[0]
+    for hosts in (2, 3):
+        assert straight_losses(straight, hosts) == pytest.approx(alone, abs=1e-4)
+        assert_every_sample_once(straight, [(host, host) for host in range(hosts)], f"on{hosts}")
+
+
+def test_all_hosts_end_with_equal_adapters_results_and_checkpoints(straight: Cluster) -> None:
+    for hosts in (2, 3):
+        dirs = [straight.run_dir(host, f"on{hosts}") for host in range(hosts)]
+        results = [json.loads((run_dir / "result.json").read_text()) for run_dir in dirs]
+        assert len({weights(run_dir) for run_dir in dirs}) == 1
+        assert len({result["adapter_sha256"] for result in results}) == 1
+        assert len({result["eval_loss"] for result in results}) == 1
+        assert all(result["world_size"] == hosts and result["status"] == "finished" for result in results)
+        # Equal to the byte: nothing has to be passed on when they go on.
+        found = [whole_checkpoints(run_dir / "checkpoints") for run_dir in dirs]
+        assert found[0] and all(other == found[0] for other in found)
+
+
+def stopped(cluster: Cluster, how: str) -> int:
+    """Start on two hosts, stop at a random step; return the step."""
+    launchers = cluster.start(2, **LONG)
+    cluster.at_step(random.Random(how).randint(2, 20))
+    if how == "file":
+        (cluster.run_dir(1) / "stop").touch()  # any host's is heard by all
+        assert cluster.wait(launchers) == [0, 0], cluster.logs()
+    else:
+        for launcher in launchers:
+            launcher.send_signal(signal.SIGTERM)
+        cluster.wait(launchers)
+    step = len(losses(cluster.run_dir()))
+    assert 2 <= step < 50
+    for host in (0, 1):
+        assert cluster.state(host, host)["status"] == "stopped"
+        assert max(whole_checkpoints(cluster.run_dir(host) / "checkpoints")) == step
+    return step
+
+
+def test_stop_and_go_on_with_as_many_with_fewer_and_with_more(cluster: Cluster, straight: Cluster) -> None:
+    step = stopped(cluster, "file")
+    for name in ("fewer", "more"):
+        for host in (0, 1):
+            # The same run, moved: with its records, for another number of hosts.
+            shutil.copytree(cluster.run_dir(host), cluster.run_dir(host, name))
+            kept = cluster.run_dir(host, name) / "spec.yml"
+            kept.write_text(kept.read_text().replace("run: r\n", f"run: {name}\n"))
+    assert cluster.run(2, **LONG) == straight_losses(straight, 2), "bit-equal"
+    assert_every_sample_once(cluster, [(0, 0), (1, 1)])
+    assert "is passed on" not in cluster.logs()
+    assert cluster.run(1, run="fewer", **LONG) == pytest.approx(straight_losses(straight, 1), abs=1e-4)
+    assert cluster.run(3, run="more", **LONG) == pytest.approx(straight_losses(straight, 3), abs=1e-4)
+    assert f"checkpoint: step {step} is passed on to the hosts that lack it" in cluster.logs("more")
+    assert f"going on from step {step} of" in (cluster.run_dir(2, "more") / "logs" / "rank2.log").read_text()
+    assert len({weights(cluster.run_dir(host, "more")) for host in range(3)}) == 1
+
+
+def test_sigterm_stops_with_a_checkpoint_and_a_lost_or_damaged_copy_comes_from_the_peer(
+    cluster: Cluster, straight: Cluster
+) -> None:
+    step = stopped(cluster, "SIGTERM")
+    # The head's newest is cut short, as by a power cut: the peer has it whole.
+    os.truncate(cluster.run_dir(0) / "checkpoints" / f"step-{step:08d}" / "optimizer.pt", 100)
+    assert cluster.run(2, **LONG) == straight_losses(straight, 2), "bit-equal"
+    assert "is not whole (optimizer.pt has 100 of" in cluster.logs()
+    assert f"checkpoint: step {step} is passed on to the hosts that lack it" in cluster.logs()
+    assert_every_sample_once(cluster, [(0, 0), (1, 1)])
+
+
+def test_a_host_that_died_before_its_result_is_helped_to_one(straight: Cluster) -> None:
+    kept = weights(straight.run_dir(0, "on2"))
+    (straight.run_dir(1, "on2") / "result.json").unlink()
+    straight.run(2, run="on2", **LONG)
+    assert json.loads((straight.run_dir(1, "on2") / "result.json").read_text())["status"] == "finished"
+    assert weights(straight.run_dir(0, "on2")) == weights(straight.run_dir(1, "on2")) == kept
+
+
+def test_more_ranks_than_rows(cluster: Cluster, here: Here) -> None:
+    few = {"total_batch_size": 2, "max_steps": 4}
+    assert here(**few) == 0
+    assert cluster.run(1, 3, **few) == pytest.approx(here.losses(), abs=1e-4)
+
+
+def ended_badly(cluster: Cluster, run: str = "r", **fields: Any) -> list[dict[str, Any]]:
+    """Start two hosts that cannot go together; return what their ranks say."""
+    statuses = cluster.wait(cluster.start(2, run=run, **fields))
+    assert all(statuses), cluster.logs(run)
+    return [cluster.state(host, host, run)["error"] for host in (0, 1)]
+
+
+def test_trouble_on_one_host_ends_all_and_says_whose_it_was(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run_dir(1).mkdir(parents=True)
+    (cluster.run_dir(1).parents[1] / "store").write_text("a file where a folder should be")
+    head, peer = ended_badly(cluster, **LONG)
+    assert peer["plain"] and peer["message"].startswith("cannot write: "), peer
+    assert head["secondary"] and not head["plain"], head
+
+
+def test_hosts_with_unlike_data_are_told_before_a_step(cluster: Cluster) -> None:
+    for host in (0, 1):
+        folder = cluster.run_dir(host).parents[1]
+        folder.mkdir(parents=True)
+        write_jsonl(folder / "train.jsonl", records(60, seed=host))
+    head, peer = ended_badly(cluster, dataset="train.jsonl", **LONG)
+    why = "dataset: rank 1 has other samples or another tokenizer than rank 0: make them equal"
+    assert head["message"] == peer["message"] == why
+
+
+def test_20_kills_lose_no_sample_and_repeat_none(cluster: Cluster) -> None:
+    fields = {"balance": "even", "epochs": 200, "max_steps": 300, "checkpoint_interval": 4}
+    wanted = cluster.run(1, 2, run="undisturbed", **fields)
+    draw = random.Random(20)
+    metrics = cluster.run_dir() / "metrics.jsonl"
+    killed = []
+    for _ in range(20):
+        (launcher,) = cluster.start(1, 2, **fields)
+        until(lambda pid=launcher.pid: fresh(cluster, pid), what="both ranks to train")
+        pids = [cluster.state(rank)["pid"] for rank in (0, 1)]
+        seen = lines(metrics)
+        cluster.at_step(seen[-1]["step"] + draw.randint(1, 6) if seen else 1)
+        victim = draw.choice([*pids, launcher.pid])
+        os.kill(victim, signal.SIGKILL)
+        killed.append(lines(metrics)[-1]["step"])
+        assert launcher.wait(120)
+        until(lambda pids=pids: not any(alive(pid) for pid in pids), what="no rank left")
+    assert max(killed) < 300 and len(set(killed)) > 10, killed
+    assert cluster.run(1, 2, **fields) == wanted, "bit-equal"
+    assert_every_sample_once(cluster, [(0, 0), (0, 1)])
+
+
+def fresh(cluster: Cluster, launcher: int) -> bool:
+    """Tell whether both ranks of this start are training."""
+    for rank in (0, 1):
+        state = cluster.state(rank)
+        if not state or state["status"] not in ("training", "saving", "evaluating") or not alive(state["pid"]):
+            return False
+        if int(Path(f"/proc/{state['pid']}/stat").read_text().rpartition(")")[2].split()[1]) != launcher:
+            return False
+    return True

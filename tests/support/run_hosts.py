@@ -1,0 +1,197 @@
+"""Hosts to test on: inventory hosts on this machine, each with a data dir of its own, and runs of `fake_rank.py` on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+TOP = Path(__file__).resolve().parents[2]
+FAKE_RANK = Path(__file__).with_name("fake_rank.py")
+MARK = "TRAINYARD_RUN_DIR"
+
+
+def until(true: Callable[[], Any], limit: float = 60.0, what: str = "") -> Any:
+    """Wait for a condition, not for luck."""
+    deadline = time.monotonic() + limit
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"waited {limit} s for {what or true}"
+        time.sleep(0.02)
+    return value
+
+
+# Below the range from which the kernel takes ports for others. Two processes that test at once have pids close together:
+# 500 ports lie between them, or each would take a port that the other was given and has not opened yet.
+_PORTS = itertools.count(os.getpid() * 500 % 12000)
+
+
+def free_port() -> int:
+    """Return a free port; never the same one twice."""
+    for _ in range(12000):
+        port = 20000 + next(_PORTS) % 12000
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port")
+
+
+class Bed:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[Any]] = []
+
+    # Run folders
+
+    def run_dir(self, host: int, run: str = "r") -> Path:
+        return self.folder / f"node{host + 1}/runs/{run}"
+
+    def make_run(self, hosts: int, run: str = "r", environment: str = "") -> None:
+        """What `stage` does: a folder on each host with the trainer in it."""
+        for host in range(hosts):
+            folder = self.run_dir(host, run)
+            folder.mkdir(parents=True)
+            with zipfile.ZipFile(folder / "trainer.zip", "w") as archive:
+                archive.writestr("trainer/__init__.py", "")
+                archive.write(TOP / "trainer/supervise.py", "trainer/supervise.py")
+            self.write_env(host, environment, run)
+
+    def write_env(self, host: int, environment: str, run: str = "r") -> None:
+        file = self.run_dir(host, run) / "env"
+        file.write_text(environment)
+        file.chmod(0o600)
+
+    def command(self, rank: int, nnodes: int, steps: int, pause: float, torchrun: bool, port: int) -> list[str]:
+        worker = [str(FAKE_RANK), str(steps), str(pause)]
+        if not torchrun:
+            return ["/usr/bin/env", f"RANK={rank}", sys.executable, *worker]
+        launcher = ["-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--node-rank={rank}", "--nproc-per-node=1"]
+        return [sys.executable, *launcher, "--master-addr=127.0.0.1", f"--master-port={port}", *worker]
+
+    def plan(
+        self, hosts: int, steps: int = 1000, pause: float = 0.1, run: str = "r", torchrun: bool = False
+    ) -> list[dict[str, Any]]:
+        port = free_port()
+        return [
+            {
+                "host": f"node{i + 1}",
+                "node_rank": i,
+                "ranks": [i],
+                "address": "127.0.0.1",
+                "run_dir": str(self.run_dir(i, run)),
+                "command": self.command(i, hosts, steps, pause, torchrun, port),
+                "backend": "process",
+            }
+            for i in range(hosts)
+        ]
+
+    # Ansible
+
+    def inventory(self, hosts: int) -> Path:
+        names = {f"node{i + 1}": {"cluster_data_dir": str(self.folder / f"node{i + 1}")} for i in range(hosts)}
+        variables = {
+            "ansible_connection": "local",
+            "ansible_python_interpreter": sys.executable,
+            "cluster_python": sys.executable,
+        }
+        file = self.folder / f"inventory-{len(self.started)}.yml"
+        file.write_text(yaml.safe_dump({"cluster": {"hosts": names, "vars": variables}}))
+        return file
+
+    def playbook(self, playbook: Path | str, hosts: int, *arguments: str) -> subprocess.Popen[str]:
+        """Start ansible-playbook; its output is in `output`."""
+        self.output = self.folder / f"output-{len(self.started)}.txt"
+        command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(self.inventory(hosts))]
+        with self.output.open("w") as sink:
+            started = subprocess.Popen(
+                [*command, *arguments, str(playbook)],
+                cwd=TOP,
+                env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        self.started.append(started)
+        return started
+
+    def ranks(self, plan: list[dict[str, Any]], *arguments: str, **follow: Any) -> subprocess.Popen[str]:
+        """A play that starts and follows `plan`."""
+        tasks = [
+            {"name": "Launch", "ranks": {"state": "started", "plan": plan}, "run_once": True},
+            {
+                "name": "Follow",
+                "ranks": {"state": "followed", "plan": plan, "interval": 0.2} | follow,
+                "run_once": True,
+            },
+        ]
+        file = self.folder / f"play-{len(self.started)}.yml"
+        file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
+        return self.playbook(file, max(int(entry["host"].removeprefix("node")) for entry in plan), *arguments)
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    # What became of it
+
+    def state(self, rank: int, run: str = "r", host: int | None = None) -> dict[str, Any]:
+        file = self.run_dir(rank if host is None else host, run) / f"state/rank{rank}.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def node(self, host: int, run: str = "r") -> dict[str, Any]:
+        file = self.run_dir(host, run) / "state/node.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def at_step(self, rank: int, step: int = 2, run: str = "r", host: int | None = None) -> dict[str, Any]:
+        """Wait until the rank has come to that step."""
+
+        def there() -> dict[str, Any] | None:
+            state = self.state(rank, run, host)
+            return state if (state.get("step") or 0) >= step else None
+
+        return until(there, what=f"step {step} of rank {rank}")
+
+    def left(self) -> list[int]:
+        """Every live process of any run of this bed, by the mark in its environment."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and f"{MARK}={self.folder}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def clean(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for pid in self.left():
+            os.kill(pid, signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[Bed]:
+    here = Bed(tmp_path)
+    yield here
+    here.clean()

@@ -1,0 +1,71 @@
+"""Small models and datasets made here, and runs of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # before torch
+
+import pytest
+from trainer_runs import Cluster, Here, records, write_jsonl
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of some 20,000 weights, with the tiny model's tokenizer: a step of it takes milliseconds."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trainer.data.samples import to_sample
+    from trainer.data.tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny([to_sample(row) for row in records(100)], folder, 1)
+    (folder / "model.safetensors").unlink()
+    vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Any:
+    from trainer.model import load_tokenizer
+
+    return load_tokenizer(str(model_folder))
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl", records(120))
+
+
+@pytest.fixture
+def here(tmp_path: Path, model_folder: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(tmp_path, model_folder, dataset, capsys)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, model_folder: Path, dataset: Path) -> Iterator[Cluster]:
+    """A cluster for runs of the small model: milliseconds a step."""
+    spec = {"model": model_folder, "dataset": dataset, "seq_length": 64, "total_batch_size": 6, "batch_size": 2}
+    made = Cluster(tmp_path, spec | {"lr": 1e-2, "loggers": "none", "eval_split": 0.05})
+    yield made
+    made.end()

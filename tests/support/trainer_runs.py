@@ -1,0 +1,244 @@
+"""What the trainer's tests share: datasets, runs in this process, and hosts on this machine with real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_hosts import free_port
+
+from trainer.data.samples import Sample
+
+TOP = Path(__file__).resolve().parents[2]
+WORDS = ["the", "a", "cat", "dog", "runs", "sits", "red", "blue", "tree", "house", "over", "under", "with", "from", "time", "day", "night", "sun", "moon", "star", "ä", "猫", "🚂"]  # fmt: skip
+
+
+def records(count: int, seed: int = 1) -> list[dict[str, str]]:
+    """Return Alpaca records of unlike lengths."""
+    draw = random.Random(seed)
+
+    def words(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+    return [{"instruction": words(8), "output": words(20)} for _ in range(count)]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    """Return what lies in a folder, hidden things too."""
+    return sorted(item.name for item in folder.iterdir())
+
+
+def chat(*contents: str) -> Sample:
+    """Return a chat in which user and assistant take turns."""
+    roles = ("user", "assistant")
+    return Sample(messages=tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(contents)))
+
+
+def until(true: Callable[[], Any], limit: float = 240.0, what: str = "") -> Any:
+    """Wait for a condition, not for luck."""
+    deadline = time.monotonic() + limit
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"waited {limit} s for {what or true}"
+        time.sleep(0.005)
+    return value
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a JSONL file that may be growing: a line without its end is not there yet."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Return the loss of every step; each step is there once, in order."""
+    metrics = lines(run_dir / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
+    return [record["loss"] for record in metrics]
+
+
+# Runs in this process ---------------------------------------------------------------------------------------------------
+
+
+class Here:
+    """Runs of one rank in this process: the same code as ``python -m trainer``, without seconds of imports."""
+
+    def __init__(self, folder: Path, model: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.model, self.dataset, self._capsys = folder, model, dataset, capsys
+        self.out = self.err = ""
+
+    def __call__(self, run: str = "r", **fields: Any) -> int:
+        """Run to the end; return the exit status, keep what it said in `out` and `err`."""
+        import torch.distributed as dist
+
+        from trainer.__main__ import main
+
+        spec = {"run": run, "model": self.model, "dataset": self.dataset, "seq_length": 64, "total_batch_size": 4}
+        spec |= {"batch_size": 2, "lr": 1e-2, "loggers": "none"} | fields
+        flags = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in spec.items()]
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return main([f"--data-dir={self.folder}", *flags])
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            said = self._capsys.readouterr()
+            self.out, self.err = said.out, said.err
+
+    def run_dir(self, run: str = "r") -> Path:
+        return self.folder / "runs" / run
+
+    def result(self, run: str = "r") -> dict[str, Any]:
+        return json.loads((self.run_dir(run) / "result.json").read_text())
+
+    def losses(self, run: str = "r") -> list[float]:
+        return losses(self.run_dir(run))
+
+
+# Runs under torchrun ----------------------------------------------------------------------------------------------------
+
+
+def llama(folder: Path, tokenizer: Path, **sizes: int) -> Path:
+    """Write a Llama of these sizes, with the tokenizer of the model in folder `tokenizer`; return its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tokenizer / name).read_bytes())
+    return folder
+
+
+# Of a million weights: the headers of its messages are little beside them.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+class Cluster:
+    """Hosts on this machine, each with a data dir and a torchrun of its own, as the playbook starts them."""
+
+    def __init__(self, folder: Path, spec: dict[str, Any]) -> None:
+        self.folder, self.spec = folder, spec
+        self.started: list[subprocess.Popen[str]] = []
+
+    def run_dir(self, host: int = 0, run: str = "r") -> Path:
+        return self.folder / f"host{host}" / "runs" / run
+
+    def member_command(
+        self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
+    ) -> list[str]:
+        """Return the command of replica `number` of `count`, a torchrun of its own."""
+        port = free_port()
+        flags = [f"--replica={number}/{count}", f"--first-rank={number * ranks}", f"--lighthouse={lighthouse}"]
+        return self._command(number, [], ranks, run, port, fields) + flags
+
+    def start_member(
+        self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
+    ) -> subprocess.Popen[str]:
+        """Start replica `number` of `count` as a torchrun of its own; return its launcher."""
+        return self._launch(number, run, self.member_command(number, count, lighthouse, run, ranks, **fields))
+
+    def lighthouse(self) -> str:
+        """Start a lighthouse; return where it listens."""
+        where = f"127.0.0.1:{free_port()}"
+        log = (self.folder / "lighthouse.log").open("a")
+        command = [sys.executable, "-m", "trainer.distributed.lighthouse", where]
+        self.started.append(
+            subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(TOP)}, stdout=log, stderr=log, text=True)
+        )
+        log.close()
+        return where
+
+    def start(self, hosts: int = 1, ranks: int = 1, run: str = "r", **fields: Any) -> list[subprocess.Popen[str]]:
+        """Start `ranks` ranks on each of `hosts` hosts; return their launchers."""
+        port = free_port()
+        place = [[f"--nnodes={hosts}", f"--node-rank={host}"] for host in range(hosts)]
+        return [
+            self._launch(host, run, self._command(host, place[host], ranks, run, port, fields)) for host in range(hosts)
+        ]
+
+    def _command(
+        self, host: int, place: list[str], ranks: int, run: str, port: int, fields: dict[str, Any]
+    ) -> list[str]:
+        spec = self.spec | {"run": run} | fields
+        run_dir = self.run_dir(host, run)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        torchrun = ["-m", "torch.distributed.run", *place]
+        torchrun += [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        # As a file: torchrun takes --run for a short form of its own --run-path.
+        file = run_dir.parents[1] / f"{run}.yml"
+        file.write_text(json.dumps({name: str(value) for name, value in spec.items()}))
+        where = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
+        return [sys.executable, *torchrun, "-m", "trainer", "train", str(file), *where]
+
+    def _launch(self, host: int, run: str, command: list[str]) -> subprocess.Popen[str]:
+        run_dir = self.run_dir(host, run)
+        environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
+        with (run_dir / "torchrun.log").open("a") as log:
+            folder = run_dir.parents[1]
+            launcher = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log, text=True)
+        self.started.append(launcher)
+        return launcher
+
+    def wait(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> list[int]:
+        """Return how the launchers ended."""
+        deadline = time.monotonic() + limit
+        return [launcher.wait(max(0.1, deadline - time.monotonic())) for launcher in launchers]
+
+    def run(self, hosts: int = 1, ranks: int = 1, run: str = "r", **fields: Any) -> list[float]:
+        """Run to the end; return the losses of all steps."""
+        assert self.wait(self.start(hosts, ranks, run, **fields)) == [0] * hosts, self.logs(run)
+        return losses(self.run_dir(0, run))
+
+    def logs(self, run: str = "r") -> str:
+        """Return all that was said, for a failing test."""
+        files = sorted(self.folder.glob(f"host*/runs/{run}/logs/*.log")) or sorted(self.folder.glob("**/torchrun.log"))
+        return "\n".join(f"--- {file.relative_to(self.folder)}\n{file.read_text()[-3000:]}" for file in files)
+
+    def state(self, rank: int, host: int = 0, run: str = "r") -> dict[str, Any]:
+        """Return a rank's heartbeat, or nothing if it has none yet."""
+        file = self.run_dir(host, run) / "state" / f"rank{rank}.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def at_step(self, step: int, run: str = "r", host: int = 0) -> None:
+        """Wait until `step` is recorded."""
+
+        def there() -> bool:
+            metrics = lines(self.run_dir(host, run) / "metrics.jsonl")
+            return bool(metrics) and metrics[-1]["step"] >= step
+
+        until(there, what=f"step {step}")
+
+    def stop_between(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> int:
+        """Stop a run of 40 steps, in rounds of five, at the end of one of them, and return it; keep a copy as run `lost`."""
+        self.at_step(10)
+        (self.run_dir(1) / "stop").touch()
+        assert self.wait(launchers, limit) == [0, 0], self.logs()
+        step = len(losses(self.run_dir()))
+        assert step % 5 == 0 and 10 <= step < 40
+        for host in (0, 1):
+            shutil.copytree(self.run_dir(host), self.run_dir(host, "lost"))
+            kept = self.run_dir(host, "lost") / "spec.yml"
+            kept.write_text(kept.read_text().replace("run: r\n", "run: lost\n"))
+        return step
+
+    def end(self) -> None:
+        for launcher in self.started:
+            if launcher.poll() is None:
+                # Its ranks die with it: trainer.worker_process asks the kernel for that.
+                launcher.kill()
+                launcher.wait()

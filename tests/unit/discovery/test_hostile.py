@@ -1,0 +1,59 @@
+"""Servers that lie, drip, never stop or never start: none hangs or crashes the scan, none passes for Ollama."""
+
+import asyncio
+import time
+
+import pytest
+from fake_ollama import HOSTILE, Server, model, serve
+
+from trainyard.discovery.networks import Target
+from trainyard.discovery.scan import scan
+from trainyard.discovery.settings import Settings
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_alone(kind):
+    start = time.perf_counter()
+    with serve([Server("127.0.7.1", 18434, kind=kind)]):
+        findings = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(answer_timeout=0.5), {}))
+    assert not findings.answers
+    [(_, reason)] = findings.rejected
+    assert reason.isprintable() and len(reason) < 80
+    assert time.perf_counter() - start < 5
+
+
+def test_all_at_once_beside_a_real_one():
+    servers = [Server(f"127.0.7.{i}", 18434, kind=kind) for i, kind in enumerate(HOSTILE, 2)]
+    good = Server("127.0.7.200", 18434, models=[model("tiny")])
+    targets = [Target(s.address, s.port) for s in (*servers, good)]
+    start = time.perf_counter()
+    with serve(servers), serve([good]):  # in a process of its own: the endless ones keep theirs busy
+        findings = asyncio.run(scan(targets, Settings(answer_timeout=3), {}))
+    assert [a.target.address for a in findings.answers] == ["127.0.7.200"]
+    assert len(findings.rejected) == len(HOSTILE)
+    assert time.perf_counter() - start < 15
+
+
+def test_malformed_entries_are_left_out_and_counted():
+    bad = [
+        model("bell\x07"),
+        model("right-to-left\u202e"),
+        model("two\nlines"),
+        model("x" * 300),
+        model(""),
+        {"size": 3},
+        "text",
+        model("size", size="big"),
+        model("negative", size=-1),
+        model("details", details=[1]),
+    ]
+    with serve([Server("127.0.7.1", 18434, models=[*bad, model("good"), model("bare", details=None)])]):
+        [answer] = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(), {})).answers
+    assert [m.name for m in answer.models] == ["bare", "good"]
+    assert answer.left_out == len(bad)
+
+
+def test_unverified_when_asked_for():
+    with serve([Server("127.0.7.1", 18434, kind="html")]):
+        findings = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(verify=False), {}))
+    assert [(a.version, a.models) for a in findings.answers] == [("", ())]

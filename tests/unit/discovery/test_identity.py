@@ -1,0 +1,178 @@
+"""One machine, one host: the hints before login, the facts after it."""
+
+import itertools
+
+import pytest
+from fake_ollama import Server, model, serve
+from test_ssh import sshd
+
+from trainyard.discovery.engine import discover
+from trainyard.discovery.identity import Place, machines
+from trainyard.discovery.identity import Server as Seen
+from trainyard.discovery.replies import Model
+from trainyard.discovery.settings import Settings
+from trainyard.discovery.settle import settle
+
+KEY, OTHER_KEY = ("ssh-ed25519 " + c * 68 for c in "AB")
+
+
+def place(address: str, mac: str = "", key: str = "", modified: str = "", port: int = 11434) -> Place:
+    models = (
+        (Model(name="m", size=1, digest="d", family="f", parameters="", quantisation="", modified_at=modified),)
+        if modified
+        else ()
+    )
+    seen = Seen(port=port, version="0.12.3", models=models, loaded=(), response_ms=1)
+    return Place(address=address, mac=mac, host_keys=(key,) if key else (), servers=(seen,))
+
+
+A, B = "02:00:00:00:00:0a", "02:00:00:00:00:0b"
+ONE, TWO = "10.0.0.5", "10.0.0.6"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count", "warning"),
+    [
+        # one network card with two addresses
+        (place(ONE, A, KEY), place(TWO, A, KEY), 1, ""),
+        (place(ONE, A), place(TWO, A), 1, ""),
+        # two network cards, one disk
+        (place(ONE, A, KEY, "t1"), place(TWO, B, KEY, "t1"), 1, ""),
+        # clones: one key, two cards, two disks
+        (place(ONE, A, KEY, "t1"), place(TWO, B, KEY, "t2"), 2, "clones of one image"),
+        (place(ONE, A, KEY), place(TWO, B, KEY), 2, "clones of one image"),
+        # behind a router: no MAC to be seen
+        (place(ONE, "", KEY), place(TWO, "", KEY), 1, ""),
+        (place(ONE, "", KEY, "t1"), place(TWO, "", KEY, "t2"), 2, "clones of one image"),
+        (place(ONE, "", "", "t1"), place(TWO, "", "", "t1"), 1, ""),
+        # a Wi-Fi repeater shows its own MAC for everybody
+        (place(ONE, A, KEY), place(TWO, A, OTHER_KEY), 2, ""),
+        (place(ONE, A, "", "t1"), place(TWO, A, "", "t2"), 2, ""),
+        # copied models alone prove nothing
+        (place(ONE, A, "", "t1"), place(TWO, B, "", "t1"), 2, "same models to the nanosecond"),
+        (place(ONE, A, KEY, "t1"), place(TWO, B, OTHER_KEY, "t1"), 2, ""),
+        # two machines
+        (place(ONE, A), place(TWO, B), 2, ""),
+        (place(ONE), place(TWO), 2, ""),
+    ],
+)
+def test_hints(first, second, count, warning):
+    for order in ([first, second], [second, first]):
+        found, warnings = machines(order, set())
+        assert len(found) == count
+        assert [m.places[0].address for m in found] == [ONE, TWO][:count]
+        assert [warning in w for w in warnings] == ([True] if warning else [])
+
+
+def test_ours_are_one_machine_and_nobody_elses():
+    places = [place(a) for a in ("10.0.0.9", "127.0.0.1", "10.0.0.1", "fe80::1%eth0", "192.168.7.1", "::1")]
+    found, _ = machines(places, {"10.0.0.1", "192.168.7.1", "fe80::1"})
+    assert [(m.local, m.addresses) for m in found] == [
+        (True, ["10.0.0.1", "192.168.7.1", "fe80::1%eth0", "127.0.0.1", "::1"]),
+        (False, ["10.0.0.9"]),
+    ]
+
+
+def test_a_chain_of_hints_makes_one_machine_in_any_order():
+    chain = [
+        place("10.0.0.5", A, KEY),
+        place("10.0.0.6", A, "", ""),
+        place("10.0.0.7", B, KEY, "t"),
+        place("10.0.0.8", "", KEY, "t"),
+    ]
+    for order in itertools.permutations(chain):
+        found, _ = machines(order, set())
+        assert [m.addresses for m in found] == [["10.0.0.5", "10.0.0.6"], ["10.0.0.7", "10.0.0.8"]]
+
+
+@pytest.mark.lab
+def test_two_cards_two_ports_and_a_clone_with_real_ssh(lab, tmp_path):
+    lab.controller("10.32.0.1/28")
+    twin = lab.node("twin", "10.32.0.5/28")
+    lab.card(twin, "eth1", "10.32.0.6/28")
+    clone = lab.node("clone", "10.32.0.9/28")
+    lab.wait_for_links()
+    models = [model("m", modified="2026-01-01T00:00:00.000000001Z")]
+    servers = [
+        Server("10.32.0.5", namespace=twin, models=models),
+        Server("10.32.0.6", namespace=twin, models=models),
+        Server("10.32.0.5", 11500, namespace=twin, models=[model("second")]),
+        Server("10.32.0.9", namespace=clone, models=[model("m", modified="2026-01-01T00:00:00.000000002Z")]),
+    ]
+    settings = Settings(ports=(11434, 11500), this_machine=False)
+    with (
+        serve(servers),
+        sshd(tmp_path, "host", "0.0.0.0", 22, twin),
+        sshd(tmp_path, "host", "10.32.0.9", 22, clone),
+    ):
+        for _ in range(50):  # until both sshds listen
+            report = lab.run(lambda: discover(settings))
+            if all(p.host_keys for m in report.machines for p in m.places):
+                break
+    assert len({p.host_keys for m in report.machines for p in m.places}) == 1
+    assert [m.addresses for m in report.machines] == [["10.32.0.5", "10.32.0.6"], ["10.32.0.9"]]
+    assert [s.port for s in report.machines[0].places[0].servers] == [11434, 11500]
+    assert any("10.32.0.5 and 10.32.0.9 show the same SSH host key" in w for w in report.warnings)
+
+
+def facts(
+    boot: str, *links: tuple[str, int], machine: str = "m", keys: tuple = (), gpus: tuple = (), wifi: bool = False
+):
+    return {
+        "boot_id": boot,
+        "machine_id": machine,
+        "host_keys": list(keys),
+        "gpus": list(gpus),
+        "links": [{"address": a, "device": f"eth{i}", "mbit": s, "wireless": wifi} for i, (a, s) in enumerate(links)],
+    }
+
+
+def test_settled_by_boot_id():
+    entries = {"a": facts("1", (ONE, 1000)), "b": facts("1", (ONE, 1000)), "c": facts("2", (TWO, 1000), machine="n")}
+    result = settle(entries, {"a": ONE, "b": "", "c": TWO}, {})
+    assert result.drop == {"b": ("a", "same boot id")}
+    assert result.machines == 2
+    assert result.verdict.startswith("2 machines behind 3 entries: training on several is worth it")
+
+
+def test_settled_by_a_listed_address_but_not_by_everybodys_docker0():
+    docker = ("172.17.0.1", 0)
+    entries = {
+        "a": facts("1", (ONE, 1000), docker),
+        "b": facts("", (TWO, 1000), (ONE, 1000), docker, machine="n"),
+        "c": facts("3", ("10.0.0.7", 1000), docker, machine="o"),
+    }
+    result = settle(entries, {"a": ONE, "b": TWO, "c": "10.0.0.7"}, {})
+    assert result.drop == {"b": ("a", f"{ONE} is an address of both")}
+
+
+def test_clones_shared_gpus_and_false_aliases_are_warnings():
+    entries = {
+        "a": facts("1", (ONE, 1000), keys=("k",), gpus=("GPU-1",)),
+        "b": facts("2", (TWO, 1000), keys=("k",), gpus=("GPU-1", "GPU-2")),
+    }
+    result = settle(entries, {"a": ONE, "b": TWO}, {"a": [ONE, "10.0.0.77", "127.0.0.1"]})
+    assert not result.drop
+    text = "\n".join(result.warnings)
+    assert len(result.warnings) == 4
+    for words in ("same machine-id", "same SSH host key", "share one GPU (GPU-1)", "10.0.0.77 was taken for a"):
+        assert words in text
+    assert result.verdict == "2 machines: training on several is not worth it: they share a GPU"
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (facts("2", (TWO, 10000), machine="n"), "is worth it; the slowest link is a's with 1000 Mbit/s"),
+        (facts("2", (TWO, 100), machine="n"), "with LoRA or DiLoCo alone: b's link has 100 Mbit/s"),
+        (facts("2", (TWO, 0), machine="n", wifi=True), "with LoRA or DiLoCo alone: b is on Wi-Fi (eth0)"),
+        (facts("1", (TWO, 1000)), "not worth it: there is only one machine"),
+    ],
+)
+def test_the_verdict_says_why(second, words):
+    result = settle({"a": facts("1", (ONE, 1000)), "b": second}, {"a": ONE, "b": TWO}, {})
+    assert words in result.verdict and "\n" not in result.verdict
+
+
+def test_nobody_to_ask():
+    assert settle({}, {}, {}).verdict == "0 machines: nobody could be asked"

@@ -1,0 +1,161 @@
+"""Where to look: masks, private and public, limits, names."""
+
+import ipaddress
+
+import pytest
+
+from trainyard.discovery import networks
+from trainyard.discovery.networks import Attached, address_order, host_and_port, plan
+from trainyard.discovery.settings import Settings, SettingsError
+
+
+def here(*interfaces: str) -> list[Attached]:
+    """`eth0 192.168.1.5/24` -> Attached."""
+    found = []
+    for text in interfaces:
+        name, address = text.split()
+        interface = ipaddress.ip_interface(address)
+        found.append(Attached(name, interface.ip, interface.network))
+    return found
+
+
+HOME = here("lo 127.0.0.1/8", "eth0 192.168.1.5/24")
+
+
+def asked(settings: Settings, attached=HOME, resolved=None) -> list[str]:
+    return [t.address for t in plan(settings, attached, resolved or {}).targets]
+
+
+@pytest.mark.parametrize(
+    ("interface", "count"),
+    [
+        ("eth0 192.168.1.5/24", 254),
+        ("eth0 10.1.2.3/22", 1022),
+        ("eth0 172.20.0.9/28", 14),
+        ("eth0 10.0.0.0/31", 2),
+        ("eth0 10.0.0.7/32", 1),
+        ("eth0 8.8.8.8/24", 0),
+        ("eth0 172.32.0.1/24", 0),
+        ("eth0 fd00::1/64", 0),
+        ("lo 127.0.0.1/8", 0),
+    ],
+)
+def test_auto_takes_private_networks_with_their_real_mask(interface, count):
+    assert len(asked(Settings(this_machine=False), here(interface))) == count
+
+
+def test_auto_leaves_a_large_network_out_and_says_so():
+    result = plan(Settings(), here("eth0 192.168.1.5/24", "eth1 10.0.0.1/16"), {})
+    assert result.networks == ("192.168.1.0/24",)
+    [skipped] = result.skipped
+    assert "10.0.0.0/16 on eth1 has 65,536 addresses" in skipped and "max_addresses" in skipped
+    larger = plan(Settings(max_addresses=70_000), here("eth0 192.168.1.5/24", "eth1 10.0.0.1/16"), {})
+    assert larger.networks == ("192.168.1.0/24", "10.0.0.0/16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"networks": ("8.8.8.0/24",)}, "8.8.8.0/24 is public"),
+        ({"networks": ("0.0.0.0/0",)}, "0.0.0.0/0 is public"),
+        ({"networks": ("192.168.0.0/15",)}, "is public"),
+        ({"networks": ("10.0.0.0/8",)}, "16,777,216 addresses, more than max_addresses (4,096)"),
+        ({"networks": ("fd00::/64",)}, "more than max_addresses"),
+        ({"networks": ("home",)}, "'home' is not a network; write it as 192.168.1.0/24"),
+        ({"exclude": ("home",)}, "exclude: 'home'"),
+        ({"interfaces": ("eth7",)}, "eth7 is not up on this machine; there are eth0, lo"),
+        ({"hosts": ("0.0.0.0",)}, "0.0.0.0 is an address to listen on"),
+        ({"hosts": ("[::]:11434",)}, ":: is an address to listen on"),
+        ({"hosts": ("a b",)}, "'a b' is neither a name nor an address"),
+        ({"hosts": ("node1:99999",)}, "takes 1 to 65535"),
+    ],
+)
+def test_bad_settings_are_one_line(settings, words):
+    with pytest.raises(SettingsError) as error:
+        asked(Settings(**settings))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"connect_timeout": 0}, "connect_timeout: got 0, takes 0.01 to 60"),
+        ({"passes": 3}, "passes: got 3"),
+        ({"ports": ()}, "ports: is empty"),
+        ({"ports": (70000,)}, "ports: got 70000"),
+        ({"concurrency": 0}, "concurrency: got 0"),
+    ],
+)
+def test_numbers_have_ranges(settings, words):
+    with pytest.raises(SettingsError, match=words):
+        Settings(**settings)
+
+
+def test_host_bits_are_forgiven_and_networks_counted_once():
+    settings = Settings(networks=("192.168.1.77/24", "auto", "192.168.1.0/25"), this_machine=False)
+    assert len(asked(settings)) == 254
+
+
+def test_exclude_interface_hosts_and_ports():
+    both = here("eth0 192.168.1.5/29", "eth1 192.168.2.5/29")
+    settings = Settings(
+        interfaces=("eth1",),
+        exclude=("192.168.2.4/30", "192.168.2.1"),
+        hosts=("node9:11500", "192.168.2.3"),
+        ports=(11434, 11435),
+        this_machine=False,
+    )
+    targets = plan(settings, both, {"node9": ["10.0.0.9"], "192.168.2.3": ["192.168.2.3"]}).targets
+    assert targets == (
+        ("10.0.0.9", 11500),
+        *((f"192.168.2.{i}", port) for i in (2, 3) for port in (11434, 11435)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("node1", "node1", None),
+        ("node1.lan:11500", "node1.lan", 11500),
+        ("http://10.0.0.5:11434/", "10.0.0.5", 11434),
+        ("10.0.0.5", "10.0.0.5", None),
+        ("fd00::5", "fd00::5", None),
+        ("fe80::5%eth0", "fe80::5%eth0", None),
+        ("[fe80::5%eth0]:11434", "fe80::5%eth0", 11434),
+    ],
+)
+def test_host_and_port(text, host, port):
+    assert host_and_port(text) == (host, port)
+
+
+def test_addresses_sort_by_number():
+    addresses = ["fd00::2", "10.0.0.10", "10.0.0.9", "fd00::1", "10.0.0.200"]
+    assert sorted(addresses, key=address_order) == ["10.0.0.9", "10.0.0.10", "10.0.0.200", "fd00::1", "fd00::2"]
+
+
+def test_a_dead_resolver_costs_its_timeout(monkeypatch):
+    import threading
+    import time
+
+    forever = threading.Event()
+    monkeypatch.setattr(networks.socket, "getaddrinfo", lambda *a, **k: forever.wait(30) and [])
+    start = time.monotonic()
+    assert networks.resolve(["a", "b", "10.0.0.1"], timeout=0.2) == {"a": [], "b": [], "10.0.0.1": ["10.0.0.1"]}
+    assert time.monotonic() - start < 1
+    forever.set()
+
+
+@pytest.mark.lab
+def test_ipv6_hosts_and_link_local_neighbours(lab):
+    from fake_ollama import Server, model, serve
+
+    from trainyard.discovery.engine import discover
+
+    lab.controller("10.31.0.1/28", "fe80::1/64", "fd00:31::1/64")
+    node = lab.node("n", "10.31.0.5/28", "fe80::5/64", "fd00:31::5/64")
+    lab.wait_for_links()
+    with serve([Server("::", namespace=node, models=[model("six")])]):  # takes IPv4 as well, as Ollama does
+        named = lab.run(lambda: discover(Settings(hosts=("[fd00:31::5]:11434", "fe80::5%eth0"), networks=())))
+        neighbours = lab.run(lambda: discover(Settings(ipv6_neighbours=True, interfaces=("eth0",))))
+    assert [m.addresses for m in named.machines] == [["fd00:31::5", "fe80::5%eth0"]]
+    assert [m.addresses for m in neighbours.machines] == [["10.31.0.5", "fe80::5%eth0"]]

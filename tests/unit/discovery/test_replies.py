@@ -1,0 +1,154 @@
+"""Parsing, under fire: ten thousand replies that almost make sense, over real sockets and straight into the parser."""
+
+import asyncio
+import json
+import random
+import time
+
+import pytest
+from fake_ollama import model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainyard.discovery import replies
+from trainyard.discovery.http import MAX_BODY, BadReply, get
+from trainyard.discovery.networks import Target
+from trainyard.discovery.scan import ask
+
+PARSERS = (replies.parse_version, replies.parse_tags, replies.parse_ps)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(list(model("x"))), inner),
+)
+
+
+@pytest.mark.parametrize("version", ["0.12.3", "0.5.4-ipexllm-20250407", "0.0.0", "0.13.0-rc1", "1.2.3+build.5"])
+def test_versions_that_are(version):
+    assert replies.parse_version(json.dumps({"version": version}).encode()) == version
+
+
+@pytest.mark.parametrize("version", ["", "x", "0.1", "0.1.2\n", "{{ 1 }}", "0.1.2 {{x}}", None, 5, ["0.1.2"], "٣.١.٢"])
+def test_versions_that_are_not(version):
+    with pytest.raises(BadReply):
+        replies.parse_version(json.dumps({"version": version}).encode())
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"models": 5}', b"{}", b'{"models": NaN}', b"9" * 9999]
+)
+def test_tags_that_are_not(body):
+    with pytest.raises(BadReply):
+        replies.parse_tags(body)
+
+
+def test_an_empty_list_is_ollama_too():
+    assert replies.parse_tags(b'{"models": null}') == replies.parse_tags(b'{"models": []}') == ([], 0)
+
+
+@given(
+    st.binary()
+    | JSON.map(lambda v: json.dumps(v).encode())
+    | st.builds(lambda v: json.dumps({"version": v, "models": [v]}).encode(), JSON)
+)
+@settings(max_examples=500, deadline=None)
+def test_parsers_say_bad_reply_or_give_clean_text(body):
+    for parse in PARSERS:
+        try:
+            result = parse(body)
+        except BadReply as error:
+            assert str(error).isprintable()
+        else:
+            assert "\n" not in str(result)
+
+
+def mutants(seed: int, count: int):
+    """HTTP replies of Ollama's, each broken somewhere: bytes flipped, cut out, doubled, numbers blown up."""
+    chance = random.Random(seed)
+    bodies = [b'{"version":"0.12.3"}', json.dumps({"models": [model("qwen2.5:0.5b"), model("llama3.2")]}).encode()]
+    for _ in range(count):
+        body = chance.choice(bodies)
+        head = chance.choice(
+            [
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body),
+                b"HTTP/1.0 200 OK\r\n\r\n",
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body),
+            ]
+        )
+        reply = bytearray(head + body + (b"\r\n0\r\n\r\n" if b"chunked" in head else b""))
+        for _ in range(chance.randrange(1, 6)):
+            at = chance.randrange(len(reply) + 1)
+            kind = chance.randrange(5)
+            if kind == 0 and at < len(reply):
+                reply[at] = chance.randrange(256)
+            elif kind == 1:
+                del reply[at : at + chance.randrange(1, 40)]
+            elif kind == 2:
+                reply[at:at] = reply[at : at + chance.randrange(1, 200)]
+            elif kind == 3:
+                reply[at:at] = chance.choice(
+                    [b"{{ 1 }}", b"\r\n", b"\x00", b"9" * 30, b"[" * 300, b"\\ud800", b"-", b'"']
+                )
+            else:
+                reply[at:at] = chance.randbytes(chance.randrange(1, 30))
+        yield bytes(reply)
+
+
+def test_ten_thousand_broken_replies_over_a_socket():
+    """No crash, no hang: each ends as an answer or as BadReply, all of them within a minute."""
+    count, at_once = 10_000, 50
+    waiting, served = mutants(4, count), [0]
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(next(waiting, b""))
+        served[0] += 1
+        writer.close()
+
+    async def client(port: int, outcomes: list[str]) -> None:
+        # Not so many questions, so many answers: on a busy machine one may be over before it is heard.
+        while served[0] < count:
+            outcomes.append("")
+            try:
+                body = await get("127.0.8.1", port, "/api/tags", 1.0)
+                for parse in PARSERS:
+                    try:
+                        parse(body)
+                    except BadReply:
+                        continue
+                    outcomes[-1] = "parsed"
+            except BadReply as error:
+                assert str(error).isprintable()
+
+    async def main() -> list[str]:
+        server = await asyncio.start_server(serve_one, "127.0.8.1", 0, backlog=200)
+        outcomes: list[str] = []
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            await asyncio.gather(*(client(port, outcomes) for _ in range(at_once)))
+        return outcomes
+
+    start = time.perf_counter()
+    outcomes = asyncio.run(main())
+    assert len(outcomes) >= count
+    assert next(waiting, None) is None
+    assert time.perf_counter() - start < 60
+
+
+def test_a_body_one_byte_too_large():
+    async def main(size: int) -> int:
+        async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * size)
+            writer.close()
+
+        async with await asyncio.start_server(serve_one, "127.0.8.1", 0) as server:
+            return len(await get("127.0.8.1", server.sockets[0].getsockname()[1], "/", 5.0))
+
+    assert asyncio.run(main(MAX_BODY)) == MAX_BODY
+    with pytest.raises(BadReply, match="larger than 2 MiB"):
+        asyncio.run(main(MAX_BODY + 1))
+
+
+def test_nobody_there():
+    with pytest.raises(BadReply, match="the connection broke"):
+        asyncio.run(ask(Target("127.0.8.1", 9), 1.0))

@@ -1,0 +1,135 @@
+"""The scan itself: real servers, real timeouts, real kernel tables."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from fake_ollama import Server, model, serve
+
+from trainyard.discovery.engine import discover
+from trainyard.discovery.networks import Target
+from trainyard.discovery.report import Report
+from trainyard.discovery.scan import scan
+from trainyard.discovery.settings import Settings
+
+
+def calls(lab, settings: Settings, limit: float) -> list[Report]:
+    """Calls until one takes no longer than `limit` seconds: this is about the method, and the machine may be busy."""
+    reports: list[Report] = []
+    while not any(r.seconds <= limit for r in reports):
+        assert len(reports) < 20, f"{[r.seconds for r in reports]} s, not one within {limit} s"
+        reports.append(lab.run(lambda: discover(settings)))
+    return reports
+
+
+def found(report: Report) -> list[str]:
+    return [m.places[0].address for m in report.machines]
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("live", [8, 40])
+def test_a_24_is_found_whole_within_the_timeout_and_a_fifth(lab24, live):
+    # 40 namespaces exist; those without a server must be silent, not refuse.
+    quiet = [] if live == 40 else [f"10.9.0.{i}" for i in range(11 + live, 51)]
+    servers = [
+        Server(f"10.9.0.{i}", namespace=f"{lab24.tag}-n{i}", models=[model(f"m{i}")]) for i in range(11, 11 + live)
+    ]
+    settings = Settings(networks=("10.9.0.0/24",), exclude=tuple(quiet), this_machine=False)
+    with serve(servers):
+        reports = calls(lab24, settings, 1.2 * settings.connect_timeout)
+    assert all(found(r) == [s.address for s in servers] for r in reports)
+
+
+@pytest.mark.lab
+def test_servers_that_answer_in_450_ms_are_all_found_in_under_600_ms(lab24):
+    servers = [Server(f"10.9.0.{i}", namespace=f"{lab24.tag}-n{i}", delay=0.45) for i in range(11, 19)]
+    with serve(servers):
+        reports = calls(lab24, Settings(this_machine=False), 0.6)
+    assert all(len(r.machines) == 8 for r in reports)
+
+
+def neighbour_table() -> dict[str, int]:
+    """The kernel's counters; only the first network namespace shows them."""
+    names, *rows = (line.split() for line in Path("/proc/net/stat/arp_cache").read_text().splitlines())
+    return {name: sum(int(row[i], 16) for row in rows) for i, name in enumerate(names)}
+
+
+@pytest.mark.lab
+def test_a_22_does_not_overflow_the_neighbour_table(lab):
+    lab.controller("10.20.0.1/22")
+    live = [
+        lab.node(f"n{i}", address) for i, address in enumerate(["10.20.0.9/22", "10.20.1.200/22", "10.20.3.254/22"])
+    ]
+    lab.wait_for_links()
+    if not Path("/proc/net/stat/arp_cache").exists():
+        pytest.skip("this kernel does not show its neighbour table's counters here")
+    before = neighbour_table()["table_fulls"]
+    addresses = ["10.20.0.9", "10.20.1.200", "10.20.3.254"]
+    with serve([Server(a, namespace=n, models=[model(a)]) for a, n in zip(addresses, live, strict=True)]):
+        report = lab.run(lambda: discover(Settings()))
+    assert found(report) == addresses
+    assert report.addresses == 1023  # all of them, and 127.0.0.1
+    assert neighbour_table()["table_fulls"] == before
+
+
+@pytest.mark.lab
+def test_the_second_pass_asks_the_silent_ones_alone(lab):
+    lab.controller("10.21.0.1/28")
+    node = lab.node("n", "10.21.0.5/28")
+    lab.wait_for_links()
+    settings = {"connect_timeout": 0.2, "this_machine": False}
+    with serve([Server("10.21.0.5", namespace=node)]):
+        once = lab.run(lambda: discover(Settings(**settings)))
+        twice = lab.run(lambda: discover(Settings(**settings, passes=2, second_timeout=0.5)))
+    assert once.silent == twice.silent == 12  # 14 addresses, less ours and the server's
+    assert once.refused == twice.refused == 0
+    assert once.seconds < 0.4 <= twice.seconds < 1.1
+    assert len(twice.machines) == 1
+
+
+@pytest.mark.parametrize("kind", ["ollama", "segments", "chunked", "to_the_end", "without_ps"])
+def test_replies_are_read_to_their_end_however_they_come(kind):
+    models = [model("qwen2.5:0.5b"), model("llama3.2:1b", "llama")]
+    loaded = [{"name": "qwen2.5:0.5b", "size": 900, "size_vram": 700}]
+    with serve([Server("127.0.4.1", 18434, kind=kind, models=models, loaded=loaded)]):
+        [answer] = asyncio.run(scan([Target("127.0.4.1", 18434)], Settings(), {})).answers
+    assert [(m.name, m.family, m.parameters, m.quantisation) for m in answer.models] == [
+        ("llama3.2:1b", "llama", "494.03M", "Q4_K_M"),
+        ("qwen2.5:0.5b", "qwen2", "494.03M", "Q4_K_M"),
+    ]
+    assert [(m.name, m.size, m.vram) for m in answer.loaded] == (
+        [] if kind == "without_ps" else [("qwen2.5:0.5b", 900, 700)]
+    )
+
+
+def test_the_order_is_the_addresses_whoever_answers_first():
+    delays = {"127.0.4.9": 0.0, "127.0.4.10": 0.3, "127.0.4.2": 0.15}
+    with serve([Server(a, 18434, delay=d) for a, d in delays.items()]):
+        targets = [Target(a, 18434) for a in ("127.0.4.2", "127.0.4.9", "127.0.4.10")]
+        answers = asyncio.run(scan(targets, Settings(), {})).answers
+    assert [a.target.address for a in answers] == ["127.0.4.2", "127.0.4.9", "127.0.4.10"]
+
+
+def test_many_open_ports_do_not_exhaust_files():
+    """600 open ports in a process that may open 512 files."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    targets = [Target(f"127.0.{5 + i // 200}.{1 + i % 200}", 18434) for i in range(600)]
+    with serve([Server(t.address, 18434) for t in targets]):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        try:
+            findings = asyncio.run(scan(targets, Settings(answer_timeout=10), {}))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(findings.answers) == 600
+
+
+def test_a_refused_port_costs_nothing():
+    start = time.perf_counter()
+    findings = asyncio.run(
+        scan([Target(f"127.0.4.{i}", 18435) for i in range(1, 200)], Settings(connect_timeout=5), {})
+    )
+    assert len(findings.refused) == 199
+    assert time.perf_counter() - start < 1

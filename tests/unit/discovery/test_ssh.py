@@ -1,0 +1,169 @@
+"""Host keys and known_hosts, held against OpenSSH's own tools."""
+
+import asyncio
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fake_ollama import Server, serve
+from netlab import daemon
+
+from trainyard.discovery.identity import Machine, Place
+from trainyard.discovery.identity import Server as Seen
+from trainyard.discovery.ssh import fetch_host_keys, fingerprint, known_hosts_name, read_known_hosts
+from trainyard.discovery.trust import judge
+
+pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="needs OpenSSH's ssh-keygen")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> list[str]:
+    """Three public keys, `type base64`."""
+    folder = tmp_path_factory.mktemp("keys")
+    made = []
+    for kind, name in (("ed25519", "a"), ("ed25519", "b"), ("ecdsa", "c")):
+        subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", folder / name], check=True)
+        made.append(" ".join((folder / f"{name}.pub").read_text().split()[:2]))
+    return made
+
+
+LINES = [
+    "10.0.0.5 {0}",
+    "node1,10.0.0.6 {1}",
+    "[10.0.0.7]:2222 {0}",
+    "*.lan,!bad.lan {2}",
+    "10.0.1.? {1}",
+    "@revoked 10.0.0.8 {0}",
+    "@cert-authority *.example.org {0}",
+    "# a comment",
+    "broken",
+    "",
+    "10.0.0.9 {0} a comment",
+]
+HOSTS = [
+    *("10.0.0.5", "10.0.0.6", "node1", "NODE1", "10.0.0.7", "[10.0.0.7]:2222", "[10.0.0.5]:2222", "x.lan", "bad.lan"),
+    *("10.0.1.7", "10.0.1.77", "10.0.0.9", "10.0.0.1", "a.example.org"),
+]
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_known_hosts_is_read_as_ssh_keygen_reads_it(tmp_path, keys, hashed):
+    file = tmp_path / "known_hosts"
+    # ssh-keygen hashes no file with a line that it cannot read.
+    file.write_text("\n".join(line for line in LINES if not (hashed and line == "broken")).format(*keys) + "\n")
+    if hashed:
+        subprocess.run(["ssh-keygen", "-q", "-H", "-f", file], check=True, capture_output=True)
+        assert "|1|" in file.read_text()
+    ours = read_known_hosts([str(file), str(tmp_path / "none")])
+    for host in HOSTS:
+        told = subprocess.run(["ssh-keygen", "-F", host.lower(), "-f", file], capture_output=True, text=True).stdout
+        theirs = {
+            " ".join(line.split()[1:3]) for line in told.splitlines() if line and not line.startswith(("#", "@cert"))
+        }
+        assert {e.key for e in ours if e.names(host.lower()) and not e.revoked} == theirs, host
+    assert [e.revoked for e in ours if e.names("10.0.0.8")] == [True]
+
+
+def test_fingerprints_are_sshs_own(tmp_path, keys):
+    for key in keys:
+        (tmp_path / "k.pub").write_text(key + "\n")
+        told = subprocess.run(
+            ["ssh-keygen", "-lf", tmp_path / "k.pub"], capture_output=True, text=True, check=True
+        ).stdout
+        assert told.split()[1] == fingerprint(key)
+
+
+def machine(*host_keys: str, address: str = "10.0.0.5", port: int = 22) -> Machine:
+    seen = Seen(port=11434, version="0.12.3", models=(), loaded=(), response_ms=1)
+    place = Place(address=address, ssh_port=port, host_keys=host_keys, servers=(seen,))
+    return Machine(local=False, places=(place,))
+
+
+@pytest.mark.parametrize(
+    ("line", "port", "ready", "reason"),
+    [
+        ("", 22, False, "has not been accepted"),
+        ("10.0.0.5 {0}", 22, True, "is known"),
+        ("10.0.0.5 {1}", 22, False, "is not the one in known_hosts"),
+        ("10.0.0.5 {1}\n10.0.0.5 {0}", 22, True, "is known"),
+        ("[10.0.0.5]:2222 {0}", 2222, True, "is known"),
+        ("[10.0.0.5]:2222 {0}", 22, False, "has not been accepted"),
+        ("10.0.0.5 {0}", 2222, True, "is known"),
+        ("10.0.0.5 {1}", 2222, False, "has not been accepted"),
+        ("node1 {0}", 22, True, "is known"),
+        ("@revoked * {0}\n10.0.0.5 {0}", 22, False, "is revoked"),
+        ("10.0.0.* {0}", 22, True, "is known"),
+    ],
+)
+def test_judgement(tmp_path, keys, line, port, ready, reason):
+    file = tmp_path / "known_hosts"
+    file.write_text(line.format(*keys) + "\n")
+    found = machine(keys[0], keys[2], port=port)
+    trust = judge(found, read_known_hosts([str(file)]), {"10.0.0.5": ["node1"]}, str(file))
+    assert (trust.ready, reason in trust.reason) == (ready, True), trust
+    if not ready and trust.accept:
+        # The command does what it says: afterwards the machine is known, to us and to ssh.
+        subprocess.run(["sh", "-c", trust.accept], check=True, capture_output=True)
+        assert judge(found, read_known_hosts([str(file)]), {}, str(file)).ready
+        name = known_hosts_name("10.0.0.5", port)
+        assert keys[0] in subprocess.run(["ssh-keygen", "-F", name, "-f", file], capture_output=True, text=True).stdout
+
+
+def test_without_ssh_there_is_nothing_to_accept():
+    trust = judge(machine(), [], {}, "known_hosts")
+    assert not trust.ready and not trust.accept
+    assert trust.reason == "no SSH server shows its key on port 22"
+
+
+def test_the_address_with_the_known_key_is_the_one_to_use(tmp_path, keys):
+    file = tmp_path / "known_hosts"
+    file.write_text(f"10.0.0.5 {keys[0]}\n")
+    one, other = machine(keys[0], address="10.0.0.4"), machine(keys[0], address="10.0.0.5")
+    both = Machine(local=False, places=(*one.places, *other.places))
+    assert judge(both, read_known_hosts([str(file)]), {}, str(file)).place.address == "10.0.0.5"
+
+
+def sshd(folder: Path, name: str, address: str, port: int, namespace: str | None = None, before: Sequence[str] = ()):
+    """A real sshd with a host key of its own (`folder/name`), as a context; `before` is a command that starts it."""
+    program = shutil.which("sshd") or "/usr/sbin/sshd"
+    if not Path(program).exists():
+        pytest.skip("needs sshd (package openssh-server)")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    key = folder / name
+    if not key.exists():
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    options = [f"ListenAddress={address}:{port}", f"HostKey={key}", "PidFile=none", "UsePAM=no", "StrictModes=no"]
+    options += [f"AuthorizedKeysFile={folder}/authorized_keys", "PermitRootLogin=yes", "MaxStartups=100"]
+    command = [*before, program, "-D", "-e", "-f", "/dev/null", *(w for o in options for w in ("-o", o))]
+    return daemon(namespace, command, folder / f"{name}.{address}.log")
+
+
+def keys_at(address: str, port: int, seconds: float = 10) -> tuple[str, ...]:
+    """What it shows, once it is up."""
+    deadline = time.monotonic() + seconds
+    while not (found := asyncio.run(fetch_host_keys(address, port, 2.0))) and time.monotonic() < deadline:
+        pass
+    return found
+
+
+@pytest.mark.lab
+def test_a_real_sshds_key(tmp_path):
+    with sshd(tmp_path, "host", "127.0.9.1", 18022):
+        assert keys_at("127.0.9.1", 18022) == (" ".join((tmp_path / "host.pub").read_text().split()[:2]),)
+
+
+@pytest.mark.parametrize("kind", ["tarpit", "endless", "garbage", "hang_up", "drip"])
+def test_what_is_not_ssh_has_no_key_and_takes_no_longer_than_its_timeout(kind):
+    with serve([Server("127.0.9.2", 18022, kind=kind)]):
+        start = time.perf_counter()
+        assert asyncio.run(fetch_host_keys("127.0.9.2", 18022, 1.0)) == ()
+        assert time.perf_counter() - start < 2
+
+
+def test_without_ssh_keyscan_there_is_no_key(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with serve([Server("127.0.9.2", 18022)]):
+        assert asyncio.run(fetch_host_keys("127.0.9.2", 18022, 1.0)) == ()

@@ -1,0 +1,135 @@
+"""The output callback `trainyard`: plain failures on one line, tables as they are, all else as Ansible's default."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ansible_runner
+import pytest
+import yaml
+from run_hosts import TOP
+
+SAY = """#!/usr/bin/python
+import sys
+from ansible.module_utils.basic import AnsibleModule
+module = AnsibleModule({"result": {"type": "dict"}}, supports_check_mode=True)
+module.exit_json(**module.params["result"])
+"""
+
+
+@pytest.fixture
+def say(tmp_path: Path):
+    """Run a task whose result is given, on two hosts; what was printed, without colours."""
+    (tmp_path / "say.py").write_text(SAY)
+    environment = {
+        **os.environ,
+        "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"),
+        "ANSIBLE_LIBRARY": str(tmp_path),
+        "ANSIBLE_NOCOLOR": "1",
+        "ANSIBLE_PYTHON_INTERPRETER": sys.executable,
+    }
+
+    def run(task: dict, *arguments: str, hosts: str = "a,b,") -> str:
+        play = {"name": "Play", "hosts": "all", "gather_facts": False, "connection": "local", "tasks": [task]}
+        (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+        command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", hosts, *arguments]
+        done = subprocess.run(
+            [*command, str(tmp_path / "play.yml")],
+            cwd=TOP,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout.partition("PLAY RECAP")[0]
+
+    return run
+
+
+def body(said: str) -> list[str]:
+    """What was printed between the play's banner and the recap, without empty lines."""
+    return [line for line in said.splitlines() if line.strip() and not line.startswith("PLAY ")]
+
+
+def result(**values) -> dict:
+    return {"name": "Task", "say": {"result": values}}
+
+
+def test_a_plain_failure_is_one_line_a_host(say) -> None:
+    said = say(result(failed=True, plain=True, msg="no room\n on /data"))
+    assert sorted(body(said)) == ["error: a: no room on /data", "error: b: no room on /data"]
+
+
+def test_a_plain_failure_of_all_names_no_host(say) -> None:
+    said = say(result(failed=True, plain=True, msg="no room", lines=["because", "of this"]) | {"run_once": True})
+    assert body(said) == ["error: no room", "because", "of this"]
+
+
+def test_fail_and_assert_are_sentences(say) -> None:
+    assert body(say({"name": "Task", "ansible.builtin.fail": {"msg": "give a model"}}, hosts="a,")) == [
+        "error: a: give a model"
+    ]
+    check = {"name": "Task", "ansible.builtin.assert": {"that": "false", "fail_msg": "give a model"}, "run_once": True}
+    assert body(say(check)) == ["error: give a model"]
+
+
+def test_items_fail_plainly_too(say) -> None:
+    task = {"name": "Task", "say": {"result": "{{ item }}"}, "run_once": True}
+    task["loop"] = [{"failed": True, "plain": True, "msg": "first"}, {"msg": "well"}]
+    said = body(say(task))
+    assert "error: first" in said
+    assert not any("fatal" in line or "One or more" in line for line in said)
+
+
+def test_an_ignored_plain_failure_says_so(say) -> None:
+    said = say(result(failed=True, plain=True, msg="no room") | {"ignore_errors": True}, hosts="a,")
+    assert body(said) == ["error: a: no room", "...ignoring"]
+
+
+def test_lines_are_printed_as_they_are(say) -> None:
+    said = body(say(result(lines=["rank  host", "0     a"]) | {"run_once": True}))
+    assert said[0].startswith("TASK [Task]")
+    assert said[1:] == ["rank  host", "0     a"]
+
+
+def test_all_else_is_the_default(say) -> None:
+    said = say(result(failed=True, msg="no room"), hosts="a,")
+    assert "fatal: [a]: FAILED! =>" in said and "no room" in said
+    assert body(say(result(changed=True), hosts="a,"))[1:] == ["changed: [a]"]
+    assert '"well"' in say(result(msg="well"), "-v", hosts="a,") or "well" in say(result(msg="well"), "-v", hosts="a,")
+
+
+def test_it_works_under_ansible_runner(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    tasks = [{"name": "Task", "ansible.builtin.fail": {"msg": "give a model"}, "run_once": True}]
+    play = {"name": "Play", "hosts": "all", "gather_facts": False, "connection": "local", "tasks": tasks}
+    (tmp_path / "project/play.yml").write_text(yaml.safe_dump([play]))
+    events: list[dict] = []
+    ended = ansible_runner.run(
+        private_data_dir=str(tmp_path),
+        playbook="play.yml",
+        inventory="a,",
+        quiet=True,
+        envvars={
+            "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"),
+            "ANSIBLE_CALLBACK_PLUGINS": str(TOP / "plugins/callback"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "ANSIBLE_STDOUT_CALLBACK": "trainyard",
+            "ANSIBLE_NOCOLOR": "1",
+        },
+        event_handler=lambda event: bool(events.append(event)) or True,
+    )
+    assert ended.rc == 2
+    said = [event["stdout"] for event in events if event["event"] == "runner_on_failed"]
+    assert said == ["error: give a model"]
+
+
+def test_its_documentation_can_be_read() -> None:
+    doc = [str(Path(sys.executable).with_name("ansible-doc")), "-t", "callback", "trainyard"]
+    shown = subprocess.run(
+        doc, cwd=TOP, env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")}, capture_output=True, check=True
+    )
+    assert b"display_failed_stderr" in shown.stdout

@@ -1,0 +1,159 @@
+"""Which environment every host gets, and who fetches for whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.python_env import resolve
+from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
+from trainyard.python_env.resolve import EnvironmentBuildError, Wish, choose_flavour, differences, plan
+
+TOP = Path(__file__).resolve().parents[2]
+WISH = Wish(("pydantic>=2",), ("pydantic==2.1",), "0.1.0+aa")
+
+
+def look(**more: Any) -> dict[str, Any]:
+    return {
+        "env": "venv",
+        "python": "/data/venv/bin/python",
+        "base": "/usr/bin/python3",
+        "link": "/data/venv",
+        "version": "3.11.2",
+        "has_venv": True,
+        "machine": "x86_64",
+        "driver": "",
+        "capabilities": [],
+        "blocked": False,
+        "target": "",
+        "marker": {},
+        "wheels": [],
+        "versions": {},
+    } | more
+
+
+def test_the_first_of_a_kind_fetches_for_its_like() -> None:
+    hosts = plan(
+        {"a": look(), "b": look(version="3.12.3"), "c": look(), "d": look(env="as-is", python="/opt/py")}, WISH
+    )
+    assert [hosts[name]["builder"] for name in "abcd"] == ["a", "b", "a", "d"]
+    assert [hosts[name]["fetches"] for name in "abcd"] == [True, True, False, False]
+    assert [hosts[name]["serves"] for name in "abcd"] == [True, False, False, False]
+    assert [hosts[name]["todo"] for name in "abcd"] == ["all", "all", "all", "none"]
+
+
+def test_what_is_there_is_left_and_kept_wheels_are_used_again() -> None:
+    key = plan({"a": look()}, WISH)["a"]["key"]
+    whole = {"key": key, "trainer": WISH.trainer}
+    hosts = plan(
+        {"a": look(marker=whole, wheels=[key]), "b": look(), "c": look(marker=whole | {"trainer": "old"})}, WISH
+    )
+    assert [hosts[name]["todo"] for name in "abc"] == ["none", "all", "trainer"]
+    assert hosts["a"]["serves"] and not hosts["a"]["fetches"]
+    lost = plan({"a": look(marker=whole), "b": look()}, WISH)
+    assert lost["a"]["fetches"] and lost["a"]["todo"] == "none"
+    changed = plan({"a": look(marker=whole)}, Wish(WISH.requirements, ("pydantic==2.2",), WISH.trainer))
+    assert changed["a"]["todo"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        (look(version="3.10.12"), "Python 3.10.12, takes 3.11 to 3.13"),
+        (look(version="3.14.0"), "python_env: conda"),
+        (look(version=""), "there is no Python at /usr/bin/python3"),
+        (look(has_venv=False), "apt install python3-venv"),
+        (look(blocked=True), "/data/venv is there and is not ours"),
+        (look(python="/opt/python"), "say python_env: as-is"),
+        (look(env="conda"), "python_conda_lock"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line(host: dict[str, Any], says: str) -> None:
+    with pytest.raises(EnvironmentBuildError, match=says.replace(".", r"\.")) as caught:
+        plan({"a": host}, WISH)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hosts", "build"),
+    [
+        ("auto", [("", []), ("", [])], "cpu"),
+        ("cu126", [("", [])], "cu126"),
+        ("auto", [("580.65.06", ["8.9"]), ("", [])], "cu130"),
+        ("auto", [("580.65.06", ["8.9"]), ("535.183.01", ["8.6"])], "cu126"),
+        ("auto", [("580.65.06", ["6.1"])], "cu126"),  # Pascal: CUDA 13 no longer knows it
+        ("auto", [("570.86", ["12.0"])], "cu128"),  # Blackwell: CUDA 12.6 does not know it yet
+    ],
+)
+def test_one_build_of_torch_for_all(wanted: str, hosts: list[tuple[str, list[str]]], build: str) -> None:
+    looks = {f"h{place}": {"driver": driver, "capabilities": cards} for place, (driver, cards) in enumerate(hosts)}
+    assert choose_flavour(wanted, looks) == build
+
+
+def test_no_build_suits_an_old_card_beside_a_new_one() -> None:
+    looks = {"a": {"driver": "580.1", "capabilities": ["6.1"]}, "b": {"driver": "580.1", "capabilities": ["12.0"]}}
+    with pytest.raises(EnvironmentBuildError, match=r"compute capability 6\.1, 12\.0"):
+        choose_flavour("auto", looks)
+    with pytest.raises(EnvironmentBuildError, match=r"the oldest is 470\.1 on a"):
+        choose_flavour("auto", {"a": {"driver": "470.1", "capabilities": ["3.5"]}})
+
+
+def test_the_project_says_what_a_node_needs() -> None:
+    pyproject = TOP / "pyproject.toml"
+    small = resolve.requirements(pyproject, [], torch=False)
+    assert not any(line.startswith("torch") for line in small)
+    assert any(line.startswith("torch==") for line in resolve.requirements(pyproject, [], torch=True))
+    assert "wandb" in resolve.requirements(pyproject, ["wandb"], torch=True)
+    with pytest.raises(EnvironmentBuildError, match="there is no extra 'wandbb'"):
+        resolve.requirements(pyproject, ["wandbb"], torch=True)
+    assert all("==" in line for line in resolve.pins(TOP / "constraints.txt"))
+
+
+def test_differences_are_a_table_of_what_differs_alone() -> None:
+    same = {"python": "3.11.2", "torch": "2.13.0"}
+    assert differences({"a": same, "b": dict(same)}) == []
+    lines = differences({"a": same, "b": {**same, "torch": "2.12.1", "nccl": "2.27"}})
+    assert [line.split() for line in lines] == [["a", "b"], ["nccl", "none", "2.27"], ["torch", "2.13.0", "2.12.1"]]
+
+
+def test_a_conda_lock_is_read_line_by_line() -> None:
+    digest = "0" * 64
+    text = f"# platform\n@EXPLICIT\nhttps://c/linux-64/python-3.12.8-h_0.conda#{digest}\nfile:///m/noarch/tzdata-1-0.tar.bz2#sha256:{digest}\n"
+    packages = resolve.conda_packages(text)
+    assert [(one["subdir"], one["file"]) for one in packages] == [
+        ("linux-64", "python-3.12.8-h_0.conda"),
+        ("noarch", "tzdata-1-0.tar.bz2"),
+    ]
+    assert resolve.conda_python(packages) == "3.12.8"
+    wish = Wish(WISH.requirements, WISH.pins, WISH.trainer, conda=text)
+    # The host's own Python does not matter then: unlike distributions are of one kind.
+    hosts = plan({"a": look(env="conda", version="3.10.1"), "b": look(env="conda", version="3.13.0")}, wish)
+    assert hosts["a"]["key"] == hosts["b"]["key"] and hosts["b"]["builder"] == "a" and hosts["a"]["tag"] == "3.12"
+    with pytest.raises(EnvironmentBuildError, match="line 1"):
+        resolve.conda_packages("https://c/linux-64/python-3.12.8-h_0.conda\n")
+    with pytest.raises(EnvironmentBuildError, match="no package python"):
+        resolve.conda_python(packages[1:])
+
+
+@pytest.mark.slow
+def test_the_kit_installs_into_a_bare_environment(tmp_path: Path) -> None:
+    """pip's archive and the trainer's wheel, as a host gets them: no ensurepip, no network."""
+    wheel, archive = trainer_wheel(TOP, tmp_path / "kit"), pip_archive(tmp_path / "kit")
+    again = trainer_wheel(TOP, tmp_path / "again")
+    assert wheel.read_bytes() == again.read_bytes() and wheel.name == again.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "trainer/config/run_spec.py" in names and "trainer/strategy/__init__.py" in names
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    python = tmp_path / "env/bin/python"
+    site = next((tmp_path / "env/lib").glob("python*")) / "site-packages"
+    subprocess.run([python, "-I", "-m", "zipfile", "-e", archive, site], check=True)
+    subprocess.run([python, "-I", "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel], check=True)
+    said = subprocess.run(
+        [python, "-I", "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
+    )
+    assert f"trainyard=={trainer_version(TOP)}" in said.stdout

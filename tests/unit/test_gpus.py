@@ -1,0 +1,116 @@
+"""NVIDIA cards found in sysfs trees as the kernel lays them out, and the driver that they want."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from plugins.module_utils.gpus import RANGES, find, wanted
+
+TOP = Path(__file__).resolve().parents[2]
+NVIDIA, VGA, COMPUTE, AUDIO = "0x10de", "0x030000", "0x030200", "0x040300"
+
+
+def card(sysfs: Path, slot: str, device: str, vendor: str = NVIDIA, kind: str = VGA, module: str = "") -> None:
+    """A device as /sys/bus/pci/devices shows it: a link into /sys/devices, its driver a link again."""
+    real = sysfs / "devices/pci0000:00" / slot
+    real.mkdir(parents=True)
+    for name, text in (("vendor", vendor), ("device", device), ("class", kind)):
+        (real / name).write_text(text + "\n")
+    shown = sysfs / "bus/pci/devices"
+    shown.mkdir(parents=True, exist_ok=True)
+    (shown / slot).symlink_to(real)
+    if module:
+        driver = sysfs / "bus/pci/drivers" / module
+        driver.mkdir(parents=True, exist_ok=True)
+        (real / "driver").symlink_to(driver)
+
+
+def test_cards_are_found_without_their_driver_and_nothing_else_is_a_card(tmp_path: Path) -> None:
+    card(tmp_path, "0000:01:00.0", "0x2684", module="nouveau")
+    card(tmp_path, "0000:01:00.1", "0x22ba", kind=AUDIO)
+    card(tmp_path, "0000:41:00.0", "0x2330", kind=COMPUTE)
+    card(tmp_path, "0000:00:02.0", "0x9bc5", vendor="0x8086", module="i915")
+    assert find(tmp_path) == [
+        {"slot": "0000:01:00.0", "device": "0x2684", "generation": "Ada", "module": "nouveau"},
+        {"slot": "0000:41:00.0", "device": "0x2330", "generation": "Hopper", "module": ""},
+    ]
+    assert find(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("device", "generation", "branch", "modules"),
+    [
+        ("0x1401", "Maxwell", 580, "closed"),  # GTX 960
+        ("0x1b06", "Pascal", 580, "closed"),  # GTX 1080 Ti
+        ("0x1db6", "Volta", 580, "closed"),  # V100
+        ("0x1e04", "Turing", 590, "open"),  # RTX 2080 Ti
+        ("0x2191", "Turing", 590, "open"),  # GTX 1660 Ti
+        ("0x20b2", "Ampere", 590, "open"),  # A100
+        ("0x2204", "Ampere", 590, "open"),  # RTX 3090
+        ("0x2684", "Ada", 590, "open"),  # RTX 4090
+        ("0x2330", "Hopper", 590, "open"),  # H100
+        ("0x2b85", "Blackwell", 590, "open"),  # RTX 5090
+        ("0x3fff", "", 590, "open"),  # newer than the table
+    ],
+)
+def test_a_card_wants_a_driver(device: str, generation: str, branch: int, modules: str, tmp_path: Path) -> None:
+    card(tmp_path, "0000:01:00.0", device)
+    found = find(tmp_path)
+    assert found[0]["generation"] == generation
+    want = wanted(found, 590)
+    assert (want["branch"], want["modules"], want["trouble"]) == (branch, modules, "")
+
+
+def test_cards_that_no_driver_runs_together_or_at_all() -> None:
+    kepler, pascal, blackwell = ({"device": number} for number in ("0x102d", "0x1b06", "0x2b85"))
+    assert "ends with 470" in wanted([kepler], 580)["trouble"]
+    assert "no one driver runs all its cards (Blackwell, Pascal)" in wanted([pascal, blackwell], 580)["trouble"]
+    assert wanted([], 580)["trouble"] == ""
+
+
+def test_the_ranges_do_not_overlap() -> None:
+    for (_, end, _), (begin, _, _) in itertools.pairwise(RANGES):
+        assert end < begin
+
+
+@pytest.mark.slow
+def test_the_role_says_what_the_cards_want_and_changes_nothing(tmp_path: Path) -> None:
+    card(tmp_path / "sys", "0000:01:00.0", "0x1b06", module="nouveau")
+    variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+    (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"cluster": {"hosts": {"localhost": variables}}}))
+    for name, sysfs, said in (("with", tmp_path / "sys", True), ("without", tmp_path / "none", False)):
+        play = {
+            "hosts": "all",
+            "gather_facts": False,
+            "roles": [{"role": "nvidia", "nvidia_sysfs": str(sysfs), "nvidia_install": not said}],
+        }
+        file = tmp_path / f"{name}.yml"
+        file.write_text(yaml.safe_dump([play]))
+        done = subprocess.run(
+            [
+                Path(sys.executable).with_name("ansible-playbook"),
+                "-i",
+                tmp_path / "hosts.yml",
+                file,
+            ],
+            env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=TOP,
+        )
+        assert done.returncode == 0, json.dumps([done.stdout, done.stderr])
+        assert "changed=0" in done.stdout
+        wants = (
+            "0000:01:00.0  10de:1b06  Pascal  driven by nouveau" in done.stdout
+            and "branch 580 with closed" in done.stdout
+        )
+        assert wants == said, done.stdout

@@ -1,0 +1,234 @@
+"""One NIC's address in netplan's files, and what can be wrong with the addresses of an inventory."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.module_utils.netplan_files import OURS, Nic, Wish, definitions, edit, is_nic, load
+from trainyard.addresses import problems
+from trainyard.known_hosts import Pins, pins_of
+
+NIC = Nic("enp1s0", "02:79:00:00:03:09", gateway="192.168.1.1", dns=("192.168.1.1",))
+WISH = Wish("192.168.1.11/24")
+CLOUD_INIT = """# This file is generated from information provided by the datasource.
+network:
+    version: 2
+    ethernets:
+        enp1s0:
+            dhcp4: true
+            dhcp6: true
+            match:
+                macaddress: 02:79:00:00:03:09
+            set-name: enp1s0
+        enp2s0:
+            addresses: [10.0.0.1/24]
+            optional: true
+"""
+
+
+def after(files: dict[str, str], changed: dict[str, str | None]) -> dict[str, str]:
+    return {name: text for name, text in {**files, **changed}.items() if text is not None}
+
+
+def ours(files: dict[str, str], nic: Nic = NIC, section: str = "ethernets") -> dict[str, Any]:
+    """The NIC's definition in the file of ours, as YAML reads it."""
+    devices = yaml.safe_load(files[OURS])["network"][section]
+    return next(definition for identity, definition in devices.items() if is_nic(identity, definition, nic))
+
+
+def test_from_dhcp_to_a_static_address() -> None:
+    files = {"50-cloud-init.yaml": CLOUD_INIT}
+    changed = edit(files, NIC, WISH)
+    new = after(files, changed)
+    assert ours(new) == {
+        "dhcp4": False,
+        "dhcp6": True,
+        "match": {"macaddress": "02:79:00:00:03:09"},
+        "set-name": "enp1s0",
+        "addresses": ["192.168.1.11/24"],
+        "routes": [{"to": "default", "via": "192.168.1.1"}],
+        "nameservers": {"addresses": ["192.168.1.1"]},
+    }
+    rest = yaml.safe_load(new["50-cloud-init.yaml"])["network"]["ethernets"]
+    assert rest == {"enp2s0": {"addresses": ["10.0.0.1/24"], "optional": True}}
+    assert edit(new, NIC, WISH) == {}
+
+
+def test_a_file_for_this_nic_alone_goes_and_others_are_not_written() -> None:
+    files = {
+        "10-one.yaml": "network: {version: 2, ethernets: {enp1s0: {dhcp4: true}}}",
+        "20-nm.yaml": "network: {version: 2, renderer: NetworkManager}  # desktop",
+        "30-other.yaml": "network: {version: 2, wifis: {wlan0: {dhcp4: true, access-points: {home: {password: x}}}}}",
+    }
+    changed = edit(files, NIC, WISH)
+    assert set(changed) == {"10-one.yaml", OURS}
+    assert changed["10-one.yaml"] is None
+
+
+def test_a_definition_for_many_nics_stays_and_ours_comes_before_it() -> None:
+    files = {"50.yaml": 'network: {version: 2, ethernets: {all-en: {match: {name: "en*"}, dhcp4: true, dhcp6: true}}}'}
+    changed = edit(files, NIC, WISH)
+    assert set(changed) == {OURS}
+    devices = yaml.safe_load(str(changed[OURS]))["network"]["ethernets"]
+    (identity,) = devices
+    assert identity < "all-en"
+    assert devices[identity]["match"] == {"name": "enp1s0"} and devices[identity]["dhcp6"] is True
+    assert edit(after(files, changed), NIC, WISH) == {}
+
+
+def test_what_an_inventory_says_goes_over_what_is_there() -> None:
+    static = """network:
+  ethernets:
+    enp1s0:
+      addresses: [192.168.1.57/24, "fd00::57/64"]
+      gateway4: 192.168.1.254
+      nameservers: {addresses: [9.9.9.9], search: [lan]}
+      routes: [{to: 10.9.0.0/16, via: 192.168.1.2}]
+"""
+    kept = ours(after({}, edit({"1.yaml": static}, NIC, WISH)))
+    assert kept["addresses"] == ["fd00::57/64", "192.168.1.11/24"] and "gateway4" not in kept
+    assert kept["routes"] == [
+        {"to": "10.9.0.0/16", "via": "192.168.1.2"},
+        {"to": "default", "via": "192.168.1.254"},
+    ]
+    assert kept["nameservers"] == {"addresses": ["9.9.9.9"], "search": ["lan"]}
+    said = Wish("192.168.1.11/24", gateway="192.168.1.3", dns=("1.1.1.1",), mtu=9000)
+    new = ours(after({}, edit({"1.yaml": static}, NIC, said)))
+    assert new["routes"][-1] == {"to": "default", "via": "192.168.1.3"} and new["mtu"] == 9000
+    assert new["nameservers"] == {"addresses": ["1.1.1.1"], "search": ["lan"]}
+    none = ours(after({}, edit({"1.yaml": static}, NIC, Wish("192.168.1.11/24", gateway="none", dns=()))))
+    assert none["routes"] == [{"to": "10.9.0.0/16", "via": "192.168.1.2"}]
+    assert none["nameservers"] == {"search": ["lan"]}
+    # A router that is not in the new network is none of its routers.
+    assert "routes" not in ours(after({}, edit({}, NIC, Wish("10.5.0.2/24"))))
+
+
+def test_an_address_may_be_on_a_bridge() -> None:
+    files = {"1.yaml": "network: {ethernets: {enp1s0: {}}, bridges: {br0: {interfaces: [enp1s0], dhcp4: yes}}}"}
+    bridge = Nic("br0", "02:79:00:00:00:01")
+    new = after(files, edit(files, bridge, WISH))
+    assert ours(new, bridge, "bridges") == {
+        "interfaces": ["enp1s0"],
+        "dhcp4": False,
+        "addresses": ["192.168.1.11/24"],
+    }
+    assert "enp1s0" in new["1.yaml"]
+
+
+@pytest.mark.parametrize("text", ["network: [a]", "network: {", "- x", "\t"])
+def test_a_broken_file_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^/etc/netplan/9\.yaml [^\n]*$"):
+        edit({"9.yaml": text}, NIC, WISH)
+
+
+names = st.sampled_from(["enp1s0", "enp2s0", "enp3s0", "eth0"])
+some = st.fixed_dictionaries(
+    {},
+    optional={
+        "dhcp4": st.booleans(),
+        "dhcp6": st.booleans(),
+        "mtu": st.sampled_from([1400, 9000]),
+        "addresses": st.lists(st.sampled_from(["10.0.0.5/24", "192.168.1.7/24", "fd00::7/64"]), max_size=3),
+        "routes": st.lists(
+            st.sampled_from([{"to": "default", "via": "192.168.1.9"}, {"to": "10.9.0.0/16", "via": "192.168.1.2"}]),
+            max_size=2,
+            unique_by=lambda route: route["to"],
+        ),
+        "nameservers": st.just({"addresses": ["9.9.9.9"]}),
+        "match": st.sampled_from([{"name": "en*"}, {"macaddress": "02:79:00:00:03:09"}, {"name": "enp1s0"}]),
+    },
+)
+files = st.dictionaries(
+    st.sampled_from(["10-a.yaml", "50-cloud-init.yaml", "90-z.yaml"]),
+    st.builds(
+        lambda devices: yaml.safe_dump({"network": {"version": 2, "ethernets": devices}}),
+        st.dictionaries(names, some, max_size=3),
+    ),
+)
+
+
+@given(files, st.sampled_from([WISH, Wish("10.1.0.3/16", gateway="10.1.0.1", mtu=1300), Wish("fd00::3/64")]))
+def test_once_is_enough_and_other_nics_stay_as_they_are(before: dict[str, str], wish: Wish) -> None:
+    try:
+        new = after(before, edit(before, NIC, wish))
+    except ValueError:
+        return  # a shared definition whose name comes first
+    assert edit(new, NIC, wish) == {}
+    assert wish.address in ours(new)["addresses"]
+
+    def others(files: dict[str, str]) -> list[Any]:
+        trees = {name: load(name, text) for name, text in sorted(files.items())}
+        return [
+            (file, identity, definition)
+            for file, _, identity, definition in definitions(trees)
+            if not is_nic(identity, definition, NIC)
+        ]
+
+    assert others(new) == others(before)
+
+
+@given(st.text(), st.text())
+def test_any_text_is_an_edit_or_a_line(one: str, other: str) -> None:
+    try:
+        edit({"1.yaml": one, "2.yaml": other}, NIC, WISH)
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"netplan_address": "192.168.1.300/24"}, "takes an address with its prefix"),
+        ({"netplan_address": "192.168.1.11"}, "takes an address with its prefix"),
+        ({"netplan_address": "192.168.1.11/33"}, "takes an address with its prefix"),
+        ({"netplan_address": "192.168.1.0/24"}, "the network's own address"),
+        ({"netplan_address": "192.168.1.255/24"}, "the network's own address"),
+        ({"netplan_address": "127.0.0.2/8"}, "which no NIC can have"),
+        ({"netplan_gateway": "192.168.2.1"}, "is not in the network 192.168.1.0/24"),
+        ({"netplan_gateway": "192.168.1.11"}, "is the host's own address"),
+        ({"netplan_gateway": "router"}, "takes an IP address, or none"),
+        ({"netplan_dns": ["9.9.9"]}, "netplan_dns has '9.9.9'"),
+        ({"netplan_mtu": 100}, "takes 576 to 9216 bytes"),
+        ({"netplan_mtu": 90000}, "takes 576 to 9216 bytes"),
+        ({"netplan_mtu": "big"}, "takes 576 to 9216 bytes"),
+        ({"netplan_nic": "eth0; reboot"}, "takes the name of a NIC or its MAC"),
+    ],
+)
+def test_what_is_wrong_with_one_host(variables: dict[str, Any], says: str) -> None:
+    (line,) = problems({"node1": {"netplan_address": "192.168.1.11/24", **variables}})
+    assert line.startswith("node1: netplan_") and says in line
+
+
+def test_what_is_wrong_between_hosts() -> None:
+    one = {"netplan_address": "192.168.1.11/24", "present": "192.168.1.57"}
+    assert problems({"node1": one, "node2": {"present": "192.168.1.58"}}) == []
+    assert problems({"node1": one, "node2": {"netplan_address": "192.168.1.11/24"}}) == [
+        "netplan_address of node1 and node2 are both 192.168.1.11"
+    ]
+    assert problems({"node1": one, "node2": {"present": "192.168.1.11"}}) == [
+        "netplan_address of node1 is 192.168.1.11, where node2 is reached now: move node2 first"
+    ]
+    good = {"netplan_gateway": "none", "netplan_dns": [], "netplan_mtu": 9000, "netplan_nic": "02:79:00:00:03:09"}
+    assert problems({"node1": one | good, "node2": {"netplan_address": "fd00::2/64", "netplan_mtu": "1280"}}) == []
+
+
+def test_a_pinned_key_counts_at_the_new_address(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    a, b = ((tmp_path / f"{name}.pub").read_text().rsplit(" ", 1)[0] for name in ("a", "b"))
+    known = tmp_path / "known_hosts"
+    known.write_text(f"[10.0.0.5]:2222 {a}\n10.0.0.6 {b}\n@revoked * {b}")
+    pins = pins_of("ssh", f"-F none -o UserKnownHostsFile={known} -o GlobalKnownHostsFile=/dev/null", "10.0.0.5", 2222)
+    assert pins == Pins("[10.0.0.5]:2222", 2222, (known, Path("/dev/null")))
+    assert pins.keys(pins.name) == {a}
+    assert pins.pin("10.0.0.9") and not pins.pin("10.0.0.9")
+    assert known.read_text().endswith(f"{b}\n[10.0.0.9]:2222 {a}\n")
+    hashed = subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(known)], capture_output=True)
+    assert hashed.returncode == 0 and pins.keys("[10.0.0.9]:2222") == {a}

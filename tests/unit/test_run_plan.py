@@ -1,0 +1,246 @@
+"""Plans over unlike hosts, whether a broken run is started again, the scripts, the memory of digests: what is pure of a session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.telemetry import Past
+from trainyard.remote.receive import Digests, answer
+from trainyard.run.launch_scripts import sbatch, script
+from trainyard.run.plan import Node, PlanError, environment, head_first, plan
+from trainyard.run.restart_policy import RestartPolicy
+
+
+def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> dict[str, Any]:
+    found = {
+        "gpus": [{"name": "A"}] * gpus,
+        "boot_id": name,
+        "trouble": "",
+        "interface": f"{name}0",
+        "source": "10.0.0.1",
+    }
+    found |= {"cpus": 8} | facts
+    about = {"host": name, "address": f"10.0.0.{len(name)}", "data_dir": "/d", "python": "/p", "backend": "auto"}
+    return about | {"processes": processes, "facts": found}
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=8))
+def test_ranks_count_over_unlike_hosts(shapes: list[tuple[int, int]]) -> None:
+    hosts = [host(f"n{'x' * place}", gpus, processes) for place, (gpus, processes) in enumerate(shapes)]
+    nodes = plan(hosts, run="r", port=29500)
+    assert [rank for node in nodes for rank in node.ranks] == list(range(sum(len(node.ranks) for node in nodes)))
+    for place, (node, (gpus, processes)) in enumerate(zip(nodes, shapes, strict=True)):
+        assert len(node.ranks) == (processes or gpus or 1)
+        assert f"--nproc-per-node={len(node.ranks)}" in node.command and f"--node-rank={place}" in node.command
+        assert f"--master-addr={hosts[0]['address']}" in node.command
+
+
+def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
+    hosts = [host(name) for name in ("a", "bb", "ccc")]
+    assert [one["host"] for one in head_first(hosts, "bb")] == ["bb", "a", "ccc"]
+    assert head_first(hosts, "") == hosts
+    with pytest.raises(PlanError, match="head: d is none of the run's hosts: a, bb, ccc"):
+        head_first(hosts, "d")
+
+
+def test_a_cpu_gets_the_allocator_that_is_there() -> None:
+    path = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
+    there, none, gpu = plan([host("a", allocator=path), host("bb"), host("ccc", 1, allocator=path)], run="r", port=1)
+    assert f"\nLD_PRELOAD={path}\n" in environment(there, {})
+    assert "\nLD_PRELOAD=\n" in environment(there, {"LD_PRELOAD": ""})
+    assert "LD_PRELOAD" not in environment(none, {}) + environment(gpu, {})
+
+
+def test_elastic_says_who_keeps_the_store() -> None:
+    first, second = plan([host("a"), host("bb")], run="r", port=29500, attempt=3, elastic=1, restarts=5)
+    assert "--nnodes=1:2" in first.command and "--rdzv-id=r-3" in first.command and "--max-restarts=5" in second.command
+    assert any("is_host=1" in word for word in first.command) and any("is_host=0" in word for word in second.command)
+    assert all("\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in environment(node, {}) for node in (first, second))
+    assert "STORE" not in environment(plan([host("a"), host("bb")], run="r", port=29500)[0], {})
+    assert "--local-addr=10.0.0.2" in second.command and not any("--master" in word for word in second.command)
+
+
+def test_replicas_with_a_torchrun_each() -> None:
+    hosts = [host("a", gpus=2), host("bb"), host("ccc", gpus=3)]
+    for one in hosts:
+        one["facts"]["free_ports"] = [29500, 29501, 29502, 29503]
+    nodes = plan(hosts, run="r", port=29501, restarts=4, replica_hosts=2)
+    assert [node.replica for node in nodes] == [0, 0, 1] and [node.ranks for node in nodes] == [[0, 1], [2], [3, 4, 5]]
+    assert [node.lighthouse for node in nodes] == ["10.0.0.1:29500", "", ""] and {node.restarts for node in nodes} == {
+        4
+    }
+    places = [
+        (
+            "--nnodes=2",
+            "--node-rank=0",
+            "--master-addr=10.0.0.1",
+            "--master-port=29501",
+            "--replica=0/2",
+            "--first-rank=0",
+        ),
+        (
+            "--nnodes=2",
+            "--node-rank=1",
+            "--master-addr=10.0.0.1",
+            "--master-port=29501",
+            "--replica=0/2",
+            "--first-rank=0",
+        ),
+        (
+            "--nnodes=1",
+            "--node-rank=0",
+            "--master-addr=10.0.0.3",
+            "--master-port=29502",
+            "--replica=1/2",
+            "--first-rank=3",
+        ),
+    ]
+    for node, words in zip(nodes, places, strict=True):
+        assert {*words, "--lighthouse=10.0.0.1:29500"} <= set(node.command)
+    texts = [script(node.as_dict(), "r") for node in nodes]
+    assert ["trainer.distributed.lighthouse 10.0.0.1:29500 >>" in text for text in texts] == [True, False, False]
+    assert "trainer.distributed.lighthouse 10.0.0.1:29500 >>" in sbatch(
+        [node.as_dict() | {"gpus": []} for node in nodes], "r"
+    )
+    hosts[2]["facts"]["free_ports"] = [29500, 29501]
+    with pytest.raises(PlanError, match="no port from 29500 to 29599 is free on ccc"):
+        plan(hosts, run="r", port=29501, replica_hosts=2)
+
+
+def broke(step: int, **more: Any) -> dict[str, Any]:
+    cause = {"host": "a", "rank": 0, "kind": "rank", "mend": more.pop("mend", "")}
+    return {"cause": cause, "hosts": {"a": {"ranks": {"0": {"step": step}}}}} | more
+
+
+def test_progress_makes_a_failure_the_first_again() -> None:
+    rounds = RestartPolicy(retries=2, nodes_min=0, delay=1.0)
+    waits = []
+    for step in (5, 5, 9, 9, 12):
+        assert rounds.broke(broke(step), hosts=3) == ""
+        waits.append(rounds.wait())
+    assert waits == [1, 2, 1, 2, 1]
+    assert rounds.broke(broke(12), hosts=3) == ""
+    assert rounds.broke({"msg": "node1 does not answer"}, hosts=3) == "2 starts in a row came no further"
+
+
+def test_the_wait_has_an_end() -> None:
+    rounds = RestartPolicy(retries=99, nodes_min=0, delay=1.0)
+    for _ in range(20):
+        rounds.broke(broke(1), hosts=2)
+    assert rounds.wait() == 60
+
+
+@pytest.mark.parametrize(
+    ("failure", "nodes_min", "ends"),
+    [
+        (broke(5, mend="user"), 1, True),
+        (broke(5, mend="disk"), 0, True),
+        (broke(5, mend="disk"), 2, False),
+        (broke(5, mend="disk"), 3, True),
+        (broke(5, stop_wanted=True), 0, True),
+        (broke(5), 0, False),
+    ],
+)
+def test_what_is_tried_again(failure: dict[str, Any], nodes_min: int, ends: bool) -> None:
+    assert bool(RestartPolicy(retries=3, nodes_min=nodes_min, delay=1.0).broke(failure, hosts=3)) is ends
+
+
+NASTY = {"HF_TOKEN": "geheim x='y\" z= $HOME `id`=", "NAME": "a=b="}
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """A plan over two hosts whose command prints its environment, with folders that need quoting."""
+    plan = []
+    for place in (0, 1):
+        run_dir = folder / f"data dir {place}/runs/r"
+        run_dir.mkdir(parents=True)
+        command = ["/usr/bin/env", "python3", "-c", "import os, json; print(json.dumps(dict(os.environ)))", "it's", '"']
+        node = Node(f"node{place}", place, [place], "10.0.0.1", "eth0", 1, str(run_dir), str(run_dir), command)
+        (run_dir / "env").write_text(environment(node, NASTY))
+        plan.append(node.as_dict() | {"gpus": ["A"] * (place + 1)})
+    return plan
+
+
+def test_a_script_has_no_secret_and_gives_them_to_the_command(tmp_path: Path) -> None:
+    for entry in entries(tmp_path):
+        text = script(entry, "r")
+        assert "geheim" not in text
+        done = subprocess.run(["bash", "-s"], input=text, capture_output=True, text=True, check=True)
+        assert NASTY.items() <= json.loads(done.stdout).items()
+
+
+def test_sbatch_runs_each_node_its_own_part(tmp_path: Path) -> None:
+    plan = entries(tmp_path)
+    text = sbatch(plan, "r")
+    assert "geheim" not in text and "#SBATCH --nodelist=node0,node1" in text
+    assert "--gpus-per-node" not in text, "unlike nodes"
+    assert "#SBATCH --gpus-per-node=2" in sbatch([plan[1], plan[1]], "r")
+    # srun's place is taken by what runs its command here.
+    (tmp_path / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    for entry in plan:
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": entry["host"]}
+        done = subprocess.run(["bash", "-s"], input=text, capture_output=True, text=True, check=True, env=path)
+        assert json.loads(done.stdout)["PWD"] == entry["run_dir"]
+    lost = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "node7"}
+    done = subprocess.run(["bash", "-s"], input=text, capture_output=True, text=True, check=False, env=lost)
+    assert done.returncode == 2 and "no part of the run is planned for node7" in done.stderr
+
+
+def test_only_what_holds_of_the_records_counts() -> None:
+    starts = [
+        {"start": "a", "step": 0, "head": "x"},
+        {"start": "c", "step": 10, "head": "y"},
+        {"start": "d", "step": 30, "head": "y"},
+    ]
+    past = Past(starts)
+    holds = [
+        (start, step) for start in "abcd" for step in (5, 10, 11, 30, 31) if past.holds({"start": start, "step": step})
+    ]
+    assert holds == [("a", 5), ("a", 10), ("c", 5), ("c", 10), ("c", 11), ("c", 30)]
+    assert not past.moved and Past(starts[:2]).moved and not Past(starts[:1]).moved
+
+
+def test_a_file_is_read_once_and_again_when_it_changed(tmp_path: Path) -> None:
+    file, cache = tmp_path / "model", tmp_path / "store/digests.json"
+    file.write_bytes(b"one")
+    first = Digests(cache)
+    one = first.of(file)
+    first.keep()
+    known = json.loads(cache.read_text())
+    known[str(file)][-1] = "remembered"
+    cache.write_text(json.dumps(known))
+    assert Digests(cache).of(file) == "remembered", "not read again"
+    before = file.stat()
+    file.write_bytes(b"two")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert Digests(cache).of(file) not in ("remembered", one), "as long and as old, and another file all the same"
+    cache.write_text("{half")
+    assert Digests(cache).of(file)
+    assert Digests(cache).of(tmp_path / "none") == ""
+
+
+def test_landing_asks_for_what_is_lacking_and_takes_nothing_damaged(tmp_path: Path) -> None:
+    target, aside = tmp_path / "store/file", tmp_path / "store/incoming/x"
+    wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
+    question = {"files": {str(target): wanted}, "arrived": {}, "contents": {str(tmp_path / "env"): [0o600, "YQ=="]}}
+    question |= {"cache": str(tmp_path / "store/digests.json"), "incoming": str(aside.parent), "check": False}
+    assert answer(question | {"check": True})["changed"] == [str(target)]
+    assert not (tmp_path / "store").exists()
+    assert answer(question) == {"lacking": [str(target)]}
+    aside.write_text("fox")
+    assert "arrived damaged" in answer(question | {"arrived": {str(target): str(aside)}})["error"]
+    assert not aside.exists() and not target.exists()
+    aside.write_text("foo")
+    placed = answer(question | {"arrived": {str(target): str(aside)}})
+    assert placed == {"lacking": [], "changed": [str(target), str(tmp_path / "env")]}
+    assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
+    assert answer(question) == {"lacking": [], "changed": []}

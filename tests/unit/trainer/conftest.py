@@ -1,0 +1,1 @@
+from trainer_fixtures import *  # noqa: F403  fixtures

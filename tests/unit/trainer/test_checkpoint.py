@@ -1,0 +1,188 @@
+"""Checkpoints are whole or not there, and the newest whole one is found."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trainer_runs import names
+
+from trainer.checkpoint import MANIFEST, agree, whole_checkpoints, why_not_whole, write_checkpoint
+from trainer.distributed.world import World
+from trainer.errors import UserError
+
+ALONE = World(0, 1, 0, 0, torch.device("cpu"))
+
+
+def save_bytes(size: int = 1000) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        save_file({"x": torch.arange(size, dtype=torch.uint8)}, folder / "trained.safetensors")
+        torch.save({"optimizer": torch.ones(size // 4)}, folder / "optimizer.pt")
+
+    return save
+
+
+def write(folder: Path, step: int, keep: int = 9, size: int = 1000) -> Path:
+    return write_checkpoint(folder, step, {"totals": {"tokens": step}}, save_bytes(size), keep)
+
+
+def damage_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
+    "half a manifest": (
+        lambda path: os.truncate(path / MANIFEST, 20),
+        "manifest.json cannot be read (JSONDecodeError)",
+    ),
+    "no mapping": (lambda path: (path / MANIFEST).write_text("[]"), "manifest.json cannot be read (TypeError)"),
+    "other json": (lambda path: (path / MANIFEST).write_text("{}"), "manifest.json cannot be read (KeyError)"),
+    "cut off": (lambda path: os.truncate(path / "optimizer.pt", 100), "optimizer.pt has 100 of "),
+    "file lost": (lambda path: (path / "trained.safetensors").unlink(), "trained.safetensors is missing"),
+    "one bit": (lambda path: damage_byte(path / "optimizer.pt"), "the contents of optimizer.pt are damaged"),
+    "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+}
+
+
+def test_a_whole_one(tmp_path: Path) -> None:
+    path = write(tmp_path, 7)
+    assert path == tmp_path / "step-00000007"
+    assert why_not_whole(path) == ""
+    assert json.loads((path / "state.json").read_text()) == {"step": 7, "totals": {"tokens": 7}}
+    assert names(path) == [MANIFEST, "optimizer.pt", "state.json", "trained.safetensors"]
+    assert agree(tmp_path, ALONE, print) == path
+    assert names(tmp_path) == ["step-00000007"]
+
+
+@pytest.mark.parametrize("how", list(DAMAGE))
+def test_a_damaged_one_is_left_aside_with_a_word(how: str, tmp_path: Path) -> None:
+    harm, why = DAMAGE[how]
+    older, newer = write(tmp_path, 5), write(tmp_path, 10)
+    harm(newer)
+    said: list[str] = []
+    assert agree(tmp_path, ALONE, said.append) == older
+    assert len(said) == 1 and said[0].startswith(f"checkpoint: {newer} is not whole ({why}")
+    assert said[0].endswith("): left aside")
+    harm(older)
+    with pytest.raises(UserError, match=r"none in .* is whole, so the run cannot go on: restore one, or take another"):
+        agree(tmp_path, ALONE, said.append)
+
+
+def test_none_yet(tmp_path: Path) -> None:
+    assert agree(tmp_path / "no folder", ALONE, print) is None
+    assert agree(tmp_path, ALONE, print) is None
+    (tmp_path / ".tmp-step-00000003").mkdir()
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert agree(tmp_path, ALONE, print) is None
+
+
+def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
+    for step in (2, 4, 100, 6_000_000):
+        write(tmp_path, step, keep=2)
+    assert sorted(whole_checkpoints(tmp_path)) == [100, 6_000_000]
+    write(tmp_path, 6_000_001, keep=1)
+    assert sorted(whole_checkpoints(tmp_path)) == [6_000_001]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_later_one_never_pushes_a_whole_one_out(keep: int, tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    damage_byte(write(tmp_path, 20) / "optimizer.pt")
+    write(tmp_path, 15, keep=keep)  # went on from 10
+    assert sorted(whole_checkpoints(tmp_path)) == [10, 15][-keep:]
+    write(tmp_path, 20, keep=keep)
+    assert sorted(whole_checkpoints(tmp_path)) == [15, 20][-keep:]
+
+
+def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step-00000004").mkdir()
+    (tmp_path / ".tmp-step-00000004" / "optimizer.pt").write_bytes(b"half")
+    write(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, 4, size=100)
+    path = write(tmp_path, 4, size=200)
+    assert why_not_whole(path) == ""
+    assert (path / "trained.safetensors").stat().st_size > 200
+
+
+def test_equal_states_make_equal_files(tmp_path: Path) -> None:
+    one, two = (write(tmp_path / place, 3) for place in "ab")
+    assert (one / MANIFEST).read_bytes() == (two / MANIFEST).read_bytes()
+
+
+def test_a_failing_save_keeps_its_own_error(tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        raise RuntimeError("a bug")
+
+    write(tmp_path, 1)
+    with pytest.raises(RuntimeError, match="a bug"):
+        write_checkpoint(tmp_path, 2, {}, broken, 2)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB of its own, or a limit on the size of any file where no disk can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = os.geteuid() == 0 and (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False).returncode == 0
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not mounted:
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        yield folder
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        if mounted:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+def save_only(name: str, size: int) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        if name == "torch":
+            torch.save({"x": torch.zeros(size, dtype=torch.uint8)}, folder / "optimizer.pt")
+        elif name == "safetensors":
+            save_file({"x": torch.zeros(size, dtype=torch.uint8)}, folder / "trained.safetensors")
+        else:
+            (folder / "x").write_bytes(bytes(size))
+
+    return save
+
+
+@pytest.mark.parametrize("writer", ["torch", "safetensors", "plain"])
+def test_a_full_disk_is_a_plain_word_and_nothing_is_lost(writer: str, small_disk: Path) -> None:
+    folder = small_disk / "checkpoints"
+    write_checkpoint(folder, 5, {}, save_only(writer, 500_000), 2)
+    with pytest.raises(UserError) as caught:
+        write_checkpoint(folder, 10, {}, save_only(writer, 5_000_000), 2)
+    text = str(caught.value)
+    assert text.startswith(f"checkpoint: step 10 could not be written to {folder}: ") and "\n" not in text
+    assert text.endswith("step 5 is kept: make room and start the run again, it goes on from there")
+    assert names(folder) == ["step-00000005"]
+    assert why_not_whole(folder / "step-00000005") == ""
+    # torch's writer holds its file, gone as it is, for as long as the error lives; a run ends with that error.
+    del caught
+    gc.collect()
+    write_checkpoint(folder, 10, {}, save_only(writer, 500_000), 2)
+    assert sorted(whole_checkpoints(folder)) == [5, 10]

@@ -1,0 +1,350 @@
+"""The run spec: what it takes, and one plain line for what it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config.run_spec import (
+    ALSO,
+    FIELDS,
+    LATER,
+    PRESETS,
+    RunSpec,
+    changed_fields,
+    make_spec,
+    parse_flags,
+    read_spec,
+    read_yaml,
+    suggest,
+    table,
+    takes,
+)
+from trainer.errors import UserError
+
+
+def refusal(values: dict[Any, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        make_spec(values, "the flags")
+    text = str(caught.value)
+    assert text.startswith("run spec: ") and "\n" not in text
+    return text
+
+
+def field_words() -> list[tuple[str, str, Any]]:
+    """Return (name, a value as -e has it, what becomes of it) for every field."""
+    known = {
+        "run": ("my-run.1", "my-run.1"),
+        "model": ("org/name", "org/name"),
+        "dataset": ("x.jsonl", "x.jsonl"),
+        "dataset_split": ("train[:10]", "train[:10]"),
+        "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
+        "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
+        "deepspeed_stage": ("3", 3),
+    }
+    words = []
+    for name, field in FIELDS.items():
+        kind = field.annotation
+        if name in known:
+            text, value = known[name]
+        elif get_origin(kind) is Literal:
+            value = next((option for option in reversed(get_args(kind)) if option != field.default), field.default)
+            text = value
+        elif kind is bool:
+            text, value = ("false", False) if field.default else ("true", True)
+        elif kind is int or int in get_args(kind):
+            text, value = "9", 9
+        else:
+            text, value = "2.5e-1", 0.25
+        words.append((name, text, value))
+    return words
+
+
+@pytest.mark.parametrize(("name", "text", "value"), field_words(), ids=list(FIELDS))
+def test_every_field_takes_a_string_as_well(name: str, text: str, value: Any, tmp_path: Path) -> None:
+    spec = make_spec({name: text}, "-e")
+    assert getattr(spec, name) == value
+    assert make_spec({name: value}, "-e") == spec
+    file = tmp_path / "spec.yml"
+    file.write_text(spec.to_yaml())
+    assert read_spec(file, {}, "the flags") == spec
+    assert read_spec(file, parse_flags([f"--{name.replace('_', '-')}={text}"]), "the flags") == spec
+
+
+BAD = {
+    "bool": ["maybe", 7, "", None, []],
+    "int": ["", "many", "1.5", 1.5, -1, None, [], True, "1e3"],
+    "float": ["", "fast", -1, math.inf, "nan", None, [], True, "-inf"],
+    "str": [[], {}, None, True],
+    "literal": ["nonsense", "", 7, None, []],
+    "list": ["", [], 7, None, {}],
+}
+
+
+def bad_values() -> list[tuple[str, Any]]:
+    pairs = []
+    for name, field in FIELDS.items():
+        kind = field.annotation
+        if get_origin(kind) is Literal:
+            values = BAD["literal"]
+        elif get_origin(kind) is tuple:
+            values = BAD["list"]
+        elif kind is str:
+            values = BAD["str"]
+        else:
+            values = BAD[getattr(kind, "__name__", "int") if kind in (bool, int, float) else "int"]
+            if type(None) in get_args(kind):
+                values = [value for value in values if value is not None]
+        pairs += [(name, value) for value in values]
+    return pairs
+
+
+@pytest.mark.parametrize(("name", "value"), bad_values())
+def test_a_bad_value_names_the_field_and_what_it_takes(name: str, value: Any) -> None:
+    assert refusal({name: value}) == f"run spec: {name}: got {value!r}, takes {takes(name)} (the flags)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("seq_length", 7, "a whole number of tokens >= 8 and <= 1048576"),
+        ("eval_split", 0.6, "a number >= 0 and <= 0.5"),
+        ("lora_dropout", 1, "a number >= 0 and < 1"),
+        ("lr", 0, "a number > 0"),
+        ("seed", 2**32, "a whole number >= 0 and < 4294967296"),
+        ("precision", "bf16", "one of 32-true, bf16-mixed, fp16-mixed"),
+        ("packing", "maybe", "true or false"),
+        ("run", "../evil", "letters, digits, '.', '_' and '-', at most 64"),
+        ("run", "a\n", "letters, digits, '.', '_' and '-', at most 64"),
+        ("run", "x" * 65, "letters, digits, '.', '_' and '-', at most 64"),
+        ("loggers", "tensorboard,mlflow", "one or more of tensorboard, wandb, none"),
+        ("lora_targets", "", "a list such as all-linear"),
+        ("batch_size", "4.5", "a whole number of rows >= 1 and <= 65536"),
+    ],
+)
+def test_what_a_field_takes_in_words(name: str, value: Any, words: str) -> None:
+    assert refusal({name: value}) == f"run spec: {name}: got {value!r}, takes {words} (the flags)"
+
+
+def test_several_bad_values_are_told_at_once() -> None:
+    text = refusal({"lr": "x", "epochs": 0})
+    assert "lr: got 'x'" in text and "epochs: got 0" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("batchsize", "batch_size"),
+        ("learning_rate", "lr"),
+        ("LR", "lr"),
+        ("max-steps", "max_steps"),
+        ("lora_rank", "lora_r"),
+    ]
+    + [(other, name) for other, name in ALSO.items()],
+)
+def test_an_unknown_name_offers_the_nearest(name: str, near: str) -> None:
+    assert refusal({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
+
+
+def test_an_unknown_name_near_nothing_offers_nothing() -> None:
+    assert refusal({"zzzzqq": 1}) == "run spec: unknown name 'zzzzqq' in the flags"
+    assert suggest("master_prt", ["master_port"]) == "; did you mean 'master_port'?"
+
+
+def test_no_other_name_is_a_field_or_means_two() -> None:
+    others = [other for name in FIELDS for other in (FIELDS[name].json_schema_extra or {})["also"]]  # type: ignore[index,call-overload]
+    assert not set(others) & set(FIELDS)
+    assert len(others) == len(set(others))
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"gradient_accumulation": 3, "batch_size": 4, "total_batch_size": 16}, "3 x batch_size 4 = 12 rows, but"),
+        ({"loggers": "none,wandb"}, "'none' goes with no other"),
+        ({"backend": "unsloth", "lora_r": 0}, "take backend=peft"),
+    ],
+)
+def test_fields_that_disagree(values: dict[str, Any], why: str) -> None:
+    assert why in refusal(values)
+
+
+def test_rows_of_a_step() -> None:
+    assert make_spec({"model": "m"}, "").rows_per_step == 32
+    assert make_spec({"model": "m", "total_batch_size": 7}, "").rows_per_step == 7
+    assert make_spec({"gradient_accumulation": 3, "batch_size": 5}, "").rows_per_step == 15, "over the preset"
+
+
+def test_presets_yield_to_what_is_set() -> None:
+    tiny = make_spec({}, "")
+    assert all(getattr(tiny, name) == value for name, value in PRESETS["tiny"].items())
+    assert make_spec({"seq_length": 99}, "").seq_length == 99
+    assert make_spec({"model": "m"}, "").seq_length == FIELDS["seq_length"].default
+
+
+def test_names_and_digests() -> None:
+    spec = make_spec({}, "")
+    assert re.fullmatch(r"tiny-[0-9a-f]{6}", spec.named().run)
+    assert make_spec({"run": "x"}, "").named().run == "x"
+    assert make_spec({"model": "org/Näme 1"}, "").named().run.startswith("N-me-1-")
+    assert make_spec({"model": "/"}, "").named().run.startswith("run-")
+    for name, text, _ in field_words():
+        same = make_spec({name: text}, "").digest() == spec.digest()
+        alone = get_origin(FIELDS[name].annotation) is Literal and len(get_args(FIELDS[name].annotation)) == 1
+        assert alone or same == (name in LATER), name
+
+
+def test_what_a_resumed_run_may_change() -> None:
+    spec = make_spec({}, "")
+    assert changed_fields(spec, spec) == []
+    later = {name: text for name, text, _ in field_words() if name in LATER}
+    assert changed_fields(spec, make_spec(later, "")) == []
+    assert changed_fields(spec, make_spec({"lr": 0.5, "seed": 3}, "")) == [
+        "lr: was 0.003, now 0.5",
+        "seed: was 1, now 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"a: [1\nb: 2\n", ":2: not YAML"),
+        (b"a: 1\n\tb: 2\n", ":2: not YAML"),
+        (b"a: \x01\n", "not YAML"),
+        (b"run: 2024-99-99\n", "not YAML: month must be in 1..12"),
+        (b"a: " + b"[" * 5000, "not YAML: nested too deep"),
+        (b"? [a]\n: 1\n", ": not YAML"),
+        (b"\xff\xfea", "not"),
+        (b"lr: \xe9\n", "is not UTF-8 text"),
+        (b"- lr\n", "holds a list, takes names and values"),
+        (b"lr\n", "holds a str, takes names and values"),
+        (b"lr: !!python/object:os.system x\n", ":1: not YAML"),
+        (b"learning_rate: 1\n", "unknown name 'learning_rate' in"),
+        (b"1: 1\n", "unknown name '1' in"),
+        (b"lr: yes\n", "lr: got True, takes a number > 0"),
+    ],
+)
+def test_a_bad_file_is_named(text: bytes, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "spec.yml"
+    file.write_bytes(text)
+    with pytest.raises(UserError) as caught:
+        read_spec(file, {}, "the flags")
+    assert str(file) in str(caught.value) and why in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yml"
+    file.write_text("")
+    assert read_yaml(file) == {}
+    file.write_text("lr: 1e-3\nrun: 7\nlora_targets: [a, b]\nepochs: 2\n")
+    spec = read_spec(file, {"epochs": "3"}, "-e")
+    assert (spec.lr, spec.run, spec.lora_targets, spec.epochs) == (1e-3, "7", ("a", "b"), 3)
+    with pytest.raises(UserError, match=r"epochs: got 'x', takes a whole number >= 1 and <= 100000 \(-e\)"):
+        read_spec(file, {"epochs": "x"}, "-e")
+    with pytest.raises(UserError, match=r"cannot read .*none.yml: No such file"):
+        read_spec(tmp_path / "none.yml", {}, "-e")
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--lr", "1e-3", "--max-steps", "5"], {"lr": "1e-3", "max_steps": "5"}),
+        (["--lr=1e-3", "--max_steps=5"], {"lr": "1e-3", "max_steps": "5"}),
+        (["--packing", "--lr", "1"], {"packing": "true", "lr": "1"}),
+        (["--packing", "false"], {"packing": "false"}),
+        (["--no-packing"], {"packing": "false"}),
+        (["--no-torch-compile", "--fake-data"], {"torch_compile": "false", "fake_data": "true"}),
+        (["--dataset="], {"dataset": ""}),
+        (["--dataset=a=b"], {"dataset": "a=b"}),
+        (["--lr", "1", "--lr", "2"], {"lr": "2"}),
+    ],
+)
+def test_flags(argv: list[str], values: dict[str, str]) -> None:
+    assert parse_flags(argv) == values
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["lr=1"], "stray word 'lr=1'"),
+        (["--learning-rate", "1"], "unknown name 'learning_rate' in the flags; did you mean 'lr'?"),
+        (["--no-lr"], "unknown name 'no_lr' in the flags"),
+        (["--lr"], "--lr has no value; it takes a number > 0"),
+    ],
+)
+def test_bad_flags(argv: list[str], why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_flags(argv)
+    assert why in str(caught.value)
+
+
+def test_the_table_has_every_field() -> None:
+    rows = table().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == list(FIELDS)
+
+
+def test_importing_the_spec_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, trainer.config.run_spec, trainer.data, trainer.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+names = st.sampled_from(list(FIELDS)) | st.sampled_from(list(ALSO)) | st.text(st.characters()) | st.integers()
+
+
+@given(st.dictionaries(names, anything, max_size=5))
+def test_whatever_comes_is_a_spec_or_a_plain_word(values: dict[Any, Any]) -> None:
+    try:
+        spec = make_spec(values, "fuzz")
+    except UserError:
+        return
+    assert make_spec(spec.model_dump(mode="json"), "again") == spec
+    assert RunSpec.model_validate(spec.model_dump()) == spec
+
+
+@given(
+    st.binary(max_size=200) | st.text().map(str.encode) | st.text("lr:run[]{}-?!&*\n\t 0129_xeb.'\"").map(str.encode)
+)
+def test_whatever_a_file_holds_is_a_spec_or_a_plain_word(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    file = tmp_path_factory.getbasetemp() / "fuzz.yml"
+    file.write_bytes(data)
+    try:
+        spec = read_spec(file, {}, "fuzz")
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    file.write_text(spec.to_yaml())
+    assert read_spec(file, {}, "fuzz") == spec
+
+
+@given(
+    st.dictionaries(st.sampled_from(["run", "model", "dataset", "dataset_split"]), st.text(st.characters(), min_size=1))
+)
+def test_any_text_goes_to_yaml_and_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, str]) -> None:
+    file = tmp_path_factory.getbasetemp() / "text.yml"
+    try:
+        spec = make_spec(values, "fuzz")
+    except UserError:
+        return
+    file.write_text(spec.to_yaml())
+    assert read_spec(file, {}, "fuzz") == spec
+
+
+@given(st.lists(st.text("-=nolrpackigemxsty ", max_size=12), max_size=5))
+def test_whatever_flags_come(argv: list[str]) -> None:
+    with contextlib.suppress(UserError):
+        make_spec(parse_flags(argv), "fuzz")

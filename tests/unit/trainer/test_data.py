@@ -1,0 +1,179 @@
+"""Datasets as people have them: all shapes, and a plain ``file:line`` for what is none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_runs import write_jsonl
+
+from trainer.data.samples import Sample, is_hub_id, read_samples, to_sample
+from trainer.errors import UserError
+
+USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+
+
+@pytest.mark.parametrize(
+    ("row", "sample"),
+    [
+        ({"instruction": "Q", "output": "A"}, Sample(messages=(USER, ASSISTANT))),
+        ({"instruction": "Q", "input": "", "output": "A"}, Sample(messages=(USER, ASSISTANT))),
+        (
+            {"instruction": "Q", "input": "more", "output": "A"},
+            Sample(messages=({"role": "user", "content": "Q\n\nmore"}, ASSISTANT)),
+        ),
+        ({"messages": [USER, ASSISTANT]}, Sample(messages=(USER, ASSISTANT))),
+        ({"messages": [{**USER, "name": "x"}, ASSISTANT], "id": 7}, Sample(messages=(USER, ASSISTANT))),
+        ({"prompt": "Q", "completion": "A"}, Sample(pieces=(("Q", False), ("A", True)))),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, Sample(messages=(USER, ASSISTANT))),
+        ({"text": "T"}, Sample(pieces=(("T", True),))),
+        ({"text": "ünï 猫 🚂"}, Sample(pieces=(("ünï 猫 🚂", True),))),
+    ],
+)
+def test_every_shape(row: dict[str, Any], sample: Sample, tmp_path: Path) -> None:
+    assert to_sample(row) == sample
+    assert read_samples(write_jsonl(tmp_path / "d.jsonl", [row])) == [sample]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"{", "not JSON"),
+        (b"nonsense", "not JSON"),
+        (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
+        (b'{"text": "\xff"}', "not JSON: not UTF-8 text"),
+        (b'{"text": "\\ud83d"}', "'text' has half a surrogate pair at character 0"),
+        (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "message 0 of 'messages' has half a surrogate"),
+        (b"[" * 200_000, "not JSON: nested too deep"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
+        (b"[]", "holds a list, takes an object with messages; instruction and output"),
+        (b"null", "holds a NoneType"),
+        (b"{}", "has nothing; takes messages"),
+        (b'{"question": "a", "answer": "b"}', "has question, answer; takes messages"),
+        (b'{"text": 7}', "'text' is int, takes text"),
+        (b'{"instruction": "a", "output": null}', "'output' is NoneType, takes text"),
+        (b'{"instruction": "a", "input": 7, "output": "b"}', "'input' is int, takes text"),
+        (b'{"messages": []}', "'messages' takes a list of messages"),
+        (b'{"messages": "hi"}', "'messages' takes a list of messages"),
+        (b'{"messages": ["hi"]}', "message 0 of 'messages' takes role and content"),
+        (b'{"messages": [{"role": "user", "content": null}]}', "message 0 of 'messages' takes role and content"),
+        (b'{"messages": [{"role": "bot", "content": "a"}]}', "has role 'bot', takes system, user, assistant, tool"),
+        (b'{"messages": [{"role": [], "content": "a"}]}', "has role [], takes system"),
+        (b'{"prompt": [], "completion": []}', "'prompt' takes a list of messages"),
+        (b'{"prompt": "a", "completion": ["b"]}', "'completion' is list, takes text"),
+    ],
+)
+def test_a_bad_line_is_named(line: bytes, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
+    with pytest.raises(UserError) as caught:
+        read_samples(file)
+    assert str(caught.value).startswith(f"{file}:3: ")
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"text": "a"}\n{"text": "b"}',
+        b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n',
+        b'\n  \n{"text": "a"}\n\n{"text": "b"}\n\n',
+    ],
+    ids=["no last newline", "BOM and CRLF", "empty lines"],
+)
+def test_files_from_elsewhere(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(data)
+    assert [sample.pieces[0][0] for sample in read_samples(file)] == ["a", "b"]
+
+
+def test_a_json_list(tmp_path: Path) -> None:
+    file = tmp_path / "d.json"
+    file.write_text('[{"text": "a"},\n {"text": "b"}]')
+    assert len(read_samples(file)) == 2
+    for text, why in (
+        ('[{"text": "a"},\n {"text"}]', f"{file}:2: not JSON"),
+        ('{"text": "a"}', f"{file}: holds a dict, takes a list of samples"),
+        ('[{"text": "a"}, {"txt": "b"}]', f"{file}:2: has txt; takes"),
+        ("[" * 200_000, f"{file}:1: not JSON: nested too deep"),
+        ("[]", "is empty"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError) as caught:
+            read_samples(file)
+        assert why in str(caught.value)
+    file.write_bytes(b'[{"text": "\xff"}]')
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        read_samples(file)
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n"])
+def test_an_empty_file(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"d\.jsonl is empty: it takes one JSON object a line"):
+        read_samples(file)
+
+
+def test_no_file_and_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"dataset: no file .*none\.jsonl: give a JSONL file"):
+        read_samples(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match=r"dataset: cannot read .*: Is a directory"):
+        read_samples(tmp_path)
+
+
+def test_utf16_is_refused_plainly(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
+    with pytest.raises(UserError, match=r"d\.jsonl:1: not JSON"):
+        read_samples(file)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["messages", "instruction", "input", "output", "prompt", "completion", "text", "role", "content"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(json_values)
+def test_any_json_is_a_sample_or_a_plain_word(value: Any) -> None:
+    try:
+        sample = to_sample(json.loads(json.dumps(value)))
+    except ValueError as error:
+        assert "\n" not in str(error).replace(repr(value), "")
+    else:
+        assert bool(sample.messages) != bool(sample.pieces)
+
+
+@pytest.mark.parametrize(
+    ("name", "hub"),
+    [
+        ("org/name", True),
+        ("org/name-1.5_x", True),
+        ("name", False),
+        ("a/b/c", False),
+        ("/abs/path", False),
+        ("./rel", False),
+        ("data/train.jsonl", False),
+        ("data/train.json", False),
+    ],
+)
+def test_hub_ids(name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id(name) is hub
+    if hub:
+        (tmp_path / name).mkdir(parents=True)
+        assert not is_hub_id(name), "a path that is there wins"

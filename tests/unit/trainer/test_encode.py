@@ -1,0 +1,223 @@
+"""Tokens and which of them carry loss."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_runs import chat, records
+
+from trainer.data.encode import PLAIN_TEMPLATE, Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
+from trainer.data.samples import Sample, to_sample
+from trainer.data.tiny import TEMPLATE
+from trainer.errors import UserError
+
+# As Qwen's and Llama's are: no marks, something after every answer.
+UNMARKED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ALTERNATING = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported\nat all') }}{% endif %}"
+    + TEMPLATE
+)
+TALK = chat("the cat runs", "a red tree", "the moon ä", "猫 sits 🚂")
+
+
+def encoder(tokenizer: Any, template: Any = None, seq_length: int = 512, train_on: str = "answer") -> Encoder:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template or TEMPLATE
+    return Encoder(tokenizer, seq_length=seq_length, train_on=train_on)
+
+
+def trained_text(tokenizer: Any, sample: Sample, **how: Any) -> tuple[str, str]:
+    """Return all text, and that of the tokens with loss."""
+    ids, mask = encoder(tokenizer, **how)(sample)
+    assert len(ids) == len(mask)
+    return tokenizer.decode(ids), tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag])
+
+
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, TEMPLATE.replace("{% gen", "{%- gen"), TEMPLATE.replace("{% gen", "{%gen")]
+)
+def test_loss_is_on_marked_answers_only(tokenizer: Any, template: str) -> None:
+    text, trained = trained_text(tokenizer, TALK, template=template)
+    assert text == (
+        "<|begin|><|user|>the cat runs<|assistant|>a red tree<|end|><|user|>the moon ä<|assistant|>猫 sits 🚂<|end|>"
+    )
+    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
+
+
+def test_without_marks_the_prefix_tells_what_the_answer_is(tokenizer: Any) -> None:
+    _, trained = trained_text(tokenizer, TALK, template=UNMARKED)
+    assert trained == "a red tree<|end|>\n猫 sits 🚂<|end|>\n"
+
+
+def test_the_plain_template(tokenizer: Any) -> None:
+    system = Sample(messages=({"role": "system", "content": "be brief"}, *TALK.messages))
+    text, trained = trained_text(tokenizer, system, template=PLAIN_TEMPLATE)
+    assert text.startswith("be brief\n\n### Instruction:\nthe cat runs\n\n### Response:\na red tree<|end|>\n")
+    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
+
+
+def test_a_tokenizer_without_template_end_or_padding(tokenizer: Any) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = bare.eos_token = bare.pad_token = bare.bos_token = None
+    make = Encoder(bare, seq_length=64, train_on="answer")
+    ids, mask = make(TALK)
+    assert bare.decode(ids).endswith("### Response:\n猫 sits 🚂\n")
+    assert bare.decode([i for i, flag in zip(ids, mask, strict=True) if flag]) == "a red tree猫 sits 🚂"
+    ids, mask = make(Sample(pieces=(("the cat", True),)))
+    assert bare.decode(ids) == "the cat" and all(mask)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
+def test_an_answer_that_comes_first(tokenizer: Any, template: str) -> None:
+    first = Sample(messages=TALK.messages[1:])
+    _, trained = trained_text(tokenizer, first, template=template)
+    assert "a red tree<|end|>" in trained and "猫 sits 🚂<|end|>" in trained and "moon" not in trained
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
+def test_an_empty_answer_trains_its_end_only(tokenizer: Any, template: str) -> None:
+    _, trained = trained_text(tokenizer, chat("the cat", ""), template=template)
+    assert trained.strip() == "<|end|>"
+
+
+def test_raw_text_and_prompts(tokenizer: Any) -> None:
+    text, trained = trained_text(tokenizer, Sample(pieces=(("the cat", False), (" runs", True))))
+    assert (text, trained) == ("<|begin|>the cat runs<|end|>", " runs<|end|>")
+    assert trained_text(tokenizer, Sample(pieces=(("the cat", True),)))[1] == "the cat<|end|>"
+
+
+def test_train_on_all(tokenizer: Any) -> None:
+    text, trained = trained_text(tokenizer, TALK, train_on="all")
+    assert trained == text
+
+
+def test_several_templates_by_name(tokenizer: Any) -> None:
+    _, trained = trained_text(tokenizer, TALK, template={"default": TEMPLATE, "tool_use": UNMARKED})
+    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
+
+
+def test_what_a_template_refuses_is_one_line(tokenizer: Any) -> None:
+    system = Sample(messages=({"role": "system", "content": "be brief"}, *TALK.messages))
+    with pytest.raises(UserError) as caught:
+        encoder(tokenizer, ALTERNATING)(system)
+    assert str(caught.value) == "dataset: the model's chat template refuses a sample: System role not supported"
+
+
+def test_cut_and_dropped_are_counted(tokenizer: Any) -> None:
+    long = chat("the cat", " ".join(["runs"] * 100))
+    unseen = chat(" ".join(["runs"] * 100), "a tree")  # the answer lies past the cut
+    corpus = encode_all([TALK, long, unseen], encoder(tokenizer, seq_length=48))
+    assert (len(corpus), corpus.cut, corpus.dropped) == (2, 2, 1)
+    assert corpus.lengths.max() == 48
+    assert all(corpus.trained_counts() > 0)
+    with pytest.raises(
+        UserError, match="none of 1 samples has a token to train on within seq_length 48: raise seq_length"
+    ):
+        encode_all([unseen], encoder(tokenizer, seq_length=48))
+
+
+def test_the_first_token_of_a_sample_never_counts(tokenizer: Any) -> None:
+    corpus = encode_all([Sample(pieces=(("the cat", True),))] * 2, encoder(tokenizer, train_on="all"))
+    assert not corpus.trained[corpus.starts[:-1]].any()
+    assert corpus.trained_counts().tolist() == (corpus.lengths - 1).tolist()
+
+
+def test_the_fingerprint_knows_all_that_encoding_depends_on(tokenizer: Any) -> None:
+    other_end = copy.deepcopy(tokenizer)
+    other_end.eos_token = "<|user|>"
+    prints = [
+        encoder(tokenizer).fingerprint(),
+        encoder(tokenizer, UNMARKED).fingerprint(),
+        encoder(tokenizer, seq_length=64).fingerprint(),
+        encoder(tokenizer, train_on="all").fingerprint(),
+        encoder(other_end).fingerprint(),
+    ]
+    assert len(set(prints)) == 5
+    assert encoder(tokenizer).fingerprint() == prints[0]
+
+
+@pytest.fixture(scope="module")
+def corpus(tokenizer: Any) -> Corpus:
+    return encode_all([to_sample(row) for row in records(30)], encoder(tokenizer, seq_length=48))
+
+
+def test_a_corpus_comes_back_from_the_disk(corpus: Corpus, tmp_path: Path) -> None:
+    save_corpus(corpus, tmp_path / "new" / "c.npz")
+    back = load_corpus(tmp_path / "new" / "c.npz")
+    assert back is not None
+    assert back.digest() == corpus.digest()
+    assert back.tokens.tolist() == corpus.tokens.tolist() and back.tokens.dtype == np.int32
+    assert back.trained.tolist() == corpus.trained.tolist() and back.trained.dtype == np.bool_
+    assert back.starts.tolist() == corpus.starts.tolist()
+    assert (back.cut, back.dropped) == (corpus.cut, corpus.dropped)
+
+
+def test_the_digest_knows_one_token_and_one_mark(corpus: Corpus) -> None:
+    for change in ("tokens", "trained", "starts"):
+        other = copy.deepcopy(corpus)
+        array = getattr(other, change)
+        array[7] = not array[7] if change == "trained" else array[7] + 1
+        assert other.digest() != corpus.digest(), change
+
+
+@given(st.sets(st.integers(0, 29)))
+def test_split_parts_the_samples(corpus: Corpus, out: set[int]) -> None:
+    kept, held = split(corpus, out)
+    assert (len(kept), len(held)) == (30 - len(out), len(out))
+    wanted = [*(i for i in range(30) if i not in out)], sorted(out)
+    for part, places in zip((kept, held), wanted, strict=True):
+        assert part.starts.dtype == np.int64
+        for place, sample in enumerate(places):
+            mine, theirs = slice(*part.starts[place : place + 2]), slice(*corpus.starts[sample : sample + 2])
+            assert part.tokens[mine].tolist() == corpus.tokens[theirs].tolist()
+            assert part.trained[mine].tolist() == corpus.trained[theirs].tolist()
+
+
+@given(st.lists(st.lists(st.integers(0, 29), min_size=1, max_size=4), max_size=4), st.booleans())
+def test_collate_lays_samples_out(corpus: Corpus, rows: list[list[int]], fixed: bool) -> None:
+    ids, positions, labels = collate(corpus, rows, pad=2, length=192 if fixed else None)
+    widths = [sum(int(corpus.lengths[i]) for i in row) for row in rows]
+    assert ids.shape == positions.shape == labels.shape == (max(1, len(rows)), 192 if fixed else max(widths, default=8))
+    for place, row in enumerate(rows):
+        end = 0
+        for sample in row:
+            first, last = corpus.starts[sample : sample + 2]
+            here = slice(end, end + last - first)
+            assert ids[place, here].tolist() == corpus.tokens[first:last].tolist()
+            assert positions[place, here].tolist() == list(range(last - first))
+            wanted = np.where(corpus.trained[first:last], corpus.tokens[first:last], -100)
+            assert labels[place, here].tolist() == wanted.tolist()
+            end += last - first
+        assert (ids[place, end:] == 2).all() and (labels[place, end:] == -100).all()
+        # One run of positions a sample: the padding is no sample of its own.
+        assert (positions[place] == 0).sum() == max(1, len(row))
+    if not rows:
+        assert (labels == -100).all()
+
+
+@pytest.mark.parametrize("damage", ["missing", "half", "flipped", "other"])
+def test_a_damaged_cache_is_no_cache(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.npz"
+    corpus = Corpus(np.arange(64, dtype=np.int32), np.ones(64, dtype=np.bool_), np.array([0, 64]))
+    save_corpus(corpus, path)
+    data = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "half":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "flipped":
+        place = data.index(bytes(range(4))) if bytes(range(4)) in data else 200
+        data[place : place + 40] = b"\xff" * 40
+        path.write_bytes(data)
+    else:
+        path.write_bytes(b"not a corpus")
+    assert load_corpus(path) is None

@@ -1,0 +1,186 @@
+"""What the numbers must be: packing is exact, and how ranks share the work changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from trainer_runs import records
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config.run_spec import make_spec
+from trainer.data.encode import Corpus, Encoder, collate, encode_all
+from trainer.data.order import best_fit, micro_batches, share
+from trainer.data.samples import to_sample
+from trainer.distributed.world import World
+from trainer.model import TokenLoss, keeps_samples_apart, load_model
+from trainer.optim import make_optimizer
+from trainer.strategy import Batch, make_strategy
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 0, CPU)
+SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"intermediate_size": 64, "num_key_value_heads": 2},
+    "qwen2": SMALL | {"intermediate_size": 64, "num_key_value_heads": 2},
+    "gpt2": {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4},
+}
+
+
+def small_model(kind: str, attention: str = "sdpa", spread: float = 0.02) -> Any:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **MODELS[kind], initializer_range=spread)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.fixture(scope="module")
+def corpus(tokenizer: Any) -> Corpus:
+    samples = [to_sample(row) for row in records(24)]
+    made = encode_all(samples, Encoder(tokenizer, seq_length=64, train_on="answer"))
+    np.mod(made.tokens, 256, out=made.tokens)  # for models of 256 words
+    return made
+
+
+def batch(corpus: Corpus, rows: list[list[int]], length: int | None = None) -> Batch:
+    return Batch(*map(torch.from_numpy, collate(corpus, rows, pad=2, length=length)))
+
+
+def loss_and_gradient(model: nn.Module, batches: list[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    module = TokenLoss(model)
+    module.zero_grad()
+    loss = torch.stack([module(*part) for part in batches]).sum()
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def assert_equal_work(
+    one: tuple[torch.Tensor, list[torch.Tensor]], two: tuple[torch.Tensor, list[torch.Tensor]]
+) -> None:
+    assert len(one[1]) == len(two[1]) > 0
+    torch.testing.assert_close(one[0], two[0], rtol=1e-6, atol=0)
+    for mine, other in zip(one[1], two[1], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_packed_is_separate(kind: str, attention: str, corpus: Corpus) -> None:
+    model = small_model(kind, attention, spread=0.2)
+    rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
+    assert max(map(len, rows)) >= 3 and len(rows) >= 4
+    separate = loss_and_gradient(model, [batch(corpus, [[sample]]) for sample in range(len(corpus))])
+    assert_equal_work(loss_and_gradient(model, [batch(corpus, rows)]), separate)
+    assert_equal_work(loss_and_gradient(model, [batch(corpus, [row], 80) for row in rows]), separate)
+
+
+def test_the_loss_is_that_of_transformers(corpus: Corpus) -> None:
+    model = small_model("llama", spread=0.2)
+    one = batch(corpus, [[3]])
+    ours = TokenLoss(model)(*one) / (one.labels != -100).sum()
+    torch.testing.assert_close(ours, model(input_ids=one.ids, labels=one.labels).loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_models_that_keep_samples_apart_are_known(kind: str, spread: float) -> None:
+    model = small_model(kind, spread=spread).train()
+    assert keeps_samples_apart(model, 256)
+    assert keeps_samples_apart(model.to(torch.bfloat16), 256)
+    assert model.training
+
+
+class Mixing(nn.Module):
+    """A model that looks at what came before, whatever the positions say: as one without packing support does."""
+
+    def __init__(self, inner: Any, amount: float = 1.0) -> None:
+        super().__init__()
+        self.inner, self.amount = inner, amount
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
+        # One run of positions: the second sample attends to the first.
+        straight = torch.arange(input_ids.shape[1])[None]
+        return self.inner(input_ids=input_ids, position_ids=straight, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_mix_samples_are_caught(kind: str, spread: float, dtype: torch.dtype) -> None:
+    assert not keeps_samples_apart(Mixing(small_model(kind, spread=spread).to(dtype)), 256)
+
+
+@pytest.mark.parametrize("shares", [[1], [1, 1], [3, 1], [1, 2, 4], [0, 1]])
+@pytest.mark.parametrize("micro", [1, 2, 5])
+def test_any_share_of_the_rows_gives_the_same_gradient(
+    shares: list[int], micro: int, corpus: Corpus, model_folder: Any
+) -> None:
+    spec = make_spec({"seq_length": 64, "model": str(model_folder), "lora_r": 4}, "")
+    rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
+    tokens = int(corpus.trained_counts().sum())
+    model = load_model(spec, CPU)
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    reference = loss_and_gradient(copy.deepcopy(model), [batch(corpus, rows)])
+    total, gradients = torch.zeros(()), None
+    for rank in range(len(shares)):
+        strategy = make_strategy(spec, ALONE, TokenLoss(copy.deepcopy(model)))
+        parts = micro_batches(rows[share(len(rows), shares, rank)], micro)
+        for place, part in enumerate(parts):
+            total += strategy.backward(batch(corpus, part), tokens, last=place == len(parts) - 1)
+        mine = [p.grad * tokens for p in strategy.plain.parameters() if p.requires_grad]
+        gradients = mine if gradients is None else [a + b for a, b in zip(gradients, mine, strict=True)]
+    assert_equal_work((total, gradients or []), reference)
+
+
+def test_a_step_clips_and_tells_the_norm_before(corpus: Corpus, model_folder: Any) -> None:
+    norms = {}
+    for limit in (0.0, 1e-3):
+        spec = make_spec({"seq_length": 64, "model": str(model_folder), "lora_r": 4, "max_grad_norm": limit}, "")
+        strategy = make_strategy(spec, ALONE, TokenLoss(load_model(spec, CPU)))
+        strategy.backward(batch(corpus, [[0, 1]]), int(corpus.trained_counts()[:2].sum()), last=True)
+        seen: list[float] = []
+        trained = [p for p in strategy.plain.parameters() if p.requires_grad]
+        hook = strategy.optimizer.register_step_pre_hook(  # type: ignore[attr-defined]
+            lambda *_, trained=trained, seen=seen: seen.append(
+                float(torch.cat([p.grad.flatten() for p in trained]).norm())
+            )
+        )
+        norms[limit] = strategy.step(1e-3), seen[0]
+        hook.remove()
+        assert all(float(p.grad.abs().max()) == 0 for p in trained), "cleared for the next step"
+    assert norms[0.0][0] == pytest.approx(norms[0.0][1], rel=1e-5)
+    assert norms[1e-3][0] == pytest.approx(norms[0.0][0], rel=1e-5)
+    assert norms[1e-3][1] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_what_is_trained_is_float32_and_a_frozen_base_is_not_in_the_optimizer(model_folder: Any) -> None:
+    spec = make_spec({"seq_length": 64, "model": str(model_folder), "precision": "bf16-mixed"}, "")
+    model = load_model(spec, CPU)
+    kinds = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+    optimizer = make_optimizer(spec, model.parameters())
+    assert all("lora" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == sum(
+        p.requires_grad for p in model.parameters()
+    )
+    full = load_model(
+        make_spec({"seq_length": 64, "model": str(model_folder), "precision": "bf16-mixed", "lora_r": 0}, ""), CPU
+    )
+    assert {(p.requires_grad, p.dtype) for p in full.parameters()} == {(True, torch.float32)}
+
+
+def test_fresh_adapters_are_equal_everywhere(model_folder: Any) -> None:
+    spec = make_spec({"seq_length": 64, "model": str(model_folder)}, "")
+    torch.rand(7)
+    one = load_model(spec, CPU).state_dict()
+    torch.rand(3)
+    two = load_model(spec, CPU).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    other = load_model(make_spec({"seq_length": 64, "model": str(model_folder), "seed": 2}, ""), CPU).state_dict()
+    assert not all(torch.equal(one[name], other[name]) for name in one)

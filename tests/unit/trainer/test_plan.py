@@ -1,0 +1,367 @@
+"""The plan: a model's shape off its config, memory against measured peaks, what is recommended, and strategy=auto."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import get_peft_model
+from trainer_runs import TOP, Here, llama
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.__main__ import main
+from trainer.config.run_spec import RunSpec, make_spec, read_spec
+from trainer.distributed.world import World
+from trainer.errors import UserError
+from trainer.model import TokenLoss, add_lora, lora_config
+from trainer.planner.cost import CHUNK, Layout, Rows, memory, not_hidden, wire_bytes
+from trainer.planner.model_shape import Shape, read_shape, shape_of
+from trainer.planner.recommend import BASE, Speed, choose, options, read_hosts, recommend
+from trainer.strategy.base import Batch
+from trainer.strategy.ddp import DDP
+from trainyard.remote.host_facts import allocator
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 300, "head_dim": 16, "pad_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite"),
+    SIZES,
+)
+KINDS["gpt2"] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 300}
+BIG = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+BIG |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama", "max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_shape_is_read_off_the_config_alone(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **KINDS[kind])
+    shape, spec = read_shape(config.to_diff_dict()), make_spec({"lora_r": 4, "model": "x"}, "here")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    adapted = get_peft_model(model, lora_config(spec))
+    assert shape.trained(spec) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    said = {name: value for name, value in config.to_diff_dict().items() if name != "tie_word_embeddings"}
+    assert read_shape(said).tied == config.tie_word_embeddings, "where config.json says nothing"
+
+
+def test_an_unknown_kind_is_a_plain_word(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(UserError, match=r"model: the plan knows no mamba; it knows gpt2, llama"):
+        shape_of(make_spec({"model": str(tmp_path)}, "here"))
+
+
+def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
+    """Return the bytes of all tensors alive at the worst moment of a step, by torch's own account."""
+    torch.manual_seed(1)
+    half = spec.lora_r and spec.precision == "bf16-mixed"  # as load_model has it
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if half else torch.float32)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = add_lora(spec, model) if spec.lora_r else model
+    strategy = DDP(spec, World(0, 1, 0, 0, torch.device("cpu")), TokenLoss(model.train()))
+    ids = torch.randint(0, config.vocab_size, (spec.batch_size, spec.seq_length))
+    positions = (torch.arange(spec.seq_length) % (spec.seq_length // 4)).repeat(spec.batch_size, 1)
+
+    def step() -> None:
+        strategy.backward(Batch(ids, positions, ids), ids.numel(), True)
+        strategy.step(1e-3)
+
+    step()  # gradients and moments are there from now on
+    kept = sum(p.nbytes for p in model.parameters()) + sum(
+        p.grad.nbytes for p in model.parameters() if p.grad is not None
+    )
+    kept += sum(v.nbytes for state in strategy.optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    now = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return kept + peak, read_shape(config.to_diff_dict())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"lora_r": 0},
+        {"gradient_checkpointing": True},
+        {"batch_size": 8},
+        {"seq_length": 256},
+        {"lora_targets": "q_proj,v_proj"},
+        {"lora_dropout": 0.1},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-mixed", "lora_r": 0},
+        {"precision": "bf16-mixed", "lora_r": 0, "gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layers", [2, 6])
+def test_memory_is_within_10_percent_of_what_is_measured(fields: dict[str, Any], layers: int) -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=192, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=6,
+        num_key_value_heads=2, vocab_size=2048,
+    )  # fmt: skip
+    spec = make_spec({"model": "x", "seq_length": 128} | fields, "here")
+    measured, shape = live_peak(spec, config)
+    planned = memory(spec, shape, Layout((1,)), Rows.full(spec)).total
+    assert planned == pytest.approx(measured, rel=0.10)
+
+
+def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields: dict[str, Any]) -> tuple[int, int]:
+    """Train three steps in a process of its own, with tcmalloc as train.yml starts it: its largest resident set, and the plan."""
+    llama(folder, model_folder, **sizes)
+    fields = {"fake_data": True} | fields
+    about = {"model": str(folder), "dataset": "none", "steps": 3, "fields": fields}
+    done = subprocess.run(
+        [sys.executable, str(TOP / "benchmarks/speed_one.py"), "trainyard", json.dumps([about])],
+        env=os.environ | {"PYTHONPATH": str(TOP), "LD_PRELOAD": allocator(), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    spec = make_spec({"model": about["model"]} | fields, "here")
+    planned = memory(spec, shape_of(spec), Layout((1,)), Rows.full(spec)).total
+    return round(json.loads(done.stdout.strip().splitlines()[-1])[0]["peak_mib"] * 2**20), planned
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not allocator(), reason="the resident set: tcmalloc is not here (apt install libtcmalloc-minimal4)")
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=str)
+def test_memory_is_within_10_percent_of_the_process(fields: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
+    """The resident set at its largest, above what a process takes that trains next to nothing."""
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    least = {"seq_length": 16, "batch_size": 1, "total_batch_size": 1}
+    peak, planned = process_peak(tmp_path / "tiny", model_folder, tiny, least | fields)
+    base = peak - planned
+    assert base == pytest.approx(BASE << 20, rel=0.15)
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_hidden_layers": 4}
+    rows = {"seq_length": 256, "batch_size": 8, "total_batch_size": 8}
+    peak, planned = process_peak(tmp_path / "model", model_folder, sizes, rows | fields)
+    assert planned == pytest.approx(peak - base, rel=0.10)
+
+
+def plan_of(spec: RunSpec, hosts: int, link: float, part: float = 1.0, room: float | None = None) -> tuple[Any, Any]:
+    shape, layout = shape_of(spec), Layout((1,) * hosts)
+    found = options(spec, shape, layout, Rows.full(spec), Speed(part, 0.0, True), link, room, True)
+    return {option.strategy: option for option in found}, recommend(spec, found, layout, shape, link, True)
+
+
+def test_bytes_of_a_step() -> None:
+    spec = make_spec({"model": "tiny"}, "here")
+    shape = shape_of(spec)
+    for ranks in (2, 3, 8):
+        ring = 2 * (ranks - 1) / ranks
+        assert wire_bytes(spec, shape, Layout((1,) * ranks), gloo=True) == ring * 4 * shape.trained(spec)
+        half = spec.model_copy(update={"gradient_wire": "bf16"})
+        assert wire_bytes(half, shape, Layout((ranks,)), gloo=True) == ring * 2 * shape.trained(spec)
+    assert wire_bytes(spec, shape, Layout((1,)), gloo=True) == 0
+
+
+def test_what_is_recommended() -> None:
+    spec = make_spec({"model": "tiny"}, "here")
+    found, advice = plan_of(spec, 2, 1000)
+    assert advice.strategy == "ddp" and "it fits" in advice.why and "alone" not in advice.why
+    assert found["ddp"].tokens_per_second > 1.9 * found["alone"].tokens_per_second
+    full = make_spec({"model": "tiny", "lora_r": 0}, "here")
+    _, slow = plan_of(full, 2, 10, part=0.01)
+    assert "one process alone is faster" in slow.why or slow.strategy == "diloco"
+    with pytest.raises(UserError, match=r"plan: .* GiB a process do not fit: try gradient_checkpointing=true or "):
+        plan_of(spec, 1, 1000, room=10e6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes_a_weight", "fixed"),
+    [
+        # Weights, gradients, two moments, the outer optimiser's copy and momentum, the pseudo-gradient; two chunks of it.
+        ({"strategy": "diloco"}, 4 + 4 + 8 + 8 + 4, 2 * 4 * CHUNK),
+        # Half of weights, gradients and moments; a copy of half of weights and moments.
+        ({"strategy": "fsdp"}, 8 + 6, 0),
+        # Half of weights, gradients, moments and DeepSpeed's own copy; the weights that were gathered, a tenth of them twice
+        # (fetched ahead), half of the gradients once more, and what malloc keeps.
+        ({"strategy": "deepspeed", "deepspeed_stage": 3}, 10 + 4 + 0.8 + 2 + 0.7 * 4, 0),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_is_held_apart_from_steps(fields: dict[str, Any], bytes_a_weight: float, fixed: int) -> None:
+    shape = read_shape(
+        BIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
+    )
+    spec = make_spec({"model": "x", "lora_r": 0, "seq_length": 8, "batch_size": 1} | fields, "here")
+    need = memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+    # The embedding, the head, three layers.
+    gathered = need.weights - shape.parameters * 2 if spec.strategy == "fsdp" else 0
+    assert need.between == pytest.approx(shape.parameters * bytes_a_weight + fixed + gathered, rel=0.05)
+    assert need.total == max(need.between, sum(need.step.values()))
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"deepspeed_stage": 1}], ids=str)
+def test_what_deepspeed_itself_takes_is_counted(fields: dict[str, Any]) -> None:
+    zero = pytest.importorskip("trainer.strategy.deepspeed")
+    spec = make_spec({"model": "x", "strategy": "deepspeed"} | fields, "here")
+    shape = read_shape(BIG)
+    about = zero.configuration(spec, shape.trained(spec), shape.parameters)["zero_optimization"]
+    need, on_gpu = (memory(spec, shape, Layout((1, 1)), Rows.full(spec), cuda=cuda) for cuda in (False, True))
+    assert need.wire == on_gpu.wire == 4 * about["reduce_bucket_size"] > 0
+    assert need.library == 20 * 2**20 and not on_gpu.library, "a GPU's memory holds no code of it"
+    assert not memory(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
+
+
+@pytest.mark.parametrize(
+    "stage", [1, 2]
+)  # all gradients and half of them laid out; half of them, and that laid out twice
+def test_what_deepspeed_lays_out_is_counted_where_activations_leave_no_room(stage: int) -> None:
+    shape = read_shape(BIG)
+    said = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
+    short, long = (
+        memory(make_spec(said | {"seq_length": length}, "here"), shape, Layout((1, 1)), Rows(length, length, 1.0))
+        for length in (8, 65536)
+    )
+    assert short.gradients == pytest.approx(6 * shape.parameters, rel=0.01)
+    assert long.gradients == (4 if stage == 1 else 2) * shape.parameters
+
+
+@given(st.floats(0, 10), st.floats(0.01, 10), st.sampled_from([0, 4, 64]))
+def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
+    spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)
+    backward = part * (1 / 2 if rank else 2 / 3)
+    left = not_hidden(spec, shape, wire, part)
+    assert left >= 0 and wire - backward - 1e-9 <= left <= wire + 1e-9
+    if shape.trained(spec) * 4 > 2**30:  # many buckets: all but the last is hidden, as far as the pass is long
+        assert left <= max(wire - backward, 0.0) + 0.03 * (wire + backward)
+    if shape.trained(spec) * 4 <= 2**20:
+        assert left == pytest.approx(wire)
+    assert not_hidden(spec.model_copy(update={"strategy": "fsdp"}), shape, wire, part) == wire
+
+
+def test_auto_is_the_same_every_time_and_says_why() -> None:
+    spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
+    host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 1000}
+    answers = {choose(spec, [host] * 3) for _ in range(3)}
+    assert len(answers) == 1
+    strategy, why = answers.pop()
+    assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
+    big = make_spec({"model": "x", "strategy": "auto"}, "here")
+    with pytest.raises(UserError, match="do not fit"):
+        choose(big, [host], read_shape(BIG))
+
+
+def test_a_link_that_nobody_measured_is_said_to_be_assumed() -> None:
+    spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
+    host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 0}
+    assert choose(spec, [host] * 2)[1].endswith("at 1000 Mbit/s (link assumed, nobody measured it)")
+    assert "assumed" not in choose(spec, [host])[1]
+
+
+def test_auto_without_a_controller(here: Here) -> None:
+    few = {"strategy": "auto", "max_steps": 4, "checkpoint_interval": 2}
+    assert here(**few) == 0, here.err
+    assert "auto took ddp: one process: nothing to share" in here.out
+    assert read_spec(here.run_dir() / "spec.yml", {}, "kept").strategy == "ddp"
+    (here.run_dir() / "result.json").unlink()
+    assert here(**few) == 0, here.err
+    assert "auto: this run began with ddp" in here.out
+
+
+def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_path: Path, capsys: Any) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"host": "a", "processes": 2, "memory_mib": 8000}, {"host": "b", "ranks": [2, 3]}]))
+    flags = [f"--model={model_folder}", f"--dataset={dataset}", "--seq-length=64", f"--data-dir={tmp_path}"]
+    assert main(["plan", *flags, f"--hosts={hosts}", "--link-mbit=100", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    by = {option["strategy"]: option for option in made["options"]}
+    assert {"alone", "ddp"} <= set(by) and by["ddp"]["processes"] == 4 and by["ddp"]["fits"] is True
+    assert made["speed"]["measured"] and made["speed"]["part"] > 0
+    assert 0 < made["rows"]["trained"] < 1 and made["rows"]["tokens"] <= made["rows"]["places"] <= 64
+    assert made["recommended"]["strategy"] in by
+    assert main(["plan", "--no-measure", "--hosts", "3"]) == 0
+    table = capsys.readouterr().out
+    assert "take strategy=" in table and "nominal speed" in table
+
+
+def test_a_measurement_beside_other_work_says_so(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    flags = ["plan", f"--model={model_folder}", "--fake-data=true", "--seq-length=64", "--hosts=2"]
+    # Longer than the measurement takes, and of every core.
+    spin = "import time\nwhile time.monotonic() < {}: pass"
+    ends = time.monotonic() + 120
+    others = [subprocess.Popen([sys.executable, "-c", spin.format(ends)]) for _ in range(os.cpu_count() or 1)]
+    try:
+        assert main(flags) == 0
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    said = capsys.readouterr().out
+    assert f" of {os.cpu_count()} cores: it is faster on a quiet machine" in said
+    monkeypatch.setattr("trainer.planner.recommend._others", lambda: 5.0)
+    assert main(flags) == 0
+    assert "quiet machine" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (["--hosts", "none.json"], "--hosts: none.json is neither a number of hosts nor a file here"),
+        (["--hosts"], "--hosts: got nothing, takes a value"),
+        (["--link-mbit", "fast"], "--link-mbit: got 'fast', takes a number of Mbit/s > 0"),
+        (["--model", "./none"], "model: no config.json of ./none here"),
+    ],
+)
+def test_what_the_plan_refuses(said: list[str], why: str, capsys: Any) -> None:
+    assert main(["plan", "--no-measure", *said]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {why}")
+
+
+def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
+    assert [host["host"] for host in read_hosts("2")] == ["host1", "host2"]
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    with pytest.raises(UserError, match="takes a JSON list"):
+        read_hosts(str(tmp_path / "x.json"))
+
+
+def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
+    from plugins.action.run_plan import automatic, link_speeds
+
+    facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
+    hosts: list[dict[str, Any]] = [{"host": f"node{place}", "processes": 0, "facts": dict(facts)} for place in range(3)]
+    spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
+    said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
+    strategy, why = automatic(hosts, said, [])
+    assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
+    hosts[2]["pairs"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
+    strategy, why = automatic(hosts, said, [])
+    assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
+    hosts[0]["facts"]["link_mbit"] = 10  # a head's driver is not asked where lines to it were measured
+    hosts[2]["pairs"]["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
+    hosts[1]["facts"]["link_mbit"] = hosts[2]["facts"]["link_mbit"] = 25000
+    assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
+    assert not automatic(hosts, said, [])[1].endswith("(link measured)")
+    hosts[1]["facts"]["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
+    assert automatic(hosts, said, []) == ("diloco", "auto: this run began with diloco")
+
+
+def test_auto_takes_nothing_that_the_spec_forbids() -> None:
+    said = {"model": "tiny", "strategy": "auto", "replica_strategy": "fsdp", "quantize": "nf4"}
+    found, _ = plan_of(make_spec(said, "here"), 2, 0.1)
+    assert set(found) == {"alone", "ddp", "averaging"}
+    found, _ = plan_of(make_spec(said | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
+    assert set(found) == {"alone", "ddp", "fsdp", "diloco", "averaging"}
+
+
+def test_a_slow_link_is_for_diloco() -> None:
+    spec = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
+    host = {"processes": 1, "threads": 8, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 10}
+    strategy, why = choose(spec, [host] * 2)
+    assert strategy == "diloco" and "ddp would spend " in why and "local_steps=" in why

@@ -1,0 +1,81 @@
+"""How fast this device is at this very work: a few micro-batches of the model with one layer and with some, weights drawn here."""
+
+import copy
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config.run_spec import TINY, RunSpec
+from trainer.data.tiny import CONFIG, VOCABULARY
+from trainer.distributed.world import World
+from trainer.model import TokenLoss, add_lora
+from trainer.planner.cost import Rows
+from trainer.strategy.base import Batch
+from trainer.strategy.ddp import DDP
+
+_SOME = 3  # layers of the larger of the two models
+_LIMIT = 4.0  # seconds for one of them, once it has run twice
+_PLACES = 8192  # places in a micro-batch at most: beyond that time grows in proportion
+
+
+def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> torch.nn.Module:
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    bf16 = spec.lora_r and spec.precision == "bf16-mixed"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.lora_r:
+        model = add_lora(spec, model)
+    return model.to(device).train()
+
+
+def _seconds(strategy: DDP, batch: Batch) -> tuple[float, float]:
+    """Return the median seconds of a micro-batch and of an optimiser step; the first of each is not counted."""
+    device = strategy.world.device
+    parts: list[float] = []
+    steps: list[float] = []
+    began = time.perf_counter()
+    while len(parts) < 3 or (len(parts) < 9 and time.perf_counter() - began < _LIMIT):
+        marks = [time.perf_counter()]
+        for work in (lambda: strategy.backward(batch, batch.labels.numel(), True), lambda: strategy.step(1e-4)):
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            marks.append(time.perf_counter())
+        parts.append(marks[1] - marks[0])
+        steps.append(marks[2] - marks[1])
+    return statistics.median(parts[1:]), statistics.median(steps[1:])
+
+
+def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a full micro-batch, forward and backward, and of an optimiser step, on `device` alone."""
+    config = (
+        AutoConfig.for_model(**(CONFIG | {"vocab_size": VOCABULARY}))
+        if spec.model == TINY
+        else AutoConfig.from_pretrained(spec.model)
+    )
+    torch.manual_seed(spec.seed)
+    places = max(8, round(rows.places))
+    count = max(1, min(spec.batch_size, _PLACES // places))
+    ids = torch.randint(0, config.vocab_size, (count, places), device=device)
+    # Packed rows have the mask of packed rows.
+    sample = max(4, places // 4) if spec.packing else places
+    positions = (torch.arange(places, device=device) % sample).repeat(count, 1)
+    labels = ids.clone()
+    labels[:, : round(places * (1 - rows.trained))] = -100
+    world = World(0, 1, 0, 0, device)
+    whole = config.num_hidden_layers
+    times = []
+    for layers in (1, min(whole, _SOME)):
+        strategy = DDP(spec, world, TokenLoss(_model(spec, config, layers, device)))
+        times.append((layers, *_seconds(strategy, Batch(ids, positions, labels))))
+    (_, part, step), (layers, more, more_step) = times
+    scale = (whole - 1) / max(1, layers - 1)
+    batches = spec.batch_size / count
+    return (part + max(0.0, more - part) * scale) * batches, step + max(0.0, more_step - step) * scale

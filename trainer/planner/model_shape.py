@@ -1,0 +1,184 @@
+"""What a model weighs, off its config.json alone: no weights, no torch. The controller reads it too."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.run_spec import TINY, RunSpec
+from trainer.errors import UserError
+
+# Decoders whose layers are q, k, v, o and a gated (or plain) MLP between norms.
+_LLAMA_LIKE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"head_norm": True},
+    "gemma": {},
+    "gemma2": {"norms": 4},
+    "gemma3_text": {"norms": 4, "head_norm": True},
+    "phi3": {"fused": True},
+    "olmo2": {"head_norm": True},
+    "smollm3": {},
+    "granite": {},
+}
+_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "smollm3"}  # what transformers takes where config.json says nothing
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matrix of a layer: `reads` says which tensor it takes (those that read the same one share its saved copy)."""
+
+    name: str
+    into: int
+    out: int
+    reads: str
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only model. Sizes in numbers, not bytes."""
+
+    kind: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int
+    linear: tuple[Linear, ...]
+    other_per_layer: int  # norms
+    other: int  # final norm, learned positions
+    tied: bool
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(m.into * m.out + m.out * m.bias for m in self.linear) + self.other_per_layer
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the matrix that makes logits (tied or not, it is multiplied with)."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied head counted once."""
+        return self.layers * self.layer_parameters + self.other + self.head_parameters * (1 if self.tied else 2)
+
+    def targets(self, spec: RunSpec) -> list[Linear]:
+        """Return the matrices of one layer that get an adapter. The head is apart: see `head_target`."""
+        if not spec.lora_r:
+            return []
+        everything = spec.lora_targets == ("all-linear",)
+        return [matrix for matrix in self.linear if everything or matrix.name in spec.lora_targets]
+
+    def head_target(self, spec: RunSpec) -> bool:
+        """Tell whether the head gets an adapter (all-linear leaves it out)."""
+        return spec.lora_r > 0 and "lm_head" in spec.lora_targets
+
+    def trained(self, spec: RunSpec) -> int:
+        """Return how many parameters the spec trains."""
+        if not spec.lora_r:
+            return self.parameters
+        layer = sum(spec.lora_r * (matrix.into + matrix.out) for matrix in self.targets(spec))
+        head = spec.lora_r * (self.hidden + self.vocabulary) if self.head_target(spec) else 0
+        return self.layers * layer + head
+
+
+def read_shape(config: Mapping[str, Any]) -> Shape:
+    """Read a model's shape off its config.json.
+
+    Raises:
+        UserError: a model type that is not known here, or a field that is missing.
+    """
+    config = config.get("text_config", config)
+    kind = str(config.get("model_type", ""))
+    try:
+        if kind == "gpt2":
+            return _gpt2(config)
+        if kind in _LLAMA_LIKE and not config.get("num_local_experts"):
+            return _llama(kind, config)
+    except KeyError as error:
+        raise UserError(f"model: its config.json ({kind}) has no {error.args[0]}") from None
+    known = ", ".join(["gpt2", *_LLAMA_LIKE])
+    raise UserError(f"model: the plan knows no {kind or 'model without a model_type'}; it knows {known}")
+
+
+def _llama(kind: str, c: Mapping[str, Any]) -> Shape:
+    about = _LLAMA_LIKE[kind]
+    hidden, heads, ff = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    head_dim = c.get("head_dim") or hidden // heads
+    query, value = heads * head_dim, kv_heads * head_dim
+    bias = bool(c.get("attention_bias", False))
+    if about.get("fused"):
+        matrices = [
+            Linear("qkv_proj", hidden, query + 2 * value, "attention"),
+            Linear("o_proj", query, hidden, "mixed"),
+            Linear("gate_up_proj", hidden, 2 * ff, "mlp"),
+            Linear("down_proj", ff, hidden, "gated"),
+        ]
+    else:
+        matrices = [
+            Linear("q_proj", hidden, query, "attention", bias or about.get("qkv_bias", False)),
+            Linear("k_proj", hidden, value, "attention", bias or about.get("qkv_bias", False)),
+            Linear("v_proj", hidden, value, "attention", bias or about.get("qkv_bias", False)),
+            Linear("o_proj", query, hidden, "mixed", bias),
+            Linear("gate_proj", hidden, ff, "mlp", bool(c.get("mlp_bias", False))),
+            Linear("up_proj", hidden, ff, "mlp", bool(c.get("mlp_bias", False))),
+            Linear("down_proj", ff, hidden, "gated", bool(c.get("mlp_bias", False))),
+        ]
+    norms = about.get("norms", 2) * hidden
+    if about.get("head_norm"):
+        norms += query + value if kind == "olmo2" else 2 * head_dim
+    return Shape(
+        kind, c["num_hidden_layers"], hidden, heads, kv_heads, head_dim, c["vocab_size"],
+        c.get("max_position_embeddings", 0), tuple(matrices), norms, hidden,
+        bool(c.get("tie_word_embeddings", kind in _TIED)),
+    )  # fmt: skip
+
+
+def _gpt2(c: Mapping[str, Any]) -> Shape:
+    hidden = c["n_embd"]
+    ff = c.get("n_inner") or 4 * hidden
+    matrices = (
+        Linear("c_attn", hidden, 3 * hidden, "attention", True),
+        Linear("c_proj", hidden, hidden, "mixed", True),
+        Linear("c_fc", hidden, ff, "mlp", True),
+        Linear("c_proj", ff, hidden, "gated", True),
+    )
+    positions = c.get("n_positions", 1024)
+    return Shape(
+        "gpt2", c["n_layer"], hidden, c["n_head"], c["n_head"], hidden // c["n_head"], c["vocab_size"],
+        positions, matrices, 4 * hidden, 2 * hidden + positions * hidden, bool(c.get("tie_word_embeddings", True)),
+    )  # fmt: skip
+
+
+def shape_of(spec: RunSpec) -> Shape:
+    """Return the shape of the spec's model: tiny, a folder with a config.json (or that file), or a hub id in the cache.
+
+    Raises:
+        UserError: there is no config, or it is of a kind that is not known here.
+    """
+    if spec.model == TINY:
+        from trainer.data.tiny import CONFIG, VOCABULARY
+
+        return read_shape(CONFIG | {"vocab_size": VOCABULARY})
+    path = Path(spec.model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        try:
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(spec.model, "config.json"))
+        except Exception as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"model: no config.json of {spec.model} here or in the hub's cache: {why}") from None
+    try:
+        return read_shape(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model: cannot read {path}: {error}") from None

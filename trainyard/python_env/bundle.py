@@ -1,0 +1,89 @@
+"""What travels to a host besides wheels: pip as one file, and the trainer as a wheel. Made on the controller, once."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from trainyard.python_env.resolve import EnvironmentBuildError
+
+
+def trainer_version(top: Path) -> str:
+    """Return the trainer's version with the digest of its sources as local label: 0.1.0+3f2a91c0d1e2."""
+    match = re.search(r'^version = "([^"]+)"$', (top / "pyproject.toml").read_text(), re.M)
+    total = hashlib.sha256()
+    for path in sorted((top / "trainer").rglob("*.py")):
+        total.update(f"{path.relative_to(top)}\0{path.read_text()}\0".encode())
+    return f"{match[1] if match else '0'}+{total.hexdigest()[:12]}"
+
+
+def trainer_wheel(top: Path, work: Path) -> Path:
+    """Return the trainer as a wheel, built with setuptools from a copy of the sources. Raises EnvironmentBuildError."""
+    version = trainer_version(top)
+    target = work / f"trainyard-{version}-py3-none-any.whl"
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / ".lock").open("w") as lock, tempfile.TemporaryDirectory() as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return target
+        source = Path(folder) / "source"
+        shutil.copytree(top / "trainer", source / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(top / "README.md", source)
+        text = (top / "pyproject.toml").read_text()
+        (source / "pyproject.toml").write_text(re.sub(r'^version = ".*"$', f'version = "{version}"', text, flags=re.M))
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+                "-w",
+                folder,
+                source,
+            ],
+            # The same sources give the same bytes.
+            env=os.environ | {"SOURCE_DATE_EPOCH": "315532800"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        built = list(Path(folder).glob("*.whl"))
+        if done.returncode or not built:
+            last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise EnvironmentBuildError(
+                f"the trainer's wheel could not be built on the controller (make setup): {last}"
+            )
+        shutil.move(built[0], target.with_suffix(".tmp"))
+        target.with_suffix(".tmp").replace(target)
+    return target
+
+
+def pip_archive(work: Path) -> Path:
+    """Return this controller's pip (a pure Python package) as one zip file, to be unpacked into an environment.
+
+    Stock Debian and Ubuntu have neither pip nor ensurepip; with this, a host needs no package, no root and no network.
+    """
+    pip = importlib.metadata.distribution("pip")
+    target = work / f"pip-{pip.version}.zip"
+    if target.exists():
+        return target
+    work.mkdir(parents=True, exist_ok=True)
+    aside = work / f".tmp-{os.getpid()}-{target.name}"
+    with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(pip.files or [], key=str):
+            if path.parts[0].startswith("pip") and path.suffix != ".pyc" and path.name != "RECORD":
+                archive.writestr(zipfile.ZipInfo(str(path)), path.read_binary(), zipfile.ZIP_DEFLATED)
+    aside.replace(target)
+    return target
