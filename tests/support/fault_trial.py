@@ -29,7 +29,7 @@ from trainer.data.order import Order
 from trainer.telemetry import Past
 from trainer.train import held_out
 
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 CRASHES = ("kill", "torchrun", "supervisor")  # a process dies; the host is there
 LOSSES = ("cut", "power")  # a host is gone
 KINDS = (*CRASHES, *LOSSES, "fill")
