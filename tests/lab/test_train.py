@@ -29,6 +29,7 @@ def ask(lab: Lab, host: Host, command: str) -> str:
     return subprocess.run([*lab.ssh(host), command], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.smoke
 def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> None:
     lab, hosts = bare, bare.hosts
     for again in (False, True):

@@ -169,14 +169,15 @@ class Lab:
         machine.require(kind)
         if not 1 <= hosts <= 200:
             raise LabError(f"a lab has 1 to 200 hosts, not {hosts}")
+        self._check_kind(kind)
         LABS.mkdir(parents=True, exist_ok=True)
         lower = root.build(kind)
         if kind == "metal":
             metal.image(lower)
             venv = None
         with root.locked(LABS / f"{self.name}.lock"):
-            if (state := self.state) and state.kind != kind:
-                raise LabError(f"lab {self.name!r} is running with {state.kind} hosts: take it down first")
+            self._check_kind(kind)
+            state = self.state
             try:
                 self._up(hosts, kind, lower, venv)
                 if persistent:
@@ -219,6 +220,10 @@ class Lab:
             if time.monotonic() > deadline:
                 raise LabError(f"{message} within {seconds:.0f} s (lab {self.name!r}){self._log_tails()}")
             time.sleep(0.05)
+
+    def _check_kind(self, kind: str) -> None:
+        if (state := self.state) and state.kind != kind:
+            raise LabError(f"lab {self.name!r} is running with {state.kind} hosts: take it down first")
 
     def _up(self, hosts: int, kind: str, lower: Path, venv: Path | None) -> None:
         state = self.state
