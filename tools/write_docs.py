@@ -4,6 +4,7 @@
 """
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -157,12 +158,19 @@ def variables(options: dict[str, Any]) -> list[str]:
     rows = ["| variable | type | default | description |", "| --- | --- | --- | --- |"]
     for name, option in options.items():
         kind = option["type"] + (f" of {option['elements']}" if "elements" in option else "")
-        default = "required" if option.get("required") else f"`{option['default']!r}`" if "default" in option else ""
-        text = paragraphs(option["description"], " ")
+        default = "required" if option.get("required") else shown(option["default"]) if "default" in option else ""
+        text = paragraphs(option["description"], " ").replace("|", "\\|")
         if "choices" in option:
             text += " One of " + ", ".join(map(str, option["choices"])) + "."
         rows.append(f"| `{name}` | {kind} | {default} | {text} |")
     return rows
+
+
+def shown(value: Any) -> str:
+    """Return a default as code, in the notation of YAML; nothing for an empty text."""
+    if value in (None, ""):
+        return ""
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
 def paragraphs(description: str | list[str], separator: str) -> str:

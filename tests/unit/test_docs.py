@@ -29,6 +29,13 @@ PLAYBOOK_VARIABLES = {"grace", "host", "json", "logs_to", "now", "quick", "run"}
 # What an error message in the documentation is about.
 UNKNOWN_ON_PURPOSE = {"learning_rate"}
 
+# Words of the project's former private language.
+PRIVATE_WORDS = re.compile(
+    r"\b(mend(s|ed)?|somebody|alike|comes? back|is away|goes? on|cannot be had|so many|crew|landing|judgement"
+    r"|the others|meetings?|keepers|be told|puts? the fuse out|lets? go of)\b",
+    re.IGNORECASE,
+)
+
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(TOP))
@@ -82,6 +89,15 @@ def test_paths_exist(page: Path) -> None:
     own = {"inventory/hosts.yml", "inventory/lab.yml"}
     missing = sorted({path for path in named if path not in own and not (TOP / path).exists()})
     assert not [path for path in missing if "NAME" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_english(page: Path) -> None:
+    """Prose uses the vocabulary of the field, one heading of level 1, and no private words."""
+    prose = FENCE.sub("", page.read_text())
+    assert not sorted({match[0] for match in PRIVATE_WORDS.finditer(prose)})
+    if page.name != "NOTES.md":
+        assert len(re.findall(r"^# ", prose, re.MULTILINE)) == 1
 
 
 def test_make_targets_exist() -> None:
