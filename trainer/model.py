@@ -66,7 +66,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
         return _load_unsloth(spec, device)
     # As they are in its files weights stay there, mapped, until somebody reads them: FSDP takes its part and leaves the rest.
     how: dict[str, Any] = {"dtype": "auto" if spec.weights_as_kept else base_dtype(spec)}
-    fast = levers(spec, device)
+    fast = fast_kernels(spec, device)
     if "flash attention" in fast:
         how["attn_implementation"] = "flash_attention_2"
     if spec.quantize == "nf4":
@@ -103,7 +103,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     return model
 
 
-def levers(spec: RunSpec, device: torch.device) -> list[str]:
+def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
     """Return which faster kernels this process takes: those that are installed, on CUDA alone, unless kernels=torch."""
     if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
         return []

@@ -376,7 +376,7 @@ def plan(
 
         rows, data = rows_of(spec, data_dir)
         where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        device, levers = where.type, model.levers(spec, where)
+        device, levers = where.type, model.fast_kernels(spec, where)
         others, began = _others(), time.monotonic()
         speed = Speed(*measure(spec, rows, where), True)
         busy = (_others() - others) / (time.monotonic() - began)
