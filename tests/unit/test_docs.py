@@ -182,7 +182,7 @@ def test_preflight_checks_are_those_of_the_code() -> None:
     source = "\n".join(path.read_text() for path in (TOP / "trainyard" / "preflight").glob("*.py"))
     missing = {check for check in documented if f'"{check}"' not in source}
     assert documented and not missing
-    undocumented = set(re.findall(r'Finding\(\s*"([a-z-]+)"', source)) - documented
+    undocumented = set(re.findall(r'(?:Finding|failure|warning|note)\(\s*"([a-z-]+)"', source)) - documented
     assert not undocumented
 
 
