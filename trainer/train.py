@@ -225,7 +225,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
 
     def restore() -> None:
         nonlocal step, starts
-        newest = agree(checkpoints, world, print, strategy.own)
+        newest = agree(checkpoints, world, print, strategy.per_host_files)
         if not newest:
             return
         strategy.load(newest)
@@ -239,7 +239,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         totals.update(kept["totals"])
         print(f"going on from step {step} of {steps}")
 
-    def standing() -> dict[str, Any]:
+    def checkpoint_state() -> dict[str, Any]:
         about = {"totals": dict(totals), "world_size": world.size, "data": data}
         return {"step": met, "starts": past.starts if past else starts, **about}
 
@@ -257,7 +257,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     here_now: dict[str, Any] = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
     here_now = world.gather(here_now)[0]
     try:
-        if strategy.join(here_now["start"], steps, run_dir, standing, waiting):
+        if strategy.join(here_now["start"], steps, run_dir, checkpoint_state, waiting):
             restore()
     except Stopped:
         if world.first_here:
@@ -284,7 +284,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     stopping = False
     while step < steps and not stopping:
         started = time.perf_counter()
-        rows = strategy.part(order.step(step))
+        rows = strategy.local_rows(order.step(step))
         loss, place, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
         taken: list[list[int]] = []
         for update in strategy.updates(step, rows):
@@ -319,7 +319,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
                 "seconds": time.perf_counter() - started,
             }
         )
-        if not strategy.meets(step) and step < steps:
+        if not strategy.is_sync_step(step) and step < steps:
             own = walked[-1]["trained_tokens"]
             news: dict[str, Any] = {"loss": float(loss) / own} if own else {}
             beat("training", step=step, steps=steps, note="", **news)
@@ -327,12 +327,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
 
         meeting = time.perf_counter()
         counts = [float(record[name]) for record in walked for name in _COUNTS]
-        strategy.meet(waiting, [float(bool(stop_asked)), float(saver.written()), *counts])
+        strategy.sync(waiting, [float(bool(stop_asked)), float(saver.written()), *counts])
         past.met(strategy.present, met, step)
         busy, whole, spent = [0.0] * world.size, [0.0] * world.size, [0.0] * world.size
         busy[world.rank] = sum(record.pop("seconds") for record in walked) / len(walked)
         whole[world.rank] = busy[world.rank] + (time.perf_counter() - meeting) / len(walked)
-        spent[world.rank] = strategy.spent()
+        spent[world.rank] = strategy.rank_seconds()
         flags = [float(bool(stop_asked)), float(saver.written())]
         told = strategy.sum([*flags, *counts, *busy, *whole, *spent])
         stopping, written, told, times = (
@@ -342,7 +342,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             told[2 + len(counts) :],
         )
         busy, whole, spent = (times[place * world.size :][: world.size] for place in range(3))
-        strategy.learn(spent)
+        strategy.update_shares(spent)
         # The slowest rank's, so that every host's checkpoint says the same.
         seconds = max(whole)
         use = gpu_use(world.device)
@@ -388,13 +388,13 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             beat("saving")
             report.flush()
             met = step
-            saver.save(step, {name: value for name, value in standing().items() if name != "step"})
+            saver.save(step, {name: value for name, value in checkpoint_state().items() if name != "step"})
         met = step
     saver.finish()
 
     result: dict[str, Any] = {
         "run": spec.run,
-        "status": "finished" if strategy.ended(step == steps, waiting) else "stopped",
+        "status": "finished" if strategy.all_finished(step == steps, waiting) else "stopped",
         "world_size": world.size,
         "strategy": spec.strategy,
         "step": step,
@@ -413,7 +413,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         if evaluated != step:
             eval_loss = evaluate(spec, world, strategy, eval_set, batches, beat)
         result["eval_loss"] = eval_loss
-        result |= strategy.finish(totals, eval_loss, lambda: evaluate(spec, world, strategy, eval_set, batches, beat))
+        result |= strategy.merge_replicas(
+            totals, eval_loss, lambda: evaluate(spec, world, strategy, eval_set, batches, beat)
+        )
         if result["eval_loss"] is not None:
             report.scalars({"eval_loss": result["eval_loss"]}, step)
         beat("saving")
