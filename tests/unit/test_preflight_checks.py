@@ -158,7 +158,7 @@ def test_a_port_in_use_is_not_a_firewall() -> None:
     states = sound_hosts()
     mesh(states[2])["taken"] = [29500]
     for source in states[:2]:
-        mesh(source)["reached"]["node3"] |= {"29500": "somebody else answers"}
+        mesh(source)["reached"]["node3"] |= {"29500": "another program answers"}
     [finding] = findings(states)
     assert (finding.check, finding.host) == ("port", "node3")
 
