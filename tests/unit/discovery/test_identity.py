@@ -112,7 +112,7 @@ def test_two_cards_two_ports_and_a_clone_with_real_ssh(lab, tmp_path):
     assert len({p.host_keys for m in report.machines for p in m.places}) == 1
     assert [m.addresses for m in report.machines] == [["10.32.0.5", "10.32.0.6"], ["10.32.0.9"]]
     assert [s.port for s in report.machines[0].places[0].servers] == [11434, 11500]
-    assert any("10.32.0.5 and 10.32.0.9 show the same SSH host key" in w for w in report.warnings)
+    assert any("10.32.0.5 and 10.32.0.9 present the same SSH host key" in w for w in report.warnings)
 
 
 def facts(
