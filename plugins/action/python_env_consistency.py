@@ -15,7 +15,7 @@ class ActionModule(ClusterAction):
         hostvars = variables["hostvars"]
         # A task that --check skips registers nothing worth having.
         looks = {
-            host: hostvars[host].get("__python_made", {}).get("look") or hostvars[host]["__python_look"]["look"]
+            host: hostvars[host].get("__python_created", {}).get("info") or hostvars[host]["__python_info"]["info"]
             for host in variables["ansible_play_hosts"]
         }
         versions = {host: dict(look["versions"]) for host, look in looks.items()}
@@ -23,7 +23,7 @@ class ActionModule(ClusterAction):
         if empty and not self._task.check_mode:
             look = looks[empty[0]]
             return plain(
-                f"{empty[0]}: there is no working Python at {look['python']}: mend cluster_python, or say python_env: venv"
+                f"{empty[0]}: there is no working Python at {look['python']}: fix cluster_python, or set python_env: venv"
             )
         # Somebody else's environment has no wheel of ours, and needs none: a run brings its own trainer.
         if any(look["env"] == "as-is" for look in looks.values()):

@@ -30,7 +30,7 @@ class ActionModule(ClusterAction):
             }
         )
         hostvars = variables["hostvars"]
-        looks = {host: hostvars[host]["__python_look"]["look"] for host in variables["ansible_play_hosts"]}
+        looks = {host: hostvars[host]["__python_info"]["info"] for host in variables["ansible_play_hosts"]}
         try:
             wish = Wish(
                 resolve.requirements(TOP / "pyproject.toml", a["extras"], a["torch"]),

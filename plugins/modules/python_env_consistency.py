@@ -7,7 +7,7 @@ module: python_env_consistency
 short_description: See that all hosts have the same Python environment
 description:
   - Compares Python, torch, CUDA, NCCL, the trainer and what it imports, as M(python_env_info) found them on every host of the play and
-    registered as C(__python_made), or C(__python_look).
+    registered as C(__python_created), or C(__python_info).
   - Fails with a table of what differs.
 options: {}
 attributes:

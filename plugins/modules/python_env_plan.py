@@ -6,7 +6,7 @@ DOCUMENTATION = r"""
 module: python_env_plan
 short_description: Settle which Python environment every host of the play is to have
 description:
-  - Reads what M(python_env_info) registered as C(__python_look) on every host, and refuses what cannot be made.
+  - Reads what M(python_env_info) registered as C(__python_info) on every host, and refuses what cannot be made.
   - Chooses one build of torch for all hosts, and for every kind of host the first one to fetch for its like.
   - Makes pip's archive and the trainer's wheel on the controller, if any host has to be changed.
 options:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugins.filter.cluster import peer_host_keys, peer_keys, peer_names
 from plugins.module_utils.atomic_file import write_atomic
-from plugins.modules.managed_block import BEGIN, settled
+from plugins.modules.managed_block import BEGIN, update_text
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="#\u2028\u2029\x85"), min_size=1)
 NAMES = ["a", "b", "c"]
@@ -20,37 +20,37 @@ THEIRS = st.lists(LINE, max_size=4).map(lambda lines: "".join(f"{line}\n" for li
 
 @given(theirs=THEIRS, lines=LINES)
 def test_what_is_theirs_comes_back_byte_for_byte(theirs: str, lines: dict[str, list[str]]) -> None:
-    ours = settled(theirs, lines, NAMES, False)
+    ours = update_text(theirs, lines, NAMES, False)
     assert ours is not None and ours.endswith(theirs)
-    assert settled(ours, lines, NAMES, False) == ours
-    assert settled(ours, {}, [], False) == theirs
+    assert update_text(ours, lines, NAMES, False) == ours
+    assert update_text(ours, {}, [], False) == theirs
 
 
 @given(theirs=THEIRS, first=LINES, second=LINES)
 def test_lines_of_who_is_not_spoken_of_stay_until_they_leave(
     theirs: str, first: dict[str, list[str]], second: dict[str, list[str]]
 ) -> None:
-    before = settled(theirs, first, NAMES, False)
+    before = update_text(theirs, first, NAMES, False)
     assert before is not None
-    assert settled(before, second, NAMES, False) == settled(theirs, first | second, NAMES, False)
-    assert settled(before, {}, ["a"], False) == settled(theirs, {"a": first.get("a", [])}, ["a"], False)
+    assert update_text(before, second, NAMES, False) == update_text(theirs, first | second, NAMES, False)
+    assert update_text(before, {}, ["a"], False) == update_text(theirs, {"a": first.get("a", [])}, ["a"], False)
 
 
 def test_a_file_that_was_made_for_our_lines_goes_with_them() -> None:
-    made = settled("", {"a": ["one"]}, ["a"], True)
-    assert made is not None and settled(made, {}, [], False) is None
-    assert settled(made + "theirs\n", {}, [], False) == "theirs\n"
-    assert settled("", {}, ["a"], True) is None
+    made = update_text("", {"a": ["one"]}, ["a"], True)
+    assert made is not None and update_text(made, {}, [], False) is None
+    assert update_text(made + "theirs\n", {}, [], False) == "theirs\n"
+    assert update_text("", {}, ["a"], True) is None
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
 def test_a_block_that_was_cut_short_is_written_again(cut: int) -> None:
-    whole = settled("theirs\n", {"a": ["one"], "b": ["two"]}, ["a", "b"], False)
+    whole = update_text("theirs\n", {"a": ["one"], "b": ["two"]}, ["a", "b"], False)
     assert whole is not None
     lines = whole.splitlines(keepends=True)
     text = "".join(lines[: min(cut, 3)]) + "theirs\n"
     assert BEGIN in text
-    assert settled(text, {"a": ["one"], "b": ["two"]}, ["a", "b"], False) == whole
+    assert update_text(text, {"a": ["one"], "b": ["two"]}, ["a", "b"], False) == whole
 
 
 def test_owner_and_mode_stay(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.modules.ollama_store import lacking, manifest_path, read_model, spoilt
+from plugins.modules.ollama_store import damaged_blobs, manifest_path, missing_files, read_model
 
 
 def model(store: Path, name: str, *contents: bytes) -> None:
@@ -63,17 +63,17 @@ def test_what_another_store_lacks(tmp_path: Path) -> None:
     head, other = tmp_path / "head", tmp_path / "other"
     model(head, "tiny", b"config", b"weights")
     wanted = {"tiny": read_model(head, "tiny")}
-    blobs, manifests = lacking(other, wanted)
+    blobs, manifests = missing_files(other, wanted)
     assert len(blobs) == 2 and manifests == ["manifests/registry.ollama.ai/library/tiny/latest"]
     model(other, "tiny", b"config", b"older weights")
-    assert lacking(other, wanted)[0] == [f"blobs/sha256-{hashlib.sha256(b'weights').hexdigest()}"]
+    assert missing_files(other, wanted)[0] == [f"blobs/sha256-{hashlib.sha256(b'weights').hexdigest()}"]
     model(other, "tiny", b"config", b"weights")
-    assert lacking(other, wanted) == ([], [])
+    assert missing_files(other, wanted) == ([], [])
 
 
 def test_digests(tmp_path: Path) -> None:
     model(tmp_path, "tiny", b"config", b"weights")
     blobs = read_model(tmp_path, "tiny")["blobs"]
-    assert spoilt(tmp_path, blobs) == []
+    assert damaged_blobs(tmp_path, blobs) == []
     (tmp_path / blobs[1]).write_bytes(b"x")
-    assert spoilt(tmp_path, blobs) == [blobs[1]]
+    assert damaged_blobs(tmp_path, blobs) == [blobs[1]]
