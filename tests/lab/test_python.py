@@ -173,7 +173,7 @@ def test_no_network_at_all(yard: Yard) -> None:
             (lacking / wheel.name).symlink_to(wheel)
     refused = yard.play(python_lock=str(lock), python_wheelhouse=str(lacking))
     assert refused.rc != 0
-    assert f"out of {lacking}: ERROR: " in refused.stdout, refused.stdout
+    assert f"from {lacking}: ERROR: " in refused.stdout, refused.stdout
     played = yard.play(python_lock=str(lock), python_wheelhouse=str(yard.wheels))
     assert played.rc == 0, played.stdout
     assert len(yard.asked) == asked
