@@ -6,7 +6,6 @@ compatibility" and the README of the open kernel modules for drivers.
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,24 +95,6 @@ def find_cards(sysfs: Path) -> list[dict[str, Any]]:
             }
         )
     return cards
-
-
-def query_gpus(field: str) -> list[str]:
-    """Return one nvidia-smi field, such as `driver_version` or `compute_cap`, of every GPU; empty without a driver.
-
-    Field names: `nvidia-smi --help-query-gpu`.
-    """
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines()]
 
 
 def select_driver(cards: list[dict[str, Any]], branch: int) -> dict[str, Any]:

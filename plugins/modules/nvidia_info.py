@@ -53,7 +53,8 @@ from typing import Any
 
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpus import find_cards, query_gpus, select_driver
+from ansible.module_utils.gpus import find_cards, select_driver
+from ansible.module_utils.nvidia_smi import query
 
 
 def summary(cards: list[dict[str, Any]], version: str, wanted: dict[str, Any]) -> list[str]:
@@ -78,7 +79,7 @@ def summary(cards: list[dict[str, Any]], version: str, wanted: dict[str, Any]) -
 def main() -> None:
     module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
     cards = find_cards(Path(module.params["sysfs"]))
-    version = next(iter(query_gpus("driver_version")), "") if cards else ""
+    version = next((row[0] for row in query("driver_version")), "") if cards else ""
     wanted = select_driver(cards, module.params["branch"])
     module.exit_json(changed=False, cards=cards, driver=version, wanted=wanted, lines=summary(cards, version, wanted))
 

@@ -57,8 +57,8 @@ from typing import Any
 
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpus import query_gpus
-from ansible.module_utils.host_facts import versions
+from ansible.module_utils.nvidia_smi import query
+from ansible.module_utils.package_versions import package_versions
 
 # systemd keeps the unit file of a transient service while the service runs.
 WHEEL_SERVER = Path("/run/systemd/transient/trainyard-wheels.service")
@@ -89,7 +89,7 @@ def environment_info(env: str, data_dir: Path, python: str, base: str) -> dict[s
     # An existing environment (as-is) has no base interpreter.
     words = output_words(base, "-I", "-c", _VERSION) if env != "as-is" else []
     version, has_venv = (words + ["", "0"])[:2]
-    driver = next(iter(query_gpus("driver_version")), "")
+    driver = next((row[0] for row in query("driver_version")), "")
     wheels = data_dir / "python" / "shared" / "wheels"
     return {
         "env": env,
@@ -100,13 +100,13 @@ def environment_info(env: str, data_dir: Path, python: str, base: str) -> dict[s
         "has_venv": has_venv == "1",
         "machine": platform.machine(),
         "driver": driver,
-        "capabilities": query_gpus("compute_cap") if driver else [],
+        "capabilities": [row[0] for row in query("compute_cap")] if driver else [],
         "serving": WHEEL_SERVER.exists(),
         "blocked": os.path.lexists(link) and not link.is_symlink(),
         "target": str(link.readlink()) if link.is_symlink() else "",
         "marker": read_marker(link),
         "wheels": sorted(path.parent.name for path in wheels.glob("*/lock.txt")),
-        "versions": versions(python, ("trainyard",)),
+        "versions": package_versions(python, ("trainyard",)),
     }
 
 
