@@ -19,7 +19,7 @@ NVIDIA, VGA, COMPUTE, AUDIO = "0x10de", "0x030000", "0x030200", "0x040300"
 
 
 def card(sysfs: Path, slot: str, device: str, vendor: str = NVIDIA, kind: str = VGA, module: str = "") -> None:
-    """A device as /sys/bus/pci/devices shows it: a link into /sys/devices, its driver a link again."""
+    """Create a PCI device as in sysfs: a link into /sys/devices, with a link to its driver."""
     real = sysfs / "devices/pci0000:00" / slot
     real.mkdir(parents=True)
     for name, text in (("vendor", vendor), ("device", device), ("class", kind)):
@@ -33,7 +33,7 @@ def card(sysfs: Path, slot: str, device: str, vendor: str = NVIDIA, kind: str = 
         (real / "driver").symlink_to(driver)
 
 
-def test_cards_are_found_without_their_driver_and_nothing_else_is_a_card(tmp_path: Path) -> None:
+def test_only_gpus_are_found_also_without_a_driver(tmp_path: Path) -> None:
     card(tmp_path, "0000:01:00.0", "0x2684", module="nouveau")
     card(tmp_path, "0000:01:00.1", "0x22ba", kind=AUDIO)
     card(tmp_path, "0000:41:00.0", "0x2330", kind=COMPUTE)
@@ -61,15 +61,15 @@ def test_cards_are_found_without_their_driver_and_nothing_else_is_a_card(tmp_pat
         ("0x3fff", "", 590, "open"),  # newer than the table
     ],
 )
-def test_a_card_wants_a_driver(device: str, generation: str, branch: int, modules: str, tmp_path: Path) -> None:
+def test_driver_of_each_generation(device: str, generation: str, branch: int, modules: str, tmp_path: Path) -> None:
     card(tmp_path, "0000:01:00.0", device)
     found = find_cards(tmp_path)
     assert found[0]["generation"] == generation
-    want = select_driver(found, 590)
-    assert (want["branch"], want["modules"], want["error"]) == (branch, modules, "")
+    driver = select_driver(found, 590)
+    assert (driver["branch"], driver["modules"], driver["error"]) == (branch, modules, "")
 
 
-def test_cards_that_no_driver_runs_together_or_at_all() -> None:
+def test_gpus_without_a_suitable_driver() -> None:
     kepler, pascal, blackwell = ({"device": number} for number in ("0x102d", "0x1b06", "0x2b85"))
     assert "last driver for this GPU is 470" in select_driver([kepler], 580)["error"]
     assert (
@@ -85,7 +85,7 @@ def test_the_ranges_do_not_overlap() -> None:
 
 
 @pytest.mark.slow
-def test_the_role_says_what_the_cards_want_and_changes_nothing(tmp_path: Path) -> None:
+def test_the_role_reports_the_driver_and_changes_nothing(tmp_path: Path) -> None:
     card(tmp_path / "sys", "0000:01:00.0", "0x1b06", module="nouveau")
     variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
     (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"cluster": {"hosts": {"localhost": variables}}}))

@@ -1,4 +1,4 @@
-"""Reading a model store: names, whole and broken models, what another store lacks, digests."""
+"""Reading an Ollama store: model names, complete and incomplete models, missing files, digests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plugins.modules.ollama_store import damaged_blobs, manifest_path, missing_f
 
 
 def model(store: Path, name: str, *contents: bytes) -> None:
-    """Put a model with these layers (the first is its config) into a store."""
+    """Add a model with these layers to a store; the first one is its config."""
     layers = []
     for content in contents:
         digest = hashlib.sha256(content).hexdigest()
@@ -40,7 +40,7 @@ def test_names(name: str, path: str) -> None:
 
 
 @given(st.text(max_size=30))
-def test_no_name_leads_out_of_the_store(name: str) -> None:
+def test_a_name_never_leaves_the_store(name: str) -> None:
     try:
         path = manifest_path(name)
     except ValueError:
@@ -48,7 +48,7 @@ def test_no_name_leads_out_of_the_store(name: str) -> None:
     assert len(path.split("/")) == 5 and not {"", ".", ".."} & set(path.split("/"))
 
 
-def test_whole_and_broken_models(tmp_path: Path) -> None:
+def test_complete_and_incomplete_models(tmp_path: Path) -> None:
     model(tmp_path, "tiny", b"config", b"weights")
     found = read_model(tmp_path, "tiny")
     assert found and len(found["blobs"]) == 2
@@ -59,7 +59,7 @@ def test_whole_and_broken_models(tmp_path: Path) -> None:
     assert read_model(tmp_path, "tiny") is None
 
 
-def test_what_another_store_lacks(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     head, other = tmp_path / "head", tmp_path / "other"
     model(head, "tiny", b"config", b"weights")
     wanted = {"tiny": read_model(head, "tiny")}

@@ -25,7 +25,7 @@ USER_RULES = """*filter
 """
 
 
-def test_ufws_own_lines() -> None:
+def test_rules_that_ufw_wrote() -> None:
     first, second, named, limited, routed = parse_rules(USER_RULES, 4)
     assert first == Rule(4, "allow", "tcp", "22", "0.0.0.0/0", "any", "0.0.0.0/0", "in", "trainyard: x")
     assert second.source == "10.231.3.10" and second.port == "any" and second.comment == "trainyard y"
@@ -47,12 +47,12 @@ def test_ufws_own_lines() -> None:
         ("22", "tcp", "10.0.0.256", "expected an IP address"),
     ],
 )
-def test_what_ufw_would_not_take(port: str, protocol: str, source: str, says: str) -> None:
+def test_values_that_ufw_rejects(port: str, protocol: str, source: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         allow_rules(port, protocol, source, "")
 
 
-def test_from_anywhere_is_a_rule_for_each_family() -> None:
+def test_any_source_needs_a_rule_per_family() -> None:
     four, six = allow_rules("22", "tcp", "any", "c")
     assert (four.family, four.source, six.family, six.source) == (4, "0.0.0.0/0", 6, "::/0")
     assert command_words(four) == ["allow", "proto", "tcp", "from", "0.0.0.0/0", "to", "0.0.0.0/0", "port", "22"]
@@ -95,7 +95,7 @@ def as_ufw_writes(rule: Rule) -> str:
 
 
 @given(st.lists(rules))
-def test_what_is_written_is_what_is_read(some: list[Rule]) -> None:
+def test_rules_are_read_as_ufw_writes_them(some: list[Rule]) -> None:
     text = "*filter\n" + "\n-A whatever\n".join(as_ufw_writes(rule) for rule in some)
     assert parse_rules(text, 4) == [rule._replace(family=4) for rule in some]
 
@@ -111,7 +111,7 @@ def unique(some: list[Rule]) -> list[Rule]:
 
 
 @given(st.lists(rules).map(unique), st.lists(rules).map(unique))
-def test_changes_converge_and_leave_others_alone(current: list[Rule], desired: list[Rule]) -> None:
+def test_changes_converge_and_keep_other_rules(current: list[Rule], desired: list[Rule]) -> None:
     desired = [rule._replace(comment=f"trainyard: {rule.comment}") for rule in desired]
     delete, add = plan_changes(current, "trainyard", desired)
     assert all(rule.comment.startswith("trainyard") for rule in delete)
