@@ -28,7 +28,7 @@ from trainer.data.encode import load_corpus, split
 from trainer.data.order import Order, held_out
 from trainer.run_state import RunHistory
 
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 CRASHES = ("kill", "torchrun", "supervisor")  # a process dies; the host is there
 LOSSES = ("cut", "power")  # a host is gone
 KINDS = (*CRASHES, *LOSSES, "fill")
