@@ -32,12 +32,12 @@ class Averaging(DDP):
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         self.workers = Replicas.find(spec, world)
-        crew = world.part(self.workers.ranks, spec.collective_timeout)
+        crew = world.subgroup(self.workers.ranks, spec.collective_timeout)
         super().__init__(spec, world, module, crew)
-        self.all, self.world = world.with_patience(), crew
+        self.all, self.world = world.with_untimed_group(), crew
         self._asked = 0.0
 
-    def part(self, rows: Rows) -> Rows:
+    def local_rows(self, rows: Rows) -> Rows:
         return rows[share(len(rows), [len(ranks) for ranks in self.workers.ranks], self.workers.mine)]
 
     def sum(self, values: list[float]) -> list[float]:
@@ -51,11 +51,11 @@ class Averaging(DDP):
             self.all.store.set(_STOP, "1")
         return summed
 
-    def ended(self, finished: bool, waiting: Callable[[], bool]) -> bool:
-        return not self.all.sum_patiently([float(not finished)], waiting)[0]
+    def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
+        return not self.all.sum_without_timeout([float(not finished)], waiting)[0]
 
     @torch.no_grad()
-    def finish(
+    def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
     ) -> dict[str, Any]:
         """Average what was trained, by the tokens that each worker trained on; evaluate the parts and the average."""

@@ -97,7 +97,7 @@ class Cast(nn.Module):
 class DeepSpeedZeRO(Strategy):
     """DeepSpeed's engine on any number of ranks."""
 
-    together = True
+    lockstep = True
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         super().__init__(spec, world, module)
@@ -189,6 +189,6 @@ class DeepSpeedZeRO(Strategy):
                 value = utils.safe_get_full_fp32_param(parameter)
             else:
                 value = utils.safe_get_full_optimizer_state(parameter, kind)
-            if self.world.first_here:
+            if self.world.is_host_leader:
                 whole[name] = value.detach().to("cpu", copy=True)
         return whole
