@@ -231,7 +231,7 @@ def test_a_file_is_read_once_and_again_when_it_changed(tmp_path: Path) -> None:
     assert Digests(cache).of(tmp_path / "none") == ""
 
 
-def test_landing_asks_for_what_is_lacking_and_takes_nothing_damaged(tmp_path: Path) -> None:
+def test_receive_requests_missing_files_and_rejects_damaged_ones(tmp_path: Path) -> None:
     target, aside = tmp_path / "store/file", tmp_path / "store/incoming/x"
     wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
     question = {"files": {str(target): wanted}, "arrived": {}, "contents": {str(tmp_path / "env"): [0o600, "YQ=="]}}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from run_hosts import free_port
-from test_apart import LONG, PAIR, newest, result
+from test_sharded import LONG, PAIR, newest, result
 from test_torchrun import assert_every_sample_once, the_order, weights
 from trainer_runs import TOP, Cluster, Here, lines, losses, until
 
@@ -144,7 +144,7 @@ def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) 
         status = part.status()
     assert status["status"] == "failed" and not status["node"].get("restarted")
     assert status["node"]["error"].startswith(
-        f"the run's lighthouse exited 3 times: cannot listen at {lighthouse}: Address already in use"
+        f"the run's lighthouse exited 3 times: lighthouse: cannot listen on {lighthouse}: Address already in use"
     )
     assert not run_processes(part.run_dir)
 
