@@ -83,7 +83,7 @@ def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
     played = netplan(written)
     assert played.rc != 0
     assert "error: node2: not reached at 10.99.0.5 (" in played.stdout, played.stdout
-    assert f"so it went back to {two.address}" in played.stdout
+    assert f"so it rolled back to {two.address}" in played.stdout
     assert played.stats["changed"] == {"node1": 1, "node3": 1}
     assert time.monotonic() - began < 60 and logs_in(lab, two, two.address)
     assert lab.inside(two, FILES) == before["node2"]
