@@ -16,10 +16,9 @@ pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 
 @pytest.fixture
-def trial(lab: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+def trial(provisioned: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run_playbook("site.yml", lab.inventory, {}, "--tags", "storage").rc == 0
-    one = Trial(lab, lab.inventory, words_for("faulty", questions(tmp_path), 90))
+    one = Trial(provisioned, provisioned.inventory, words_for("faulty", questions(tmp_path), 90))
     yield one
     one.clean()
 
