@@ -13,15 +13,15 @@ from trainer.config.run_spec import FIELDS, TINY, RunSpec, changed_fields, make_
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
-from trainyard.connection import FanOut
-from trainyard.preflight import checks
-from trainyard.preflight.connectivity import check_mesh, high_ports
+from trainyard.connection import FanOut, Host
+from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.host_state import HostState
+from trainyard.preflight.mesh import high_ports, measure_mesh
 from trainyard.run.plan import PORTS, HostUnreachableError, PlanError, choose_port, head_first, plan, table
 
 PROBE_LIMIT = 60.0  # s for a host to say what it is
 BACK_LIMIT = 2.0  # s, after the others have answered, for one that was lost to be back
 FAST = 2000.0  # Mbit/s: what one stream of pairs.py can be trusted to see
-MARGIN = 200 << 20  # bytes that a run writes besides what is staged: logs, events, checkpoints of a small adapter
 
 
 class ActionModule(ClusterAction):
@@ -56,7 +56,10 @@ class ActionModule(ClusterAction):
         chosen = ""
         if spec["strategy"] == "auto":
             if not any(host["facts"]["spec"] for host in hosts):
-                check_mesh(hosts, high_ports(), self.connect)
+                states = [state_of(host) for host in hosts]
+                measure_mesh(states, high_ports(), self.connect)
+                for host, measured in zip(hosts, states, strict=True):
+                    host["mesh"] = measured.mesh
             spec["strategy"], chosen = automatic(hosts, spec, a["run"]["files"])
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
         apart = by_torchft(spec)
@@ -224,17 +227,25 @@ def silence(silent: dict[str, str]) -> str:
 
 def unfitness(host: dict[str, Any], staged: int) -> str:
     """Return why this host alone cannot take part, or an empty string. `staged`: bytes that will be brought there."""
-    found = checks.environment(host)
+    state = state_of(host)
+    found = host_checks.environment(state)
     if not host["facts"]["running"]:
-        found += checks.room(host, staged + MARGIN)
-    return found[0].plain if found else ""
+        found += host_checks.disk_space(state, staged + host_checks.RUN_OVERHEAD)
+    return found[0].message if found else ""
+
+
+def state_of(host: dict[str, Any]) -> HostState:
+    """Return the host as the checks of preflight take it."""
+    about = Host(host["host"], host["address"], host["data_dir"], host["python"])
+    return HostState(about, facts=host["facts"], mesh=host.get("mesh"))
 
 
 def check(hosts: list[dict[str, Any]]) -> None:
     """Check that these hosts can run one thing together. Raises PlanError."""
-    for finding in [*checks.twins(hosts), *checks.unlike(hosts)]:
+    states = [state_of(host) for host in hosts]
+    for finding in [*cluster_checks.duplicates(states), *cluster_checks.package_versions(states)]:
         # Those of two hosts name both.
-        raise PlanError(f"{finding.host}: {finding.plain}" if finding.check == "address" else finding.plain)
+        raise PlanError(finding.headline if finding.check == "address" else finding.message)
 
 
 def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_staged: bool) -> None:
@@ -288,7 +299,7 @@ def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dic
     try:
         strategy, why = choose(make_spec(fields, "the plan"), known)
         thinnest = min((link for link in links if link), default=0.0)
-        measured = thinnest in [checks.line_to_head(host).get("mbit") for host in hosts]
+        measured = thinnest in [state_of(host).link_to_head.get("mbit") for host in hosts]
         return strategy, f"{why} (link measured)" if measured else why
     except UserError as error:
         raise PlanError(str(error)) from None
@@ -299,7 +310,7 @@ def link_speeds(hosts: list[dict[str, Any]]) -> list[float]:
 
     One stream of a small program does not fill a fast line: beyond `FAST` the driver knows better.
     """
-    measured = [checks.line_to_head(host).get("mbit", 0.0) for host in hosts]
+    measured = [state_of(host).link_to_head.get("mbit", 0.0) for host in hosts]
     speeds = []
     for place, (host, mbit) in enumerate(zip(hosts, measured, strict=True)):
         stated = float(host["facts"]["link_mbit"])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.telemetry import Past
-from trainyard.remote.receive import Digests, answer
+from trainyard.remote.receive import Digests, receive
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.plan import Node, PlanError, environment, head_first, plan
 from trainyard.run.restart_policy import RestartPolicy
@@ -233,14 +233,14 @@ def test_landing_asks_for_what_is_lacking_and_takes_nothing_damaged(tmp_path: Pa
     wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
     question = {"files": {str(target): wanted}, "arrived": {}, "contents": {str(tmp_path / "env"): [0o600, "YQ=="]}}
     question |= {"cache": str(tmp_path / "store/digests.json"), "incoming": str(aside.parent), "check": False}
-    assert answer(question | {"check": True})["changed"] == [str(target)]
+    assert receive(question | {"check": True})["changed"] == [str(target)]
     assert not (tmp_path / "store").exists()
-    assert answer(question) == {"lacking": [str(target)]}
+    assert receive(question) == {"lacking": [str(target)]}
     aside.write_text("fox")
-    assert "arrived damaged" in answer(question | {"arrived": {str(target): str(aside)}})["error"]
+    assert "arrived damaged" in receive(question | {"arrived": {str(target): str(aside)}})["error"]
     assert not aside.exists() and not target.exists()
     aside.write_text("foo")
-    placed = answer(question | {"arrived": {str(target): str(aside)}})
+    placed = receive(question | {"arrived": {str(target): str(aside)}})
     assert placed == {"lacking": [], "changed": [str(target), str(tmp_path / "env")]}
     assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
-    assert answer(question) == {"lacking": [], "changed": []}
+    assert receive(question) == {"lacking": [], "changed": []}
