@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fault_trial import CRASHES, LOSSES, Trial, questions, words_for
+from fault_trial import CRASHES, LOSSES, Trial, questions, run_variables
 from lab_hosts import run_playbook
 from testbed.lab import Lab
 
@@ -33,13 +33,13 @@ def main() -> None:
             dataset, steps = questions(Path(work)), 25 * a.faults + 25
             lab.up(hosts=3, venv=Path(sys.prefix), persistent=False)
             run_playbook("site.yml", lab.inventory, {}, "--tags", "storage")
-            straight = Trial(lab, lab.inventory, words_for("straight", dataset, steps))
+            straight = Trial(lab, lab.inventory, run_variables("straight", dataset, steps))
             straight.start()
             assert straight.end(3600) == 0, straight.output()
-            trial = Trial(lab, lab.inventory, words_for("faulty", dataset, steps))
+            trial = Trial(lab, lab.inventory, run_variables("faulty", dataset, steps))
             began = time.time()
             trial.start()
-            done = trial.torment(a.faults, a.seed)
+            done = trial.inject_randomly(a.faults, a.seed)
             assert trial.end(3600) == 0, trial.output()
             for name, kinds, limit in (
                 ("crash", CRASHES, 5),
@@ -51,11 +51,11 @@ def main() -> None:
                     print(
                         f"{name}: all ranks stopped after {times[0]:.1f} to {times[-1]:.1f} s (limit {limit}), {len(times)} faults"
                     )
-            again = sorted(fault.again for fault in done)
+            resumed = sorted(fault.resumed for fault in done)
             print(
-                f"trained again after {again[0]:.1f} to {again[-1]:.1f} s, median {again[len(again) // 2]:.1f} (limit 60)"
+                f"trained again after {resumed[0]:.1f} to {resumed[-1]:.1f} s, median {resumed[len(resumed) // 2]:.1f} (limit 60)"
             )
-            print(f"left on the hosts: {trial.left() or 'no process, no port'}")
+            print(f"left on the hosts: {trial.leftovers() or 'no process, no port'}")
             wrong = trial.wrong_samples()
             print(
                 f"samples: {wrong[:3] or 'each one once, in its step'}; metrics complete: {trial.metrics_steps() == list(range(1, steps + 1))}"

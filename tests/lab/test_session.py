@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_trial import Trial, questions, words_for
+from fault_trial import Trial, questions, run_variables
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -18,7 +18,7 @@ pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 @pytest.fixture
 def trial(provisioned: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    one = Trial(provisioned, provisioned.inventory, words_for("faulty", questions(tmp_path), 90))
+    one = Trial(provisioned, provisioned.inventory, run_variables("faulty", questions(tmp_path), 90))
     yield one
     one.clean()
 
@@ -27,26 +27,26 @@ def test_a_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> 
     """A rank dies, the head is cut off, the controller's terminal closes; it ends as if nothing had been."""
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
-    first = trial.hurt("kill", lab.hosts[1], head=False)
-    assert "rank 1 on node2 was killed by SIGKILL" in first.words
-    second = trial.hurt("cut", lab.hosts[0], head=True)
-    assert "node1 has not answered" in second.words
-    assert trial.members() == lab.hosts[1:], "node2 is the head now, and node1, which is back, waits for the next start"
-    trial.hurt("kill", lab.hosts[2], head=False)
-    assert trial.members() == lab.hosts, "node1 is in again, and the head"
+    first = trial.inject("kill", lab.hosts[1], head=False)
+    assert "rank 1 on node2 was killed by SIGKILL" in first.message
+    second = trial.inject("cut", lab.hosts[0], head=True)
+    assert "node1 has not answered" in second.message
+    assert trial.run_hosts() == lab.hosts[1:], "node2 is the head; node1 answers again and joins at the next start"
+    trial.inject("kill", lab.hosts[2], head=False)
+    assert trial.run_hosts() == lab.hosts, "node1 has joined again as the head"
 
-    os.killpg(trial.playing.pid, signal.SIGHUP)
-    trial.playing.wait(30)
+    os.killpg(trial.process.pid, signal.SIGHUP)
+    trial.process.wait(30)
     at = json.loads(trial.read(lab.hosts[0], "state/rank0.json"))
     assert at["status"] in ("training", "saving", "finished")
     trial.start()  # the same command follows it, or says that it has ended
     assert trial.end() == 0, trial.output()
     assert "90 of 90 steps" in trial.output()
-    assert not trial.left()
+    assert not trial.leftovers()
     assert trial.wrong_samples() == []
     assert trial.metrics_steps() == list(range(1, 91))
 
-    straight = Trial(lab, trial.inventory, trial.said | {"run": "straight", "hosts": "node3"} | {"nodes_min": 0})
+    straight = Trial(lab, trial.inventory, trial.variables | {"run": "straight", "hosts": "node3"} | {"nodes_min": 0})
     straight.start()
     assert straight.end() == 0, straight.output()
     there = json.loads(straight.read(lab.hosts[2], "result.json"))
@@ -55,7 +55,7 @@ def test_a_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> 
 
 def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
     """torchrun starts its ranks again when one dies, and the play ends though a launcher may wait for its peers."""
-    trial.said |= {
+    trial.variables |= {
         "run": "elastic",
         "elastic": True,
         "retries": 3,
@@ -73,7 +73,7 @@ def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
     logs = [trial.read(host, f"logs/rank{rank}.log") for host in lab.hosts[:2] for rank in (0, 1)]
     assert any(logs) and not any(b"connectFullMesh" in log for log in logs), logs
     assert trial.wrong_samples() == []
-    assert not trial.left()
+    assert not trial.leftovers()
 
 
 SLURM = """\
@@ -96,7 +96,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path) -> None:
     two = lab.hosts[:2]
-    said = trial.said | {
+    said = trial.variables | {
         "run": "slurm",
         "hosts": "node1,node2",
         "render_only": True,
