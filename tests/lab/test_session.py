@@ -1,4 +1,4 @@
-"""A run that goes on through what befalls its hosts, on hosts of their own; and its commands as Slurm takes them."""
+"""A run that restarts after faults of its hosts, and its rendered script under Slurm."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def trial(provisioned: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pyte
     one.clean()
 
 
-def test_a_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> None:
-    """A rank dies, the head is cut off, the controller's terminal closes; it ends as if nothing had been."""
+def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> None:
+    """A rank dies, the head is disconnected, and the terminal of the controller closes; the result is that of an undisturbed run."""
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
     first = trial.inject("kill", lab.hosts[1], head=False)
@@ -53,8 +53,8 @@ def test_a_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> 
     assert trial.result()["loss_last"] == pytest.approx(there["loss_last"], abs=1e-3)
 
 
-def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
-    """torchrun starts its ranks again when one dies, and the play ends though a launcher may wait for its peers."""
+def test_elastic_run_continues_and_ends(trial: Trial, lab: Lab) -> None:
+    """torchrun restarts its ranks when one dies, and the playbook ends although a launcher may wait for its peers."""
     trial.variables |= {
         "run": "elastic",
         "elastic": True,
@@ -69,7 +69,7 @@ def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
     lab.inside(lab.hosts[1], f"kill -9 {state['pid']}")
     assert trial.end(300) == 0, trial.output()
     assert "40 of 40 steps" in trial.output() and "failed: " not in trial.output()
-    # Those who meet again do not look for each other where they were before.
+    # Restarted ranks do not use the previous addresses of their peers.
     logs = [trial.read(host, f"logs/rank{rank}.log") for host in lab.hosts[:2] for rank in (0, 1)]
     assert any(logs) and not any(b"connectFullMesh" in log for log in logs), logs
     assert trial.wrong_samples() == []
@@ -94,7 +94,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
-def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path) -> None:
+def test_slurm_accepts_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path) -> None:
     two = lab.hosts[:2]
     said = trial.variables | {
         "run": "slurm",
@@ -119,7 +119,7 @@ def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path)
         lab.inside(
             host, f"printf '{names}\\n' >>/etc/hosts; mkdir -p /etc/slurm /var/spool/slurmctld /var/spool/slurmd"
         )
-        # Named, because it takes a lab host's cgroups for a mixture that it does not know.
+        # Set explicitly: Slurm does not recognize the mixed cgroup hierarchies of a lab host.
         lab.inside(host, "echo CgroupPlugin=cgroup/v1 >/etc/slurm/cgroup.conf")
         lab.inside(host, f"cat >/etc/slurm/slurm.conf <<'.'\n{SLURM}.")
     lab.inside(two[0], "slurmctld")
@@ -127,7 +127,9 @@ def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path)
         lab.inside(host, f"slurmd -N {host.name}")
     try:
         both = "2 idle"  # the one that has not answered yet would be left out of what sbatch says
-        lab.wait(lambda: both in lab.inside(two[0], "sinfo -h -o '%D %t'", check=False), "Slurm's nodes stay away", 60)
+        lab.wait(
+            lambda: both in lab.inside(two[0], "sinfo -h -o '%D %t'", check=False), "the Slurm nodes are not idle", 60
+        )
         script = (tmp_path / "out" / "slurm.sbatch").read_text()
         lab.inside(two[0], f"cat >/tmp/slurm.sbatch <<'_END_'\n{script}_END_")
         tested = lab.inside(two[0], "cd /tmp; sbatch --test-only /tmp/slurm.sbatch 2>&1 || true")

@@ -1,4 +1,4 @@
-"""site.yml and train.yml on three hosts of their own, over real SSH: rank i is inventory host i, and lives in a unit there."""
+"""site.yml and train.yml on three hosts over SSH: rank i runs on inventory host i, in a systemd unit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(lab: Lab, host: Host, command: str) -> str:
 
 
 @pytest.mark.smoke
-def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> None:
+def test_three_stock_hosts_train(bare: Lab, said: dict[str, Any]) -> None:
     lab, hosts = bare, bare.hosts
     for again in (False, True):
         site = run_playbook("site.yml", lab.inventory)
@@ -45,7 +45,7 @@ def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> N
         run = "/home/tester/trainyard/runs/three"
         node = json.loads(ask(lab, host, f"cat {run}/state/node.json"))
         assert node["node_rank"] == place and node["ranks"] == [place] and node["status"] == "finished"
-        # The heartbeat is the rank's own word, written by a process on that host.
+        # The rank process on that host writes the heartbeat.
         rank = json.loads(ask(lab, host, f"cat {run}/state/rank{place}.json"))
         assert rank["rank"] == place and rank["step"] == 6
         result = json.loads(ask(lab, host, f"cat {run}/result.json"))
@@ -53,7 +53,7 @@ def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> N
         digests.add(result["adapter_sha256"])
         assert ask(lab, host, f"stat -c %a {run}/env").strip() == "600"
         preloaded = ask(lab, host, f"sed -n s/^LD_PRELOAD=//p {run}/env").strip()
-        assert "tcmalloc" in ask(lab, host, f"LD_PRELOAD={preloaded} cat /proc/self/maps"), "site.yml brought it"
+        assert "tcmalloc" in ask(lab, host, f"LD_PRELOAD={preloaded} cat /proc/self/maps"), "site.yml installs it"
     assert len(digests) == 1
     logs = ask(lab, hosts[0], f"ls {run}/logs").split()
     assert {"rank0.log", "rank1.log", "rank2.log"} <= set(logs)
@@ -62,7 +62,7 @@ def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> N
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
-def test_ranks_follow_the_hosts_that_were_chosen(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:
+def test_ranks_run_on_the_selected_hosts(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:
     lab = provisioned
     played = run_playbook("train.yml", lab.inventory, said | {"run": "two", "hosts": "node2,node3"})
     assert played.rc == 0, played.stdout
@@ -73,10 +73,10 @@ def test_ranks_follow_the_hosts_that_were_chosen(provisioned: Lab, hosts: list[H
     assert "absent" in ask(lab, hosts[0], "test -e /home/tester/trainyard/runs/two || echo absent")
 
 
-def test_a_closed_firewall_is_named_before_a_rank_starts(
+def test_closed_firewall_is_reported_before_a_rank_starts(
     provisioned: Lab, hosts: list[Host], said: dict[str, Any]
 ) -> None:
-    """The rendezvous port is open and those that gloo takes are not: that would hang for minutes."""
+    """The rendezvous port is open, and the ports that gloo uses are closed: without the check, ranks would hang for minutes."""
     faults.inject(provisioned, hosts[1], "block", "32768-60999")
     try:
         played = run_playbook("train.yml", provisioned.inventory, said | {"run": "closed"})
@@ -88,10 +88,10 @@ def test_a_closed_firewall_is_named_before_a_rank_starts(
     assert "absent" in ask(provisioned, hosts[0], "test -e /home/tester/trainyard/runs/closed || echo absent")
 
 
-def test_auto_goes_by_what_the_link_carries(
+def test_auto_uses_the_measured_link_speed(
     provisioned: Lab, hosts: list[Host], said: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Its driver says nothing of a thin line behind the next switch."""
+    """The driver of the NIC does not know a slow link behind the switch."""
     fields = said | {"strategy": "auto", "lora_r": 0, "hosts": "node1,node2", "render_only": True}
     fields["render_to"] = str(tmp_path / "out")
     faults.inject(provisioned, hosts[1], "shape", "10mbit")
@@ -112,7 +112,7 @@ def losses(lab: Lab, host: Host, run: str) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "diloco", "averaging"])
-def test_a_strategy_trains_and_resumes_and_follows_ddp(
+def test_strategy_trains_and_resumes_and_matches_ddp(
     strategy: str, provisioned: Lab, hosts: list[Host], said: dict[str, Any]
 ) -> None:
     fields = said | {"hosts": "node1,node2", "checkpoint_interval": 2, "hv.local_steps": 2}

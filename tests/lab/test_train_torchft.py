@@ -1,4 +1,4 @@
-"""train.yml with diloco_members=torchft on three hosts: one loses its ranks or its network, the others go on, it comes back."""
+"""train.yml with diloco_membership=torchft on three hosts: a replica loses its ranks or its network, its peers continue, it returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def at_step(lab: Lab, host: Host, rank: int, step: int, run: str = "members") ->
     return now
 
 
-def test_a_replica_is_killed_and_comes_back(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
+def test_killed_replica_returns(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
     fields = said | {"run": "members", "strategy": "diloco", "diloco_members": "torchft", "local_steps": 5}
     fields |= {"max_steps": 300, "epochs": 300, "checkpoint_interval": 50}
     with ThreadPoolExecutor(1) as aside:
@@ -44,7 +44,7 @@ def test_a_replica_is_killed_and_comes_back(provisioned: Lab, hosts: list[Host],
         provisioned.inside(hosts[1], f"kill -9 {victim['pid']}")
         killed, step = time.monotonic(), state(provisioned, hosts[0], "rank0")["step"]
         at_step(provisioned, hosts[0], 0, step + 10)
-        print(f"two rounds on, {time.monotonic() - killed:.1f} s after the kill")
+        print(f"two rounds later: {time.monotonic() - killed:.1f} s after the kill")
         played = playing.result()
     assert played.rc == 0, played.stdout
     assert [state(provisioned, host, "node").get("restarted") for host in hosts] == [None, 1, None]
@@ -57,8 +57,8 @@ def test_a_replica_is_killed_and_comes_back(provisioned: Lab, hosts: list[Host],
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
-def test_a_host_is_cut_off_and_comes_back(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
-    """Neither its peers nor the controller reach it; they go on without it, and a stop with all three back is a clean one."""
+def test_disconnected_host_returns(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
+    """Neither its peers nor the controller reach a host. The peers continue, the host returns, and a stop then ends all three cleanly."""
     fields = said | {"run": "cut", "strategy": "diloco", "diloco_members": "torchft", "local_steps": 5}
     trial = Trial(
         provisioned,
@@ -72,13 +72,13 @@ def test_a_host_is_cut_off_and_comes_back(provisioned: Lab, hosts: list[Host], s
         faults.inject(provisioned, hosts[1], "cut")
         step = state(provisioned, hosts[0], "rank0", "cut")["step"]
         at_step(provisioned, hosts[0], 0, step + 10, "cut")
-        print(f"two rounds on, {time.time() - cut:.1f} s after the cut")
+        print(f"two rounds later: {time.time() - cut:.1f} s after the cut")
         trial.wait_line(".*node2.*replica 1 is away, the others go on", cut)
-        mended = time.time()
+        restored = time.time()
         faults.undo(provisioned, hosts[1], "cut")
-        trial.wait_line(".*replica 1 is back", mended)
+        trial.wait_line(".*replica 1 is back", restored)
         at_step(provisioned, hosts[1], 1, state(provisioned, hosts[0], "rank0", "cut")["step"] + 1, "cut")
-        print(f"back {time.time() - mended:.1f} s after the cut was mended")
+        print(f"returned {time.time() - restored:.1f} s after the network was restored")
         stopped = run_playbook("playbooks/stop.yml", provisioned.inventory, {"run": "cut"})
         assert stopped.rc == 0, stopped.stdout
         assert trial.end(60) == 0, trial.output()
