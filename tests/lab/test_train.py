@@ -133,7 +133,7 @@ def test_strategy_trains_and_resumes_and_matches_ddp(
         ask(provisioned, host, f"rm -r {folder}/result.json {folder}/checkpoints/step-00000006")
     again = run_playbook("train.yml", provisioned.inventory, fields)
     assert again.rc == 0, again.stdout
-    assert "going on from step 4 of 6" in ask(provisioned, hosts[1], f"cat {folder}/logs/rank1.log")
+    assert "resuming from step 4 of 6" in ask(provisioned, hosts[1], f"cat {folder}/logs/rank1.log")
     assert json.loads(ask(provisioned, hosts[1], f"cat {folder}/result.json"))[kind] == kept[0][kind]
 
     if kind == "model_sha256":
