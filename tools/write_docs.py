@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config.run_spec import EMBEDDED_DATASET, PRESETS, TINY, table
+from trainer.config import EMBEDDED_DATASET, PRESETS, TINY, table
 
 TOP = Path(__file__).resolve().parents[1]
 

@@ -9,24 +9,23 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config.run_spec import (
-    FIELDS,
-    NOT_NEEDED,
-    OPENDILOCO,
+from trainer.config import (
     RunSpec,
-    from_opendiloco,
+    is_known,
     make_spec,
     parse_flags,
     read_spec,
     read_yaml,
+    resolve_aliases,
     table,
 )
 from trainer.distributed.replica import Member
 from trainer.errors import DiskError, UserError, disk_trouble
+from trainer.strategy import plan_of, summaries
 from trainer.telemetry import Heartbeat
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
-                       [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_members=torchft
+                       [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     print the whole spec, or what is wrong with it
        python -m trainer fields                               the run spec as a table
        python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
@@ -72,8 +71,7 @@ def _switch(argv: list[str], flag: str) -> bool:
 
 def _is_flag(word: str) -> bool:
     name, equals, _ = word.partition("=")
-    known = name.replace("-", "_") in FIELDS or name in OPENDILOCO or name in NOT_NEEDED
-    return bool(equals) and known and not Path(word).exists()
+    return bool(equals) and is_known(name.replace("-", "_")) and not Path(word).exists()
 
 
 def _spec(argv: list[str]) -> RunSpec:
@@ -83,14 +81,15 @@ def _spec(argv: list[str]) -> RunSpec:
     flags = parse_flags(argv)
     if os.environ.get("RANK", "0") == "0":
         # On stderr: what `check` prints is a spec.
-        below, notes = from_opendiloco(read_yaml(path) if path else {})
-        for note in notes + from_opendiloco(flags, below)[1]:
+        below, notes = resolve_aliases(read_yaml(path) if path else {})
+        for note in notes + resolve_aliases(flags, below)[1]:
             print(note, file=sys.stderr)
     return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")
 
 
 def _plan(argv: list[str]) -> int:
-    from trainer.planner.recommend import plan, read_hosts
+    from trainer.planner.hosts import read_hosts
+    from trainer.planner.report import plan
 
     data_dir, hosts = _take(argv, "--data-dir") or Path.cwd(), read_hosts(_word(argv, "--hosts") or "1")
     as_json, fast, said = _switch(argv, "--json"), _switch(argv, "--no-measure"), _word(argv, "--link-mbit")
@@ -119,6 +118,10 @@ def _help() -> int:
     import tyro
 
     print(USAGE)
+    print("strategies:")
+    for name, summary in summaries().items():
+        print(f"  {name:<11}{summary}")
+    print()
     tyro.cli(RunSpec, prog="python -m trainer", args=["--help"])
     return 0
 
@@ -181,7 +184,7 @@ def _run(spec: RunSpec, run_dir: Path, data_dir: Path, member: Member, beat: Hea
         raise UserError("strategy: auto comes to another answer on unlike hosts: name one, or start by train.yml")
     # Only if all are: a host that died before it wrote its result needs the others to get to one.
     # Whether other torchruns need it only their meeting tells.
-    if all(world.gather(done is not None)) and done and not spec.by_torchft:
+    if all(world.gather(done is not None)) and done and not plan_of(spec).separate_launchers(spec):
         print(f"run {spec.run} is finished: {done['steps']} steps, last loss {done['loss_last']:.4f}; nothing to do")
         return done
     result = train(spec, run_dir, data_dir, world, beat)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from trainer import __version__
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.data.samples import HUB_ID
 from trainer.files import whole_folder, write_atomic
 

@@ -11,9 +11,10 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainer.optim import bitsandbytes
+from trainer.strategy import plan_of
 
 
 def _first_line(error: BaseException) -> str:
@@ -48,8 +49,7 @@ def base_dtype(spec: RunSpec) -> torch.dtype:
 
     Under bf16-mixed a frozen base is kept in bfloat16, which autocast would make of it anyway.
     """
-    # DeepSpeed takes weights of one kind only.
-    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed"
+    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and not plan_of(spec).uniform_dtype
     return torch.bfloat16 if half else torch.float32
 
 
@@ -65,7 +65,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     if spec.backend == "unsloth":
         return _load_unsloth(spec, device)
     # As they are in its files weights stay there, mapped, until somebody reads them: FSDP takes its part and leaves the rest.
-    how: dict[str, Any] = {"dtype": "auto" if spec.weights_as_kept else base_dtype(spec)}
+    how: dict[str, Any] = {"dtype": "auto" if plan_of(spec).reads_own_shard(spec) else base_dtype(spec)}
     fast = fast_kernels(spec, device)
     if "flash attention" in fast:
         how["attn_implementation"] = "flash_attention_2"
@@ -96,7 +96,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
         model = add_lora(spec, model)
-    if spec.quantize == "none" and not spec.weights_in_parts:
+    if spec.quantize == "none" and not plan_of(spec).sharded_weights(spec):
         # Else it need not fit the device whole: the strategy takes it apart first.
         model.to(device)
     model.train()
@@ -107,8 +107,8 @@ def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
     """Return which faster kernels this process takes: those that are installed, on CUDA alone, unless kernels=torch."""
     if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
         return []
-    if spec.strategy == "deepspeed" and spec.weights_in_parts:
-        return []  # it takes the model from the host's memory, where they cannot be tried with packed samples
+    if not plan_of(spec).supports_fast_kernels(spec):
+        return []
     # Flash attention knows 16-bit numbers only.
     wanted = {"liger": "liger_kernel"} | ({"flash attention": "flash_attn"} if spec.precision == "bf16-mixed" else {})
     return [name for name, package in wanted.items() if importlib.util.find_spec(package)]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.errors import DiskError, UserError
 
 if TYPE_CHECKING:  # a heartbeat is written before torch is imported

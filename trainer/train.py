@@ -15,7 +15,7 @@ import torch
 
 from trainer import __version__
 from trainer.checkpoint import Saver, agree
-from trainer.config.run_spec import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
+from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
 from trainer.data.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
 from trainer.data.order import Order, micro_batches, permutation, share
 from trainer.data.samples import Sample, is_hub_id, read_hub, read_samples

@@ -4,8 +4,9 @@ import os
 import re
 from dataclasses import dataclass
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.errors import UserError
+from trainer.strategy import plan_of
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,15 @@ class Member:
 
     def check(self, spec: RunSpec) -> None:
         """Check that the spec is for a run of such parts. Raises UserError."""
-        if spec.by_torchft and not self.lighthouse:
+        separate = plan_of(spec).separate_launchers(spec)
+        if separate and not self.lighthouse:
             raise UserError(
-                "diloco_members: torchft starts every replica by itself and has to know its place: give --replica 0/2 and "
-                "--lighthouse HOST:PORT (docs/strategies.md), or take diloco_members=fixed"
+                "diloco_membership: torchft starts every replica by itself and has to know its place: give --replica 0/2 and "
+                "--lighthouse HOST:PORT (docs/strategies.md), or take diloco_membership=fixed"
             )
-        if self.lighthouse and not spec.by_torchft:
+        if self.lighthouse and not separate:
             raise UserError(
-                "--replica is for strategy=diloco with diloco_members=torchft: set both, or leave --replica out"
+                "--replica is for strategy=diloco with diloco_membership=torchft: set both, or leave --replica out"
             )
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from trainer_runs import TOP, Here, chat, lines, records, until, write_jsonl
 
 from trainer.checkpoint import whole_checkpoints
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.train import StopAsked, held_out
 
 FEW = {"max_steps": 6}
@@ -400,7 +400,7 @@ def test_what_a_person_can_mend_is_one_plain_line(fields: dict[str, Any], why: s
 
 def test_a_spec_that_is_none_is_told_before_anything(here: Here) -> None:
     assert here(lr="fast") == 2
-    assert error(here).startswith("run spec: lr: got 'fast', takes a number > 0")
+    assert error(here).startswith("run spec: lr: expected a number > 0, got 'fast'")
     assert not here.run_dir().exists()
 
 

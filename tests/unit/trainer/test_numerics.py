@@ -12,7 +12,7 @@ from torch import nn
 from trainer_runs import records
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.data.encode import Corpus, Encoder, collate, encode_all
 from trainer.data.order import best_fit, micro_batches, share
 from trainer.data.samples import to_sample
