@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
-
-TOP = Path(__file__).resolve().parents[2]
 import yaml
 
 from trainer.config import FIELDS, TINY, RunSpec, changed_fields, make_spec
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
 from trainer.strategy import plan_of, possible_plans
-from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
-from trainyard.preflight import checks
-from trainyard.preflight.connectivity import check_mesh, high_ports
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
+from trainyard.connection import FanOut, Host
+from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.host_state import HostState
+from trainyard.preflight.mesh import high_ports, measure_mesh
 from trainyard.run.plan import PORTS, HostUnreachableError, PlanError, choose_port, head_first, plan, table
 
-PROBE = (TOP / "trainyard/remote/host_facts.py").read_bytes()
 PROBE_LIMIT = 60.0  # s for a host to say what it is
 BACK_LIMIT = 2.0  # s, after the others have answered, for one that was lost to be back
 FAST = 2000.0  # Mbit/s: what one stream of pairs.py can be trusted to see
-MARGIN = 200 << 20  # bytes that a run writes besides what is staged: logs, events, checkpoints of a small adapter
 
 
 class ActionModule(ClusterAction):
@@ -48,11 +43,12 @@ class ActionModule(ClusterAction):
             }
         )
         hostvars = variables["hostvars"]
+        self.connect = cluster_connections(self, variables)
         try:
             hosts = [describe(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
             return self.plan(head_first(hosts, a["head"]), hostvars, a)
         except PlanError as error:
-            return plain(str(error), try_again=isinstance(error, HostUnreachableError))
+            return failure(str(error), try_again=isinstance(error, HostUnreachableError))
 
     def plan(self, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, Any]:
         run, spec = a["run"]["run"], dict(a["run"]["spec"])
@@ -61,7 +57,10 @@ class ActionModule(ClusterAction):
         chosen = ""
         if spec["strategy"] == "auto":
             if not any(host["facts"]["spec"] for host in hosts):
-                check_mesh(hosts, high_ports(), functools.partial(HostConnection, self, hostvars))
+                states = [state_of(host) for host in hosts]
+                measure_mesh(states, high_ports(), self.connect)
+                for host, measured in zip(hosts, states, strict=True):
+                    host["mesh"] = measured.mesh
             spec["strategy"], chosen = automatic(hosts, spec, a["run"]["files"])
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
         apart = by_torchft(spec)
@@ -195,14 +194,14 @@ def describe(name: str, variables: Any) -> dict[str, Any]:
     }
 
 
-def gather_facts(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
-    """Put `facts` (see probe.look) into every host's description; return why a host did not answer."""
+def gather_facts(action: ActionModule, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
+    """Put `facts` (see host_facts.gather) into every host's description; return why a host did not answer."""
     questions: dict[str, Callable[[], dict[str, Any]]] = {}
     run, apart = a["run"]["run"], by_torchft(a["run"]["spec"])
     wanted = [a["master_port"]] if a["master_port"] else []
     ports = [*wanted, *(PORTS if apart or not wanted else [])]
     for place, host in enumerate(hosts):
-        link = HostConnection(action, hostvars, host["host"])
+        link = action.connect(host["host"])
         about = {
             "head": hosts[0]["address"],
             "address": host["address"],
@@ -211,13 +210,11 @@ def gather_facts(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any,
             "data_dir": host["data_dir"],
             "run_dir": f"{host['data_dir']}/runs/{run}",
         }
-        questions[host["host"]] = functools.partial(link.ask, PROBE, json.dumps(about))
+        questions[host["host"]] = functools.partial(link.call, "host_facts", about)
     asked = FanOut(questions).wait(PROBE_LIMIT, doubtful=a["lost"], grace=BACK_LIMIT)
     for host in hosts:
         host["facts"] = asked.answers.get(host["host"])
-    return {
-        host["host"]: no_python(host, asked.troubles[host["host"]]) for host in hosts if host["host"] in asked.troubles
-    }
+    return {host["host"]: no_python(host, asked.errors[host["host"]]) for host in hosts if host["host"] in asked.errors}
 
 
 def no_python(host: dict[str, Any], word: str) -> str:
@@ -237,17 +234,25 @@ def silence(silent: dict[str, str]) -> str:
 
 def unfitness(host: dict[str, Any], staged: int) -> str:
     """Return why this host alone cannot take part, or an empty string. `staged`: bytes that will be brought there."""
-    found = checks.environment(host)
+    state = state_of(host)
+    found = host_checks.environment(state)
     if not host["facts"]["running"]:
-        found += checks.room(host, staged + MARGIN)
-    return found[0].plain if found else ""
+        found += host_checks.disk_space(state, staged + host_checks.RUN_OVERHEAD)
+    return found[0].message if found else ""
+
+
+def state_of(host: dict[str, Any]) -> HostState:
+    """Return the host as the checks of preflight take it."""
+    about = Host(host["host"], host["address"], host["data_dir"], host["python"])
+    return HostState(about, facts=host["facts"], mesh=host.get("mesh"))
 
 
 def check(hosts: list[dict[str, Any]]) -> None:
     """Check that these hosts can run one thing together. Raises PlanError."""
-    for finding in [*checks.twins(hosts), *checks.unlike(hosts)]:
+    states = [state_of(host) for host in hosts]
+    for finding in [*cluster_checks.duplicates(states), *cluster_checks.package_versions(states)]:
         # Those of two hosts name both.
-        raise PlanError(f"{finding.host}: {finding.plain}" if finding.check == "address" else finding.plain)
+        raise PlanError(finding.headline if finding.check == "address" else finding.message)
 
 
 def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_staged: bool) -> None:
@@ -300,7 +305,7 @@ def automatic(hosts: list[dict[str, Any]], spec: dict[str, Any], files: list[dic
     try:
         strategy, why = choose(make_spec(fields, "the plan"), known)
         thinnest = min((link for link in links if link), default=0.0)
-        measured = thinnest in [checks.line_to_head(host).get("mbit") for host in hosts]
+        measured = thinnest in [state_of(host).link_to_head.get("mbit") for host in hosts]
         return strategy, f"{why} (link measured)" if measured else why
     except UserError as error:
         raise PlanError(str(error)) from None
@@ -311,7 +316,7 @@ def link_speeds(hosts: list[dict[str, Any]]) -> list[float]:
 
     One stream of a small program does not fill a fast line: beyond `FAST` the driver knows better.
     """
-    measured = [checks.line_to_head(host).get("mbit", 0.0) for host in hosts]
+    measured = [state_of(host).link_to_head.get("mbit", 0.0) for host in hosts]
     speeds = []
     for place, (host, mbit) in enumerate(zip(hosts, measured, strict=True)):
         stated = float(host["facts"]["link_mbit"])

@@ -23,7 +23,7 @@ from lab_hosts import Played, run_playbook
 from run_hosts import until
 from safetensors.numpy import load_file
 
-from trainer.supervise import members
+from trainer.supervise.processes import run_processes
 
 SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 8, "checkpoint_interval": 2, "eval_interval": 4}
 
@@ -95,7 +95,7 @@ SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
         ({"dataset": "no-such.jsonl"}, ["no-such.jsonl"]),
         ({"dataset": "@empty"}, ["empty"]),
         ({"dataset": "@broken"}, ["broken.jsonl:2:", "not JSON"]),
-        ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "takes messages"]),
+        ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "expected messages"]),
         ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
         ({"hosts": "nobody"}, ["no host matches nobody", "node1"]),
     ],
@@ -214,7 +214,7 @@ def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, datase
     assert played.rc != 0
     assert playing.ended - killed < 5.0 + 1.0  # the runner's own end is in it
     assert "rank 1 on node2 was killed by SIGKILL" in error_line(played)
-    assert not [pid for folder in folders for pid in members(folder)]
+    assert not [pid for folder in folders for pid in run_processes(folder)]
 
     # What a crash may leave: a checkpoint folder that is not whole. It is named, and an older one is taken.
     newest = sorted((folders[0] / "checkpoints").glob("step-*"))[-1]
@@ -230,7 +230,7 @@ def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, datase
     assert stop.returncode == 0, stop.stdout
     assert playing.wait().rc == 0
     log = (folders[0] / "logs" / "rank0.log").read_text()
-    assert f"{newest.name} is not whole" in log and "going on from step" in log
+    assert f"{newest.name} is incomplete" in log and "resuming from step" in log
     after = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in after] == list(range(1, len(after) + 1))
     assert [row["loss"] for row in after[: len(before)]] == [row["loss"] for row in before]
@@ -275,7 +275,7 @@ def test_what_keeps_a_run_from_its_first_start_is_tried_again(inventory: Path, d
         python.chmod(0o755)
         told("failed: node2: cannot write")
         store.unlink()
-        told("failed: node2: another start on this host does not come to its end")
+        told("failed: node2: another start on this host has not finished within 15 s")
     assert playing.wait(300) == 0, output.read_text()
     assert "4 of 4 steps on 2 ranks" in output.read_text()
     assert [line for line in output.read_text().splitlines() if "starting again in" in line][:3] == [
@@ -309,7 +309,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
     played = playing.wait()
     assert played.rc != 0
     line = error_line(played)
-    assert "node2" in line and ("No space left" in line or "no space left" in line) and "make room" in line
+    assert "node2" in line and ("No space left" in line or "no space left" in line) and "free disk space" in line
     kept = sorted((folder / "checkpoints").glob("step-*"))
     assert kept and not list((folder / "checkpoints").glob(".tmp-*"))
     refused = run_playbook("train.yml", inventory, said)
@@ -319,7 +319,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
     # (node1's spec is kept with its checkpoints: without them the folder is free for the same run)
     playing = Background(inventory, said | {"max_steps": 400})
     until(
-        lambda: "going on from step" in (run_dir(inventory, "node1", "full") / "logs" / "rank0.log").read_text(),
+        lambda: "resuming from step" in (run_dir(inventory, "node1", "full") / "logs" / "rank0.log").read_text(),
         120,
         "a resume",
     )

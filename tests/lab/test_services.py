@@ -17,7 +17,7 @@ from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
-DATASETS = "/home/yard/trainyard/datasets"
+DATASETS = "/home/tester/trainyard/datasets"
 OLLAMA = shutil.which("ollama")
 
 
@@ -66,7 +66,7 @@ def test_datasets_are_copied_and_only_what_differs_travels(
 
 def test_light_hosts_have_no_nfs_and_it_is_said(lab: Lab) -> None:
     played = play(lab, "nfs", nfs_dataset_delivery="nfs")
-    assert played.rc != 0 and "kernel has no NFS" in played.stdout and "copy" in played.stdout
+    assert played.rc != 0 and "kernel of this host does not support NFS" in played.stdout and "copy" in played.stdout
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,8 @@ def test_ollama_from_archive_to_models_to_nothing(lab: Lab, hosts: list[Host], k
 
     weights = Path(os.path.realpath(str(OLLAMA))).parents[1] / "tiny.gguf"
     subprocess.run(
-        ["scp", *(str(word) for word in lab.ssh(hosts[0])[1:-1]), weights, f"yard@{hosts[0].address}:/tmp/"], check=True
+        ["scp", *(str(word) for word in lab.ssh(hosts[0])[1:-1]), weights, f"tester@{hosts[0].address}:/tmp/"],
+        check=True,
     )
     at = f"OLLAMA_HOST={hosts[0].address}:11434"
     lab.inside(

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.telemetry import Past
-from trainyard.remote.receive import Digests, answer
+from trainer.run_state import RunHistory
+from trainyard.remote.receive import Digests, receive
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.plan import Node, PlanError, environment, head_first, plan
 from trainyard.run.restart_policy import RestartPolicy
@@ -201,12 +201,15 @@ def test_only_what_holds_of_the_records_counts() -> None:
         {"start": "c", "step": 10, "head": "y"},
         {"start": "d", "step": 30, "head": "y"},
     ]
-    past = Past(starts)
+    history = RunHistory(starts)
     holds = [
-        (start, step) for start in "abcd" for step in (5, 10, 11, 30, 31) if past.holds({"start": start, "step": step})
+        (start, step)
+        for start in "abcd"
+        for step in (5, 10, 11, 30, 31)
+        if history.is_valid({"start": start, "step": step})
     ]
     assert holds == [("a", 5), ("a", 10), ("c", 5), ("c", 10), ("c", 11), ("c", 30)]
-    assert not past.moved and Past(starts[:2]).moved and not Past(starts[:1]).moved
+    assert not history.head_moved and RunHistory(starts[:2]).head_moved and not RunHistory(starts[:1]).head_moved
 
 
 def test_a_file_is_read_once_and_again_when_it_changed(tmp_path: Path) -> None:
@@ -233,14 +236,14 @@ def test_landing_asks_for_what_is_lacking_and_takes_nothing_damaged(tmp_path: Pa
     wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
     question = {"files": {str(target): wanted}, "arrived": {}, "contents": {str(tmp_path / "env"): [0o600, "YQ=="]}}
     question |= {"cache": str(tmp_path / "store/digests.json"), "incoming": str(aside.parent), "check": False}
-    assert answer(question | {"check": True})["changed"] == [str(target)]
+    assert receive(question | {"check": True})["changed"] == [str(target)]
     assert not (tmp_path / "store").exists()
-    assert answer(question) == {"lacking": [str(target)]}
+    assert receive(question) == {"lacking": [str(target)]}
     aside.write_text("fox")
-    assert "arrived damaged" in answer(question | {"arrived": {str(target): str(aside)}})["error"]
+    assert "arrived damaged" in receive(question | {"arrived": {str(target): str(aside)}})["error"]
     assert not aside.exists() and not target.exists()
     aside.write_text("foo")
-    placed = answer(question | {"arrived": {str(target): str(aside)}})
+    placed = receive(question | {"arrived": {str(target): str(aside)}})
     assert placed == {"lacking": [], "changed": [str(target), str(tmp_path / "env")]}
     assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
-    assert answer(question) == {"lacking": [], "changed": []}
+    assert receive(question) == {"lacking": [], "changed": []}

@@ -30,7 +30,12 @@ def declare(
         unit: unit of a number, for example ``steps``.
         constraints: passed on to pydantic (``ge=1``, ``pattern=...``).
     """
-    extra = {"aliases": list(aliases), "deprecated_names": list(deprecated_names), "mutable": mutable, "unit": unit}
+    extra: dict[str, Any] = {
+        "aliases": list(aliases),
+        "deprecated_names": list(deprecated_names),
+        "mutable": mutable,
+        "unit": unit,
+    }
     if isinstance(default, float):
         constraints["allow_inf_nan"] = False
     if isinstance(default, str):

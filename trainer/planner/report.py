@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.config import TINY, RunSpec
+from trainer.config import RunSpec
 from trainer.planner.cost import Layout, Rows
 from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
@@ -34,13 +34,15 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
         return Rows.full(spec), _FULL_ROWS
     import tempfile
 
+    from trainer.data.encode import encoded_dataset
     from trainer.data.order import Order
+    from trainer.data.tiny import with_tiny_model
     from trainer.model import load_tokenizer
-    from trainer.train import encoded, prepare_tiny, read_dataset
 
     with tempfile.TemporaryDirectory() as work:
-        local = prepare_tiny(spec, Path(work), lambda: read_dataset(spec)) if spec.model == TINY else spec
-        corpus = encoded(local, load_tokenizer(local.model), data_dir if data_dir.is_dir() else Path(work))
+        local = with_tiny_model(spec, Path(work))
+        store = (data_dir if data_dir.is_dir() else Path(work)) / "store"
+        corpus = encoded_dataset(local, load_tokenizer(local.model), store)
     order = Order(
         corpus.lengths,
         seed=spec.seed,

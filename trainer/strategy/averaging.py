@@ -49,9 +49,9 @@ class Averaging(DDP):
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         self.workers = Replicas.find(spec, world)
-        replica_group = world.part(self.workers.ranks, spec.collective_timeout)
+        replica_group = world.subgroup(self.workers.ranks, spec.collective_timeout)
         super().__init__(spec, world, module, replica_group)
-        self.all, self.world = world.with_patience(), replica_group
+        self.all, self.world = world.with_untimed_group(), replica_group
         self._checked = 0.0
 
     def local_rows(self, rows: Rows) -> Rows:
@@ -69,7 +69,7 @@ class Averaging(DDP):
         return summed
 
     def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
-        return not self.all.sum_patiently([float(not finished)], waiting)[0]
+        return not self.all.sum_without_timeout([float(not finished)], waiting)[0]
 
     def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]

@@ -122,18 +122,18 @@ class DiLoCo(Strategy):
     per_host_files = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
-        super().__init__(spec, world.with_patience(), module)
+        super().__init__(spec, world.with_untimed_group(), module)
         groups = self.find_replicas(spec, world)
         timeout = spec.collective_timeout
-        self.replica_group = world.part(groups, timeout)
+        self.replica_group = world.subgroup(groups, timeout)
         self.inside = _INNER[spec.replica_strategy](spec, world, module, self.replica_group)
         self.lockstep = self.inside.lockstep
-        leaders = [rank for rank, first in enumerate(world.gather(world.first_here)) if first]
+        leaders = [rank for rank, first in enumerate(world.gather(world.is_host_leader)) if first]
         # The first ranks of all replicas; the first ranks of all hosts of this replica; all ranks of this host.
-        self.replica_leaders = world.part([[ranks[0] for ranks in groups]], timeout)
-        self.host_leaders = world.part([[rank for rank in ranks if rank in leaders] for ranks in groups], timeout)
+        self.replica_leaders = world.subgroup([[ranks[0] for ranks in groups]], timeout)
+        self.host_leaders = world.subgroup([[rank for rank in ranks if rank in leaders] for ranks in groups], timeout)
         nodes = world.gather(world.node_rank)
-        self.host = world.part(
+        self.host = world.subgroup(
             [[rank for rank, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))], timeout
         )
         self.owners: list[int] = []
@@ -144,7 +144,7 @@ class DiLoCo(Strategy):
         # The full trained weights, on the first rank of every host during a synchronization.
         self.local_params: dict[str, torch.Tensor] = {}
         initial = self.inside.full_params()
-        if world.first_here:
+        if world.is_host_leader:
             self.outer = {name: nn.Parameter(value.cpu().clone()) for name, value in initial.items()}
             self.outer_optimizer = torch.optim.SGD(
                 self.outer.values(), lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0
@@ -220,11 +220,11 @@ class DiLoCo(Strategy):
         count, mine = len(self.sizes), self.mine
         numbers = [0.0] * (2 * count)
         numbers[mine], numbers[count + mine] = (value / self.replica_group.size for value in self.round_counts())
-        numbers = self.world.sum_patiently(numbers, waiting)
+        numbers = self.world.sum_without_timeout(numbers, waiting)
         tokens = numbers[:count]
         self.end_round(numbers[count:])
         self.local_params = self.inside.full_params()
-        if self.world.first_here:
+        if self.world.is_host_leader:
             for names in self.chunks(CHUNK):
                 gradient = self.pseudo_gradient(names, tokens[mine] / max(1.0, sum(tokens)), self.world.device)
                 if self.replica_leaders.size > 1:
@@ -265,12 +265,12 @@ class DiLoCo(Strategy):
     def outer_step(self) -> None:
         """Run the outer optimizer, and set the weights on all ranks of this replica."""
         self.local_params = {}
-        if self.world.first_here:
+        if self.world.is_host_leader:
             for group in self.outer_optimizer.param_groups:
                 group["momentum"] = self._momentum()
             self.outer_optimizer.step()
             self.outer_optimizer.zero_grad()
-        self.inside.set_params(self.outer if self.world.first_here else None, self.host)
+        self.inside.set_params(self.outer if self.world.is_host_leader else None, self.host)
 
     def _momentum(self) -> float:
         """Return the outer momentum of this step. It is reduced in proportion to the learning rate, and for short rounds.
@@ -297,7 +297,7 @@ class DiLoCo(Strategy):
 
     def save(self, folder: Path) -> None:
         self.inside.save(folder)
-        if self.world.first_here:
+        if self.world.is_host_leader:
             outer = {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
             torch.save(outer, folder / "outer.pt")
 
@@ -307,7 +307,7 @@ class DiLoCo(Strategy):
         outer = torch.load(folder / "outer.pt", weights_only=True)
         if len(outer["costs"]) == len(self.costs):
             self.costs = outer["costs"]
-        if self.world.first_here:
+        if self.world.is_host_leader:
             with torch.no_grad():
                 for name, parameter in self.outer.items():
                     parameter.copy_(params[name])

@@ -94,7 +94,7 @@ class DiLoCoTorchFT(DiLoCo):
     """One of several replicas, of which some may be missing."""
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
-        self.member = world.member
+        self.replica = world.replica
         super().__init__(spec, world, module)
         self.membership: Membership | None = None  # of the last synchronization, or of the current one
         self._synced_step = 0  # the step of the last synchronization
@@ -106,9 +106,9 @@ class DiLoCoTorchFT(DiLoCo):
         self._executor = ThreadPoolExecutor(1)
 
     def find_replicas(self, spec: RunSpec, world: World) -> list[list[int]]:
-        count = self.member.count
+        count = self.replica.count
         check_rows(spec, count)
-        self.sizes, self.mine = [1.0] * count, self.member.number
+        self.sizes, self.mine = [1.0] * count, self.replica.number
         return [list(range(world.size))]
 
     # Joining ----------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class DiLoCoTorchFT(DiLoCo):
         """
         self._start, self._run_dir, self._checkpoint_state = float(int(start, 16)), run_dir, checkpoint_state
         self._synced_step, self._steps = checkpoint_state()["step"], steps
-        count = 4 + _COLUMNS * self.member.count
+        count = 4 + _COLUMNS * self.replica.count
         found: list[float] = []
         if self.world.rank == 0:
             self._connect()
@@ -151,7 +151,7 @@ class DiLoCoTorchFT(DiLoCo):
     def _find_peers(self, waiting: Callable[[], bool]) -> list[float]:
         """Return whether state was received, whether a round is in progress, the last synchronized step, and the membership."""
         self.membership = seen = self._gather(self.spec.collective_timeout, waiting)
-        if self.member.again and seen.present == [self.mine] and self.member.count > 1:
+        if self.replica.restarted and seen.present == [self.mine] and self.replica.count > 1:
             raise RuntimeError("no other replica is running")
         # At the start of a run the weights are equal without a transfer, unless hosts initialized them differently.
         checksums = {seen.checksums[number] for number in seen.present} - {0.0}
@@ -171,7 +171,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _connect(self) -> None:
         """Connect to the lighthouse and to the other replicas."""
-        host, _, port = self.member.lighthouse.partition(":")
+        host, _, port = self.replica.lighthouse.partition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # nothing is sent
             route.connect((host, int(port)))
             address = route.getsockname()[0]
@@ -194,7 +194,7 @@ class DiLoCoTorchFT(DiLoCo):
             world_size=1,
             store_addr=address,
             store_port=self._store.port,
-            lighthouse_addr=f"http://{self.member.lighthouse}",
+            lighthouse_addr=f"http://{self.replica.lighthouse}",
             replica_id=f"replica{self.mine}",
             hostname=address,
             checkpoint_transport=Transport(address, timeout),
@@ -262,7 +262,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
         """Run the outer step with the replicas that are present."""
-        count, length = self.member.count, self.spec.local_steps
+        count, length = self.replica.count, self.spec.local_steps
         self._next_synced_step = min(self._synced_step + length - self._synced_step % length, self._steps)
         flags = self.world.sum(flags)
         self.local_params = self.inside.full_params()
@@ -273,7 +273,7 @@ class DiLoCoTorchFT(DiLoCo):
         rest = numbers[_COLUMNS * count :]
         self.end_round(rest[:count])
         self._synced_sums = rest[count:]
-        if self.world.first_here and self.host_leaders.size > 1:
+        if self.world.is_host_leader and self.host_leaders.size > 1:
             for names in self.chunks(_CHUNK):
                 gradient = torch.empty(sum(self.outer[name].numel() for name in names))
                 if self.world.rank == 0:
@@ -288,7 +288,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _exchange(self, flags: list[float], waiting: Callable[[], bool]) -> list[float]:
         """Sum counts and pseudo-gradients over the replicas, on the first rank of this one. Retry until no replica fails."""
-        count = self.member.count
+        count = self.replica.count
         tokens, cost = self.round_counts()
         while True:
             if not self._quorum_pending:
@@ -322,7 +322,7 @@ class DiLoCoTorchFT(DiLoCo):
                     raise Stopped
                 time.sleep(_POLL_INTERVAL)
             quorum.result()
-            values = [0.0] * (_COLUMNS * self.member.count)
+            values = [0.0] * (_COLUMNS * self.replica.count)
             received = self._received_state is not None
             mine = (
                 self._start,
@@ -331,12 +331,12 @@ class DiLoCoTorchFT(DiLoCo):
                 not self._joined,
                 0 if received else self._checksum(),
             )
-            values[self.mine :: self.member.count] = map(float, mine)
+            values[self.mine :: self.replica.count] = map(float, mine)
             seen = self._unpack(self._sum(torch.tensor(values, dtype=torch.float64)).tolist())
             if self.manager.errored():
                 self._committed()
                 continue
-            if len(seen.present) == self.member.count or not all(seen.patient[number] for number in seen.present):
+            if len(seen.present) == self.replica.count or not all(seen.patient[number] for number in seen.present):
                 return seen
             time.sleep(_RETRY_INTERVAL)
 
@@ -353,7 +353,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _share(self, values: list[float], count: int, waiting: Callable[[], bool]) -> list[float]:
         """Pass `count` values from the first rank of this replica to all its ranks. Has no timeout."""
-        return self.world.sum_patiently(values or [0.0] * count, waiting)
+        return self.world.sum_without_timeout(values or [0.0] * count, waiting)
 
     def _checksum(self) -> float:
         digest = 0
@@ -362,7 +362,7 @@ class DiLoCoTorchFT(DiLoCo):
         return float(digest)
 
     def _unpack(self, numbers: list[float]) -> Membership:
-        count = self.member.count
+        count = self.replica.count
         return Membership(*(numbers[count * place : count * (place + 1)] for place in range(_COLUMNS)))
 
     def _flat(self) -> list[float]:
@@ -373,7 +373,7 @@ class DiLoCoTorchFT(DiLoCo):
         if self.world.rank == 0 and self.membership:
             present = self.membership.present
             listed = ", ".join(map(str, present))
-            print(f"replicas from step {self._synced_step} on: {listed} ({len(present)} of {self.member.count})")
+            print(f"replicas from step {self._synced_step} on: {listed} ({len(present)} of {self.replica.count})")
 
     def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
@@ -382,5 +382,5 @@ class DiLoCoTorchFT(DiLoCo):
         assert self.membership
         return {
             "world_size": int(sum(self.membership.sizes)),
-            "replicas": {"configured": self.member.count, "at_the_end": self.membership.present},
+            "replicas": {"configured": self.replica.count, "at_the_end": self.membership.present},
         }

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import DiskError, UserError, disk_trouble
+from trainer.errors import DiskError, UserError, disk_failure
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy
@@ -162,7 +162,7 @@ class ShardedWriting:
         # PyTorch writes it on the first rank only, and every host needs it.
         mine = (self._folder / METADATA).read_bytes() if self._world.rank == 0 else b""
         metadata = self._world.gather(mine)[0]
-        if self._world.first_here:
+        if self._world.is_host_leader:
             (self._folder / METADATA).write_bytes(metadata)
 
 
@@ -170,8 +170,8 @@ def _why(error: BaseException) -> str:
     """Return which rank failed to write its shard, and why."""
     failures = getattr(error, "failures", {})  # CheckpointException: rank -> (its exception, traceback)
     for rank, failure in failures.items():
-        return f"rank {rank} could not write its shard: {disk_trouble(failure[0]) or failure[0]}"
-    return f"a shard could not be written: {disk_trouble(error) or error}"
+        return f"rank {rank} could not write its shard: {disk_failure(failure[0]) or failure[0]}"
+    return f"a shard could not be written: {disk_failure(error) or error}"
 
 
 class FSDP(Strategy):
@@ -310,6 +310,6 @@ class FSDP(Strategy):
         full = {}
         for name, shard in tensors.items():
             value = (shard.full_tensor() if isinstance(shard, tensor.DTensor) else shard).detach()
-            if self.world.first_here:
+            if self.world.is_host_leader:
                 full[name] = value.to("cpu", copy=True)
         return full

@@ -17,7 +17,7 @@ from test_numerics import assert_equal_work, batch, corpus, loss_and_gradient, s
 from trainer_runs import TOP, WIDE, Here, llama
 
 from trainer.config import make_spec
-from trainer.data.order import best_fit
+from trainer.data.packing import best_fit
 from trainer.errors import UserError
 from trainer.model import TokenLoss, fast_kernels, load_model
 from trainer.planner.cost import Layout
@@ -52,7 +52,7 @@ def test_one_long_row_is_exact(corpus: Any) -> None:  # noqa: F811
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
     expected = loss_and_gradient(model, [batch(corpus, rows)])
     module = TokenLoss(model)
-    module._one_row = True
+    module._single_row = True
     module.zero_grad()
     loss = module(*batch(corpus, rows))
     loss.backward()

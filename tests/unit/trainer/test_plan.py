@@ -323,8 +323,8 @@ def test_a_measurement_beside_other_work_says_so(
     ("said", "why"),
     [
         (["--hosts", "none.json"], "--hosts: expected a number of hosts or a file, got none.json"),
-        (["--hosts"], "--hosts: got nothing, takes a value"),
-        (["--link-mbit", "fast"], "--link-mbit: got 'fast', takes a number of Mbit/s > 0"),
+        (["--hosts"], "--hosts: expected a value"),
+        (["--link-mbit", "fast"], "--link-mbit: got 'fast', expected a number of Mbit/s > 0"),
         (["--model", "./none"], "model: no config.json of ./none found locally or in the hub cache"),
     ],
 )
@@ -344,16 +344,19 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
     from plugins.action.run_plan import automatic, link_speeds
 
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
-    hosts: list[dict[str, Any]] = [{"host": f"node{place}", "processes": 0, "facts": dict(facts)} for place in range(3)]
+    hosts: list[dict[str, Any]] = [
+        {"host": f"node{place}", "processes": 0, "facts": dict(facts), "address": "", "data_dir": "", "python": ""}
+        for place in range(3)
+    ]
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
     strategy, why = automatic(hosts, said, [])
     assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
-    hosts[2]["pairs"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
+    hosts[2]["mesh"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
     strategy, why = automatic(hosts, said, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
     hosts[0]["facts"]["link_mbit"] = 10  # a head's driver is not asked where lines to it were measured
-    hosts[2]["pairs"]["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
+    hosts[2]["mesh"]["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
     hosts[1]["facts"]["link_mbit"] = hosts[2]["facts"]["link_mbit"] = 25000
     assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
     assert not automatic(hosts, said, [])[1].endswith("(link measured)")
