@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.inputs import SIZES, build_inputs, model_of
 from benchmarks.two_hosts import planned, run, two_hosts
-from trainer.planner.recommend import BASE
+from trainer.planner.hosts import BASE
 
 STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.two_hosts import run, two_hosts
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.model import load_model

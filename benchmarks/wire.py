@@ -15,7 +15,7 @@ import sys
 
 from benchmarks.inputs import SIZES, build_inputs, model_of
 from benchmarks.two_hosts import run, two_hosts
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.planner.model_shape import shape_of
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
-from trainer.config.run_spec import FIELDS, TINY, RunSpec, changed_fields, make_spec
+from trainer.config import FIELDS, TINY, RunSpec, changed_fields, make_spec
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
+from trainer.strategy import plan_of, possible_plans
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
 from trainyard.connection import FanOut, Host
 from trainyard.preflight import cluster_checks, host_checks
@@ -65,7 +66,7 @@ class ActionModule(ClusterAction):
         apart = by_torchft(spec)
         if apart and a["elastic"]:
             raise PlanError(
-                "elastic: torchrun cannot start ranks again where diloco_members=torchft does it: leave elastic out"
+                "elastic: torchrun cannot start ranks again where diloco_membership=torchft does it: leave elastic out"
             )
         lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
         parts = [host["facts"]["part"] for host in hosts if host["facts"]["part"]]
@@ -149,8 +150,14 @@ class ActionModule(ClusterAction):
 
 
 def by_torchft(spec: dict[str, Any]) -> bool:
-    """Return whether every replica of the run has a torchrun of its own (see RunSpec.by_torchft)."""
-    return spec["strategy"] in ("diloco", "auto") and spec["diloco_members"] == "torchft"
+    """Return whether every replica of the run has, or may have, a torchrun of its own."""
+    run = spec_of(spec)
+    return any(plan.separate_launchers(run) for plan in possible_plans(run))
+
+
+def spec_of(fields: dict[str, Any]) -> RunSpec:
+    """Return the run spec of a plan's `spec`, which has more names than the schema."""
+    return RunSpec.model_validate({name: value for name, value in fields.items() if name in FIELDS})
 
 
 def those_of(hosts: list[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
@@ -253,8 +260,7 @@ def check_wishes(hosts: list[dict[str, Any]], spec: dict[str, Any], dataset_stag
     eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
-        "deepspeed": spec["strategy"] == "deepspeed" and "strategy=deepspeed",
-        "torchft": by_torchft(spec) and "diloco_members=torchft",
+        **plan_of(spec_of(spec)).needs_packages(spec_of(spec)),
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
         "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",

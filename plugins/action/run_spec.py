@@ -18,14 +18,14 @@ from ansible.utils.vars import load_extra_vars
 from safetensors import safe_open
 
 TOP = Path(__file__).resolve().parents[2]
-from trainer.config.run_spec import (
+from trainer.config import (
     EMBEDDED_DATASET,
     FIELDS,
     TINY,
     RunSpec,
-    from_opendiloco,
     make_spec,
     read_yaml,
+    resolve_aliases,
     suggest,
 )
 from trainer.data.samples import is_hub_id, read_samples
@@ -61,8 +61,8 @@ def read(file: str, said: dict[str, Any]) -> RunSpec:
         raise UserError(
             f"-e {said['_raw_params']}: takes NAME=VALUE; a value with blanks is quoted twice: -e 'run=\"a b\"'"
         )
-    below, notes = from_opendiloco(read_yaml(Path(file).expanduser()) if file else {})
-    said, more = from_opendiloco(said, below)
+    below, notes = resolve_aliases(read_yaml(Path(file).expanduser()) if file else {})
+    said, more = resolve_aliases(said, below)
     strange = unknown(said, FIELDS, known_variables(TOP))
     if strange:
         known = sorted(known_variables(TOP))

@@ -31,7 +31,7 @@ def at_step(lab: Lab, host: Host, rank: int, step: int, run: str = "members") ->
 
 
 def test_killed_replica_returns(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
-    fields = said | {"run": "members", "strategy": "diloco", "diloco_members": "torchft", "local_steps": 5}
+    fields = said | {"run": "members", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}
     fields |= {"max_steps": 300, "epochs": 300, "checkpoint_interval": 50}
     with ThreadPoolExecutor(1) as aside:
         playing = aside.submit(run_playbook, "train.yml", provisioned.inventory, fields, timeout=500)
@@ -59,7 +59,7 @@ def test_killed_replica_returns(provisioned: Lab, hosts: list[Host], said: dict[
 
 def test_disconnected_host_returns(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
     """Neither its peers nor the controller reach a host. The peers continue, the host returns, and a stop then ends all three cleanly."""
-    fields = said | {"run": "cut", "strategy": "diloco", "diloco_members": "torchft", "local_steps": 5}
+    fields = said | {"run": "cut", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}
     trial = Trial(
         provisioned,
         provisioned.inventory,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainer.strategy import plan_named
+
 # Below 32768: the kernel hands ports above it to any outgoing connection.
 PORTS = range(29500, 29600)
 
@@ -230,7 +232,7 @@ def table(nodes: list[Node], spec: dict[str, Any], port: int, before: list[int])
         head.append("replica")
         rows = [[*row, str(n.replica)] for row, n in zip(rows, nodes, strict=True)]
     by_speed = ""
-    if spec["strategy"] == "ddp":
+    if plan_named(spec["strategy"]).shares_rows_by_speed:
         head.append("rows")
         rows = [[*row, str(count)] for row, count in zip(rows, shared_rows(nodes, spec, before), strict=True)]
         by_speed = ", shared by speed as it is measured" if spec["balance"] == "auto" and world > 1 else ""
