@@ -26,7 +26,7 @@ def main(bind: str) -> None:
             bind=bind, min_replicas=1, join_timeout_ms=JOIN_TIMEOUT, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT
         )
     except RuntimeError as error:
-        sys.exit(f"lighthouse: cannot listen on {bind}: {error}")
+        sys.exit(f"cannot listen on {bind}: {error}")
     print(f"lighthouse listens on {bind}", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     server.shutdown()

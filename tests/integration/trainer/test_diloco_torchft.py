@@ -144,7 +144,7 @@ def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) 
         status = part.status()
     assert status["status"] == "failed" and not status["node"].get("restarted")
     assert status["node"]["error"].startswith(
-        f"the run's lighthouse exited 3 times: lighthouse: cannot listen on {lighthouse}: Address already in use"
+        f"the run's lighthouse exited 3 times: cannot listen on {lighthouse}: Address already in use"
     )
     assert not run_processes(part.run_dir)
 
