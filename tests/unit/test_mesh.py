@@ -98,9 +98,9 @@ def test_checkup_of_this_machine(tmp_path: Path) -> None:
     answer = health.gather(
         {"peers": ["localhost"], "data_dir": str(tmp_path), "run": "", "sudo": False, "memory_mib": 16}
     )
-    assert answer["files"]["spoilt"] == [str(store / "0123456789abcdef.jsonl")]
+    assert answer["files"]["damaged"] == [str(store / "0123456789abcdef.jsonl")]
     assert answer["names"]["addresses"]["localhost"] == ["127.0.0.1"]
-    assert answer["memory_had"] and 0 < answer["memory"]["available_mib"] <= answer["memory"]["total_mib"]
+    assert answer["memory_allocatable"] and 0 < answer["memory"]["available_mib"] <= answer["memory"]["total_mib"]
     assert any(row["name"] == "lo" and row["address"] == "127.0.0.1" for row in answer["devices"])
     assert 0 < answer["spin"]["share"] <= 1.05
 
