@@ -64,7 +64,7 @@ docs: $(READY)
 	@$(RUN) python tools/write_docs.py
 
 docs-site: $(READY)
-	@$(RUN) python -m mkdocs build --strict
+	@$(RUN) tools/docs-site
 
 lock:
 	@tools/lock $(PYTHON)

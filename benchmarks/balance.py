@@ -1,11 +1,11 @@
-"""Two hosts, one at half speed: tokens/s with rows shared by speed against rows shared equally. Root on Debian or Ubuntu.
+"""Balanced against even shares on two hosts, one at half speed: tokens per second.
 
-    make bench-balance
+    sudo make bench NAME=balance [ARGS='--rounds 3 --steps 24']
 
-Equal shares are worth 2 x the slow host, shares by speed 3 x: 1.5 is the limit. What a virtual machine calls two cores are often
-two threads of one, and slow each other down, which real hosts do not: so both hosts run on one core, in turns, and the
-lab's fault `cpu` gives the one 60 and the other 30 percent of it. Runs take turns, and of each the second half of its steps
-counts.
+Balanced shares are worth 3 times the slow host, even shares 2 times: the limit of the ratio is 1.5. Two virtual cores are often two
+threads of one core and slow each other down, which two hosts do not. Therefore both hosts run on one core, and the lab fault `cpu`
+gives one 60 % and the other 30 % of it. The two kinds of runs alternate, and the second half of the steps of each run counts.
+Requires root on Debian or Ubuntu. Takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -14,33 +14,31 @@ import argparse
 import json
 import os
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(place) for place in Path(__file__).resolve().parents[1:3]]
+from lab_hosts import VENV, Lab, run_playbook
+from testbed import faults, machine, root
 
-from lab_hosts import VENV, Lab, run_playbook  # noqa: E402  found by the line above
-from testbed import faults, machine  # noqa: E402
-from two_hosts import come_first  # noqa: E402
+from benchmarks.two_hosts import prioritize
 
 SHARES = (60, 30)  # percent of one core
 
 
 def tokens_per_second(lab: Lab, run: str, **fields: Any) -> tuple[float, list[int]]:
-    """Train, and return the median speed of the run's second half and how its last step was shared."""
+    """Train; return the median tokens per second of the second half, and the rows per rank of the last step."""
     said = {"run": run, "model": "tiny", "eval_split": 0, "loggers": "none", **fields}
-    # Every question to a host is paid out of its share.
+    # Every status query uses CPU time of the share of a host.
     said |= {"unit_properties": ["CPUAffinity=0"], "progress_interval": 10}
     played = run_playbook("train.yml", lab.inventory, said)
     if played.rc:
         raise SystemExit(played.stdout)
-    text = lab.inside(lab.hosts[0], f"cat /home/tester/trainyard/runs/{run}/metrics.jsonl")
+    text = lab.inside(lab.hosts[0], f"cat {root.DATA_DIR}/runs/{run}/metrics.jsonl")
     steps = [json.loads(line) for line in text.splitlines()]
     return statistics.median(step["tokens_per_second"] for step in steps[len(steps) // 2 :]), steps[-1]["rows"]
 
 
 def main() -> None:
+    """Run the rounds, and print the speeds and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
@@ -53,7 +51,7 @@ def main() -> None:
         if made.rc:
             raise SystemExit(made.stdout)
         top, unified = machine.cgroup_of("cpu")
-        come_first(top / f"trainyard-{lab.name}", unified)
+        prioritize(top / f"trainyard-{lab.name}", unified)
         for host, share in zip(lab.hosts, SHARES, strict=True):
             faults.inject(lab, host, "cpu", str(share))
         speeds: dict[str, list[float]] = {"even": [], "auto": []}
@@ -63,7 +61,7 @@ def main() -> None:
                     lab, f"{balance}{number}", balance=balance, max_steps=a.steps, total_batch_size=24, batch_size=4
                 )
                 kept.append(speed)
-                print(f"balance={balance}: {speed:.0f} tokens/s, last step shared {rows}", flush=True)
+                print(f"balance={balance}: {speed:.0f} tokens/s, rows per rank in the last step: {rows}", flush=True)
         ratios = [auto / even for auto, even in zip(speeds["auto"], speeds["even"], strict=True)]
         print(f"auto / even: {statistics.median(ratios):.2f} (each round: {', '.join(f'{r:.2f}' for r in ratios)})")
     finally:

@@ -1,10 +1,10 @@
-"""The plan beside what is then measured, strategy by strategy and link by link: tokens a second, and memory.
+"""Speed and memory that the planner predicts against measured runs, by strategy and link.
 
-    sudo make bench-plan [ARGS='--models 26m --seq 512 --rows 8 --mbit 1000 100 --share 45 --rounds 3']
+    sudo make bench NAME=plan [ARGS='--models 26m --seq 512 --rows 8 --mbit 1000 100 --share 45 --rounds 3']
 
-Two hosts as network namespaces, as in bench-wire. Plan and run take turns, with the same share of a core, and are compared
-within a round. It shows the strategies side by side, too. Memory is a process's resident set at its largest; the plan's, what it
-says and what Python and its libraries take. Ends with 1 if a speed is not within 25 %, or memory not within 10 %.
+Uses two hosts as network namespaces. Plan and run alternate with the same share of a core, and are compared within a round. Memory
+is the largest resident set of a process; the predicted value is the plan's, plus Python and its libraries. Exits with 1 if a speed
+differs by more than 25 %, or memory by more than 10 %. Requires root. Takes about 20 minutes with the defaults.
 """
 
 from __future__ import annotations
@@ -15,32 +15,35 @@ import statistics
 import sys
 from typing import Any
 
-from inputs import SIZES, made, model_of
-from two_hosts import planned, run, two_hosts
-
+from benchmarks.inputs import SIZES, build_inputs, model_of
+from benchmarks.two_hosts import planned, run, two_hosts
 from trainer.planner.recommend import BASE
 
-WAYS = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging")
+STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging")
 
 
 def main() -> int:
+    """Print one row per strategy and link; return 1 if a prediction is outside its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny"], choices=["tiny", *SIZES])
     parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=16, help="of a step, over all hosts")
+    parser.add_argument("--rows", type=int, default=16, help="rows per step over all hosts")
     parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 100])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--steps", type=int, default=30, help="counted from the tenth on")
-    parser.add_argument("--fields", nargs="*", default=[], help="of the run spec, like lora_r=0")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--steps", type=int, default=30, help="steps, counted from the tenth")
+    parser.add_argument("--fields", nargs="*", default=[], help="run spec fields, for example lora_r=0")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--share", type=int, default=0, help="percent of a core that a host has; 0: a core of its own")
+    parser.add_argument("--share", type=int, default=0, help="percent of a core per host; 0: one core each")
     a = parser.parse_args()
     if os.geteuid():
-        print("error: two hosts need root here (network namespaces)", file=sys.stderr)
+        print("error: this benchmark requires root for network namespaces: run it with sudo", file=sys.stderr)
         return 2
-    _, dataset = made()
-    print("| model | Mbit/s | strategy | tokens/s: planned | measured | of the plan | beside one host ", end="")
-    print("| MiB: planned | measured | of the plan |\n" + "| --- " * 10 + "|")
+    _, dataset = build_inputs()
+    print(
+        "| model | Mbit/s | strategy | tokens/s planned | tokens/s measured | measured / planned | relative to one host ",
+        end="",
+    )
+    print("| MiB planned | MiB measured | measured / planned |\n" + "| --- " * 10 + "|")
     speeds, sizes = [], []
     for size in a.models:
         base = {"seq_length": a.seq, "total_batch_size": a.rows, "lr": 3e-3, "local_steps": 10}
@@ -48,33 +51,35 @@ def main() -> int:
         about: dict[str, Any] = {"model": str(model_of(size)), "dataset": str(dataset), "steps": a.steps, "warm": 10}
         flags = [f"{name}={value}" for name, value in {**base, "model": about["model"], "dataset": dataset}.items()]
         for mbit in a.mbit:
-            found: dict[str, list[tuple[float, ...]]] = {way: [] for way in a.ways}
+            found: dict[str, list[tuple[float, ...]]] = {strategy: [] for strategy in a.strategies}
             with two_hosts(mbit) as names:
                 for _ in range(a.rounds):
-                    for way in a.ways:
-                        said = planned(names[0], [*flags, "--hosts", "2", "--link-mbit", str(mbit)], a.share)
-                        option = next(option for option in said["options"] if option["strategy"] == way)
-                        fields = base if way == "alone" else base | {"strategy": way}
-                        hosts = names[:1] if way == "alone" else names
+                    for strategy in a.strategies:
+                        plan_output = planned(names[0], [*flags, "--hosts", "2", "--link-mbit", str(mbit)], a.share)
+                        option = next(option for option in plan_output["options"] if option["strategy"] == strategy)
+                        fields = base if strategy == "alone" else base | {"strategy": strategy}
+                        hosts = names[:1] if strategy == "alone" else names
                         (answer,) = run(hosts, [about | {"fields": fields}], share=a.share)
-                        parts = len(hosts) if way == "averaging" else 1  # its records are those of one part
+                        parts = len(hosts) if strategy == "averaging" else 1  # averaging records one replica
                         of_both = (option["tokens_per_second"], parts * answer["tokens_per_second"])
-                        found[way].append((*of_both, option["memory_bytes"] / 2**20 + BASE, answer["peak_mib"]))
+                        found[strategy].append((*of_both, option["memory_bytes"] / 2**20 + BASE, answer["peak_mib"]))
             alone = statistics.median(row[1] for row in found.get("alone", [(0.0, 1.0)]))
-            for way, rows in found.items():
+            for strategy, rows in found.items():
                 plan, speed, memory, peak = (statistics.median(row[side] for row in rows) for side in range(4))
                 ratios = [statistics.median(row[side + 1] / row[side] for row in rows) for side in (0, 2)]
                 speeds.append(max(ratios[0], 1 / ratios[0]))
                 sizes.append(max(ratios[1], 1 / ratios[1]))
                 beside = f"{speed / alone:.2f} x" if "alone" in found else "-"
-                print(f"| {size} | {mbit} | {way} | {plan:.0f} | {speed:.0f} | {ratios[0]:.2f} | {beside} ", end="")
+                print(
+                    f"| {size} | {mbit} | {strategy} | {plan:.0f} | {speed:.0f} | {ratios[0]:.2f} | {beside} ", end=""
+                )
                 print(f"| {memory:.0f} | {peak:.0f} | {ratios[1]:.2f} |", flush=True)
     good = True
     for what, limit, worst in (("speed", 25, max(speeds)), ("memory", 10, max(sizes))):
         holds = worst <= 1 + limit / 100
         good &= holds
         print(
-            f"{'holds' if holds else 'FAILS'}: the plan's {what} within {limit} % of what is measured (furthest: {worst:.2f} x)"
+            f"{'holds' if holds else 'FAILS'}: the planned {what} is within {limit} % of the measured (largest ratio: {worst:.2f})"
         )
     return 0 if good else 1
 

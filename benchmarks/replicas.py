@@ -1,9 +1,9 @@
-"""diloco and averaging beside DDP on two hosts with a core each: bytes, speed over a slow link, loss on the same tokens.
+"""diloco and averaging against DDP on two hosts: bytes per step, speed over a slow link, and loss on the same tokens.
 
-    python benchmarks/replicas.py [--rounds 3] [--mbit 100] [--parts bytes,speed,loss] [--steps 60]
+    sudo make bench NAME=replicas [ARGS='--rounds 3 --mbit 100 --parts bytes,speed,loss --steps 60']
 
-Hosts are network namespaces of this machine (root). Speeds are taken in turns and compared within a round, because the
-machine may be shared; what counts is the ratio.
+The hosts are network namespaces with one core each. Runs alternate and speeds are compared within a round, because the machine may
+be shared. Requires root. Takes about 15 minutes with the defaults.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from two_hosts import run, two_hosts
 
+from benchmarks.two_hosts import run, two_hosts
 from trainer.config.run_spec import make_spec
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
@@ -29,22 +27,22 @@ from trainyard.docs_dataset import write_dataset
 
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "ddp, bf16": {"gradient_wire": "bf16"},
+    "ddp, bf16": {"gradient_comm_dtype": "bf16"},
     "diloco": {"strategy": "diloco", "local_steps": 10},
-    "diloco, 32 bits": {"strategy": "diloco", "local_steps": 10, "diloco_wire": "32"},
+    "diloco, 32 bits": {"strategy": "diloco", "local_steps": 10, "diloco_comm_dtype": "32"},
     "averaging": {"strategy": "averaging"},
 }
-# As model=tiny has them, with the model made once for all runs.
+# The settings of model=tiny; the model is created once for all runs.
 TINY = {"seq_length": 256, "lr": 3e-3, "total_batch_size": 16}
 
 
 def runs(base: dict[str, Any], kinds: list[str], steps: int, **fields: Any) -> list[dict[str, Any]]:
-    """Return what speed_one.py is to run: counted from step 10 on, at which diloco's replicas have met for the first time."""
+    """Return the runs for speed_one.py. Steps count from 10 on, after the first sync of diloco."""
     return [base | {"steps": steps, "warm": 10, "fields": TINY | fields | KINDS[kind]} for kind in kinds]
 
 
 def main() -> None:
-    """Measure, and print a line for each figure."""
+    """Measure, and print one line per figure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mbit", type=int, default=100)
@@ -67,7 +65,7 @@ def main() -> None:
                 for kind, answer in zip(kinds, run(names, runs(base, kinds, 30)), strict=True):
                     sent = answer["wire_bytes"]
                     print(
-                        f"{kind}: {sent:,.0f} bytes a step and host, {sent / (4 * adapters):.4f} of 4 B x {adapters:,}"
+                        f"{kind}: {sent:,.0f} bytes per step and host, {sent / (4 * adapters):.4f} of 4 B x {adapters:,}"
                     )
         if "speed" in parts:
             kinds = ["diloco", "ddp"]
@@ -82,7 +80,7 @@ def main() -> None:
                     ratios[kind].append(slow / free)
                     print(f"{kind}: {free:.0f} tokens/s unshaped, {slow:.0f} at {a.mbit} Mbit/s: {slow / free:.3f}")
             for kind in kinds:
-                print(f"{kind}: median {statistics.median(ratios[kind]):.3f} of its unshaped speed")
+                print(f"{kind}: median {statistics.median(ratios[kind]):.3f} of the unshaped speed")
         if "loss" in parts:
             kinds = ["ddp", "diloco", "averaging"]
             several = runs(base, kinds, a.loss_steps, epochs=1, eval_split=0.05)
@@ -90,7 +88,9 @@ def main() -> None:
                 answers = run(names, several)
             for kind, answer in zip(kinds, answers, strict=True):
                 shown = {name: round(answer[name] / answers[0][name], 4) for name in ("loss", "eval_loss")}
-                print(f"{kind}: {json.dumps({name: round(answer[name], 4) for name in shown})}, of DDP's {shown}")
+                print(
+                    f"{kind}: {json.dumps({name: round(answer[name], 4) for name in shown})}, relative to DDP: {shown}"
+                )
 
 
 if __name__ == "__main__":

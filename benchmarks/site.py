@@ -1,9 +1,10 @@
-"""site.yml on three hosts that need nothing any more, beside as many tasks that do nothing; and where the time goes.
+"""A second site.yml on three hosts against a play with the same number of tasks that do nothing; and time per role and task.
 
-    python benchmarks/site.py [--rounds 5]          root, Debian or Ubuntu: it boots a lab of its own
+    sudo make bench NAME=site [ARGS='--rounds 5 --hosts 3']
 
-Every task that ran on a host, not one that was skipped, has its like in the other play: `command: true` over the same SSH for what
-runs on the host, `debug` for what runs on the controller, once where it ran once. Includes have none. A loop counts as one task.
+Every task of site.yml that ran on a host has a counterpart in the other play: `command: true` over SSH for a task on the host,
+`debug` for a task on the controller, `run_once` where the task ran once. Includes have none. A loop counts as one task. Exits with
+1 if the ratio exceeds 1.5. Requires root on Debian or Ubuntu: it starts a lab. Takes about five minutes.
 """
 
 from __future__ import annotations
@@ -20,21 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lab_hosts import Lab, run_playbook
 
 TOP = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "molecule/resources")]
-
-from lab_hosts import Lab, run_playbook  # noqa: E402  found by the line above
-
 LIMIT = 1.5
-# What these do, they do on the controller.
+# Actions that run on the controller.
 LOCAL = ("assert", "debug", "fail", "set_fact", "validate_argument_spec", "python_plan", "python_env_consistency")
 NONE = ("include_role", "include_tasks", "import_role", "import_tasks", "meta")
 
 
 @dataclass
 class Task:
-    """A task that ran: on how many hosts, and from when to when on any of them (s)."""
+    """A task that ran: its number of hosts, and its start and end times on each (s)."""
 
     role: str
     name: str
@@ -45,7 +43,7 @@ class Task:
     ends: list[float] = field(default_factory=list)
 
     @property
-    def took(self) -> float:
+    def duration(self) -> float:
         return max(self.ends) - min(self.starts)
 
     @property
@@ -54,17 +52,17 @@ class Task:
 
 
 def tasks_of(events: list[dict[str, Any]]) -> list[Task]:
-    """The tasks of a play that ran on a host, in their order, off ansible-runner's events."""
+    """Return the tasks of a play that ran on a host, in order, from the events of ansible-runner."""
     found: dict[str, Task] = {}
     for event in events:
         data = event.get("event_data", {})
         action = str(data.get("resolved_action") or data.get("task_action", "")).rpartition(".")[2]
         if event["event"] != "runner_on_ok" or action in NONE:
             continue
-        one = found.setdefault(data["task_uuid"], Task(data.get("role") or "playbooks", data["task"], action))
-        one.hosts += 1
-        one.starts.append(seconds(data["start"]))
-        one.ends.append(seconds(data["end"]))
+        task = found.setdefault(data["task_uuid"], Task(data.get("role") or "playbooks", data["task"], action))
+        task.hosts += 1
+        task.starts.append(seconds(data["start"]))
+        task.ends.append(seconds(data["end"]))
     return list(found.values())
 
 
@@ -74,8 +72,8 @@ def seconds(stamp: str) -> float:
     return datetime.fromisoformat(stamp).timestamp()
 
 
-def nothing(tasks: list[Task], hosts: int, plays: int) -> list[dict[str, Any]]:
-    """The play of the same number of tasks that do nothing."""
+def empty_plays(tasks: list[Task], hosts: int, plays: int) -> list[dict[str, Any]]:
+    """Return plays with the same number of tasks that do nothing."""
     twins: list[dict[str, Any]] = []
     for task in tasks:
         once = {"run_once": True} if task.hosts < hosts else {}
@@ -85,36 +83,37 @@ def nothing(tasks: list[Task], hosts: int, plays: int) -> list[dict[str, Any]]:
             twins.append({"name": task.name, "ansible.builtin.command": "true", "changed_when": False, **once})
     size = -(-len(twins) // plays)
     return [
-        {"name": "Do nothing", "hosts": "cluster", "gather_facts": False, "tasks": twins[at : at + size]}
+        {"name": "Run tasks that do nothing", "hosts": "cluster", "gather_facts": False, "tasks": twins[at : at + size]}
         for at in range(0, len(twins), size)
     ]
 
 
 def timed(inventory: Path, playbook: Path) -> float:
-    """Seconds that ansible-playbook takes, its own start included."""
-    began = time.monotonic()
+    """Return the seconds that ansible-playbook takes, including its start."""
+    start = time.monotonic()
     command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(inventory), str(playbook)]
     environment = {**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")}
     done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def profile(tasks: list[Task]) -> None:
-    """Print where the time of a play goes, by role and by task."""
-    whole = sum(task.took for task in tasks)
+    """Print the share of time per role, and the longest tasks."""
+    total = sum(task.duration for task in tasks)
     roles = list(dict.fromkeys(task.role for task in tasks))
     print("| role | tasks | share of the time |\n| --- | --- | --- |")
     for role in roles:
         mine = [task for task in tasks if task.role == role]
-        print(f"| {role} | {len(mine)} | {sum(task.took for task in mine) / whole:.0%} |")
-    print("the longest:")
-    for task in sorted(tasks, key=lambda task: -task.took)[:12]:
-        print(f"  {task.took:5.2f} s  {task.role} : {task.name} ({task.action}, {task.hosts} hosts)")
+        print(f"| {role} | {len(mine)} | {sum(task.duration for task in mine) / total:.0%} |")
+    print("longest tasks:")
+    for task in sorted(tasks, key=lambda task: -task.duration)[:12]:
+        print(f"  {task.duration:5.2f} s  {task.role} : {task.name} ({task.action}, {task.hosts} hosts)")
 
 
 def main() -> None:
+    """Measure, and print the profile and the ratio."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hosts", type=int, default=3)
@@ -129,24 +128,25 @@ def main() -> None:
             if not done.count("changed"):
                 break
         else:
-            raise SystemExit(f"site.yml still changes something:\n{done.stdout}")
+            raise SystemExit(f"site.yml still reports changes:\n{done.stdout}")
         tasks = tasks_of(done.events)
         with tempfile.TemporaryDirectory() as folder:
-            twin = Path(folder, "nothing.yml")
-            twin.write_text(yaml.safe_dump(nothing(tasks, a.hosts, 2)))
+            twin = Path(folder, "empty.yml")
+            twin.write_text(yaml.safe_dump(empty_plays(tasks, a.hosts, 2)))
             site, twins = [], []
             for _ in range(a.rounds):
                 twins.append(timed(lab.inventory, twin))
                 site.append(timed(lab.inventory, TOP / "site.yml"))
                 print(
-                    f"site.yml {site[-1]:.1f} s, nothing {twins[-1]:.1f} s; load {os.getloadavg()[0]:.1f}", flush=True
+                    f"site.yml {site[-1]:.1f} s, empty tasks {twins[-1]:.1f} s; load {os.getloadavg()[0]:.1f}",
+                    flush=True,
                 )
         profile(tasks)
         remote = sum(not task.local for task in tasks)
         ratio = statistics.median(mine / theirs for mine, theirs in zip(site, twins, strict=True))
         print(
             f"{a.hosts} hosts, {remote} tasks over SSH and {len(tasks) - remote} on the controller, median of {a.rounds}: "
-            f"site.yml again takes {ratio:.2f} x of as many tasks that do nothing (limit {LIMIT})"
+            f"a second site.yml takes {ratio:.2f} times as long as empty tasks (limit {LIMIT})"
         )
         if ratio > LIMIT:
             raise SystemExit(1)

@@ -1,10 +1,10 @@
-"""Training runs, timed: trainyard's loop or TRL's SFTTrainer, as the first argument says. Prints a JSON list.
+"""Timed training runs with trainyard's loop or TRL's SFTTrainer; prints a JSON list. The other benchmarks start this program.
 
     python benchmarks/speed_one.py trainyard|trl '[{"model": DIR, "dataset": JSONL, "steps": 20, "fields": {...}}]'
 
-Tokens are those of the samples, padding left out, counted alike for both. The first two steps are not counted: torch warms up in
-them. Memory is the process's largest resident set. Under torchrun, tokens are those of all ranks, and `wire_bytes` is what this
-network namespace's devices sent in a step.
+Tokens are those of the samples without padding, counted in the same way for both. The first two steps do not count: torch warms up.
+Memory is the largest resident set of the process. Under torchrun, tokens are those of all ranks, and `wire_bytes` is the number of
+bytes that the devices of this network namespace send per step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WARM = 2  # steps
 
 
 def sent_bytes() -> int:
-    """Return what all devices of this process's network namespace have sent."""
+    """Return the bytes that all devices of this network namespace have sent."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
 def peak_mib() -> float:
-    """Return the largest resident set so far (getrusage's is at least that of the process that started this one)."""
+    """Return the largest resident set so far. getrusage would include the process that started this one."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
@@ -67,7 +67,7 @@ class Clock:
 
 
 def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
-    """Run the trainer's own loop; evaluation and checkpoints, which TRL's defaults have not, only at the end."""
+    """Run the trainer's loop with evaluation and checkpoints only at the end, as TRL's defaults do."""
     clock = Clock(a.get("warm", WARM))
 
     class Beat(Heartbeat):
@@ -93,7 +93,7 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
             "the benchmark",
         )
         result = train(spec, run_dir, Path(work), world, Beat(run_dir, world.rank))
-        # Where ranks meet every few steps, the records come then.
+        # With local steps the records are written at each sync.
         if world.rank == 0:
             clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     about = {"loss": result["loss_last"], "eval_loss": result["eval_loss"]}
@@ -101,7 +101,7 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def trl(a: dict[str, Any]) -> dict[str, Any]:
-    """Run TRL's SFTTrainer on the same samples; `fields` are those of its SFTConfig."""
+    """Run TRL's SFTTrainer on the same samples; `fields` are fields of SFTConfig."""
     import datasets
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -121,7 +121,7 @@ def trl(a: dict[str, Any]) -> dict[str, Any]:
             seen[0] = 0
 
     class Counted:
-        """The trainer's own collator, and how many tokens it laid out that are not padding."""
+        """Wraps the collator of the trainer, and counts tokens without padding."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -154,10 +154,10 @@ def trl(a: dict[str, Any]) -> dict[str, Any]:
     return clock.result()
 
 
-def main(side: str, several: list[dict[str, Any]]) -> None:
-    """Run one after the other in this process; rank 0 prints a JSON list."""
+def main(side: str, requests: list[dict[str, Any]]) -> None:
+    """Run all requests in this process; rank 0 prints the JSON list of results."""
     world = World.join(600)
-    answers = [trainyard(about, world) if side == "trainyard" else trl(about) for about in several]
+    answers = [trainyard(about, world) if side == "trainyard" else trl(about) for about in requests]
     if world.rank == 0:
         print(json.dumps(answers), flush=True)
     leave(0)

@@ -1,9 +1,9 @@
-"""How long from the command to the first all-reduce, beside torchrun started by hand; and how far apart the ranks start.
+"""Time from the command to the first all-reduce: train.yml against torchrun started by hand; and the skew of rank starts.
 
-    python benchmarks/start.py [--rounds 5] [--many 20]          root, Debian or Ubuntu: it boots a lab of its own
+    sudo make bench NAME=start [ARGS='--rounds 5 --many 20']
 
-By hand means: everything is on the hosts already, and a person sends the command to all of them at once by ssh. Both ends of
-every time are of one clock: the lab's hosts share this machine's.
+"By hand" means that all files are on the hosts and the rendered commands are sent to all hosts at once over SSH. The hosts share the
+clock of this machine, so times are comparable. Requires root on Debian or Ubuntu: it starts a lab. Takes about five minutes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from testbed import root
+from testbed.lab import Host, Lab
 
 TOP = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "molecule/resources")]
-
-from testbed.lab import Host, Lab  # noqa: E402  found by the line above
-
-DATA = "/home/tester/trainyard"
+DATA = root.DATA_DIR
 SPEC = {"seq_length": 64, "total_batch_size": 6, "max_steps": 1, "epochs": 100, "eval_split": 0, "loggers": "none"}
 
 
 def play(inventory: Path, *words: str) -> str:
-    """Run ansible-playbook; return what it printed."""
+    """Run ansible-playbook; return its output. Exits if it fails."""
     command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(inventory), *words]
     environment = {**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True, check=False)
@@ -42,45 +40,45 @@ def play(inventory: Path, *words: str) -> str:
     return done.stdout
 
 
-def said(run: str, dataset: Path) -> list[str]:
+def variables(run: str, dataset: Path) -> list[str]:
     values = SPEC | {"run": run, "dataset": dataset}
     return [word for name, value in values.items() for word in ("-e", f"{name}={value}")]
 
 
 def first_step(lab: Lab, run: str) -> float:
-    """When step 1, whose gradients are the first large all-reduce, was recorded; waits for it."""
+    """Wait for step 1, whose gradients are the first large all-reduce; return its time of record (s since the epoch)."""
     file = f"{DATA}/runs/{run}/metrics.jsonl"
-    lab.wait(lambda: bool(lab.inside(lab.hosts[0], f"cat {file}", check=False).strip()), "no step", 300)
+    lab.wait(lambda: bool(lab.inside(lab.hosts[0], f"cat {file}", check=False).strip()), "no step was recorded", 300)
     return float(lab.inside(lab.hosts[0], f"stat -c %.9Y {file}"))
 
 
 def by_hand(lab: Lab, inventory: Path, run: str, dataset: Path, folder: Path) -> float:
-    """Seconds to the first all-reduce when the very same commands are sent by ssh."""
+    """Return the seconds to the first all-reduce when the rendered commands are sent over SSH."""
     scripts = folder / run
-    play(inventory, "train.yml", *said(run, dataset), "-e", "render_only=true", "-e", f"render_to={scripts}")
-    for host in lab.hosts:  # a connection that is open already, as ControlPersist keeps it for the playbook
+    play(inventory, "train.yml", *variables(run, dataset), "-e", "render_only=true", "-e", f"render_to={scripts}")
+    for host in lab.hosts:  # open the connection first, as ControlPersist does for the playbook
         subprocess.run([*lab.ssh(host), "true"], check=True, capture_output=True)
-    began = time.time()
+    start = time.time()
     shells = []
     for host in lab.hosts:
         with (scripts / f"{host.name}.sh").open() as script:
             shells.append(subprocess.Popen([*lab.ssh(host), "bash -s"], stdin=script, stdout=subprocess.DEVNULL))
-    took = first_step(lab, run) - began
+    took = first_step(lab, run) - start
     for shell in shells:
         shell.wait()
     return took
 
 
 def by_playbook(lab: Lab, inventory: Path, run: str, dataset: Path) -> tuple[float, float]:
-    """Seconds to the first all-reduce by train.yml, preflight and stage included; and between the ranks' starts."""
-    began = time.time()
-    play(inventory, "train.yml", *said(run, dataset))
+    """Return the seconds to the first all-reduce with train.yml, and the seconds between the first and last rank start."""
+    start = time.time()
+    play(inventory, "train.yml", *variables(run, dataset))
     starts = [json.loads(lab.inside(host, f"cat {DATA}/runs/{run}/state/node.json"))["started"] for host in lab.hosts]
-    return first_step(lab, run) - began, max(starts) - min(starts)
+    return first_step(lab, run) - start, max(starts) - min(starts)
 
 
 def skew(lab: Lab, inventory: Path, folder: Path, run: str) -> float:
-    """Seconds between the first and the last start of a process that only sleeps, over all hosts."""
+    """Return the seconds between the first and the last start of a sleeping process on all hosts."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as content:
         content.writestr("trainer/__init__.py", "")
@@ -110,6 +108,7 @@ def skew(lab: Lab, inventory: Path, folder: Path, run: str) -> float:
 
 
 def main() -> None:
+    """Measure, and print the medians."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--many", type=int, default=20)

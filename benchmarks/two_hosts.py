@@ -1,4 +1,4 @@
-"""Two hosts as network namespaces of this machine, one core each, with a link of a given speed between them. Needs root."""
+"""Two hosts as network namespaces of this machine, with one core each and a shaped link between them. Requires root."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from testbed import machine
+
+from trainyard.remote.host_facts import allocator
+
 TOP = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TOP / "molecule/resources"))
-
-from testbed import machine  # noqa: E402  found by the line above
-
-from trainyard.remote.host_facts import allocator  # noqa: E402
-
 ONE = Path(__file__).with_name("speed_one.py")
 PORT = 29500
 
@@ -29,7 +27,7 @@ def _do(command: str) -> None:
 
 @contextmanager
 def two_hosts(mbit: int = 0) -> Iterator[list[str]]:
-    """Yield two namespaces joined by a veth pair that is shaped to `mbit` Mbit/s both ways (0: as fast as it goes)."""
+    """Yield two namespaces with a veth pair between them, shaped to `mbit` Mbit/s in both directions (0: not shaped)."""
     names = [f"tybench{os.getpid()}{side}" for side in "ab"]
     try:
         for name in names:
@@ -48,14 +46,14 @@ def two_hosts(mbit: int = 0) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def come_first(group: Path, unified: bool) -> None:
-    """Let a cgroup have the time that its quota allows, whatever else this machine is at."""
+def prioritize(group: Path, unified: bool) -> None:
+    """Give a cgroup priority over other load of this machine, within its quota."""
     (group / ("cpu.weight" if unified else "cpu.shares")).write_text("10000" if unified else "262144")
 
 
 @contextmanager
 def part_of_a_core(percent: int) -> Iterator[list[Path]]:
-    """Yield a cgroup for each of two hosts that gives it `percent` of a core's time, in slices of 10 ms; none for 0."""
+    """Yield a cgroup for each of two hosts with `percent` of the time of one core, in slices of 10 ms; no cgroups for 0."""
     groups: list[Path] = []
     top, unified = machine.cgroup_of("cpu")
     try:
@@ -63,7 +61,7 @@ def part_of_a_core(percent: int) -> Iterator[list[Path]]:
             group = top / f"tybench{os.getpid()}{side}"
             group.mkdir()
             groups.append(group)
-            come_first(group, unified)
+            prioritize(group, unified)
             if unified:
                 (group / "cpu.max").write_text(f"{percent * 100} 10000")
             else:
@@ -74,22 +72,22 @@ def part_of_a_core(percent: int) -> Iterator[list[Path]]:
         for group in groups:
             deadline = time.monotonic() + 5
             while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
-                time.sleep(0.05)  # the dead leave their group when they are buried
+                time.sleep(0.05)  # a killed process leaves its cgroup when it is reaped
             group.rmdir()
 
 
-def run(names: list[str], several: list[dict[str, Any]], limit: float = 900.0, share: int = 0) -> list[dict[str, Any]]:
-    """Run speed_one.py as one torchrun over `names` (or as one process, for one name); return what it printed.
+def run(names: list[str], requests: list[dict[str, Any]], limit: float = 900.0, share: int = 0) -> list[dict[str, Any]]:
+    """Run speed_one.py as one torchrun over `names` (or as one process, for one name); return its results.
 
-    Each has a core of its own, or `share` percent of one and the same: what a virtual machine calls two cores are often
-    two threads of one, which slow each other down as two hosts do not.
+    Each host has one core, or `share` percent of the same core: two virtual cores are often two threads of one core and slow
+    each other down, which two hosts do not.
     """
     with part_of_a_core(share) as groups:
-        return _run(names, several, limit, groups)
+        return _run(names, requests, limit, groups)
 
 
-def _begin(name: str, place: int, group: Path | None) -> list[str]:
-    """Return what a command begins with that runs on a host: in its namespace, on its core or in its part of one."""
+def _prefix(name: str, place: int, group: Path | None) -> list[str]:
+    """Return the prefix of a command on a host: its namespace, its core or its cgroup, and the interpreter."""
     cores = sorted(os.sched_getaffinity(0))
     core = cores[0] if group else cores[place % len(cores)]
     command = ["ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable]
@@ -97,15 +95,15 @@ def _begin(name: str, place: int, group: Path | None) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    said = {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
-    # As train.yml starts ranks.
-    return os.environ | said | ({"LD_PRELOAD": allocator()} if allocator() else {})
+    fixed = {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
+    # The allocator that train.yml loads for ranks.
+    return os.environ | fixed | ({"LD_PRELOAD": allocator()} if allocator() else {})
 
 
-def planned(name: str, said: list[str], share: int = 0) -> dict[str, Any]:
-    """Return what `python -m trainer plan` prints as JSON on the first of the hosts, with the share of a core that `run` gives."""
+def planned(name: str, arguments: list[str], share: int = 0) -> dict[str, Any]:
+    """Return the JSON output of `python -m trainer plan` on a host with `share` percent of a core (0: one core)."""
     with part_of_a_core(share) as groups:
-        command = [*_begin(name, 0, groups[0] if groups else None), "-m", "trainer", "plan", *said, "--json"]
+        command = [*_prefix(name, 0, groups[0] if groups else None), "-m", "trainer", "plan", *arguments, "--json"]
         done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the plan failed:\n{done.stderr[-3000:]}")
@@ -113,24 +111,24 @@ def planned(name: str, said: list[str], share: int = 0) -> dict[str, Any]:
     return answer
 
 
-def _run(names: list[str], several: list[dict[str, Any]], limit: float, groups: list[Path]) -> list[dict[str, Any]]:
+def _run(names: list[str], requests: list[dict[str, Any]], limit: float, groups: list[Path]) -> list[dict[str, Any]]:
     started = []
     for place, name in enumerate(names):
-        command = _begin(name, place, groups[place] if groups else None)
+        command = _prefix(name, place, groups[place] if groups else None)
         if len(names) > 1:
             command += ["-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={place}"]
             command += ["--nproc-per-node=1", "--master-addr=10.77.0.1", f"--master-port={PORT}"]
-        command += [str(ONE), "trainyard", json.dumps(several)]
+        command += [str(ONE), "trainyard", json.dumps(requests)]
         started.append(
             subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     try:
-        said = [process.communicate(timeout=limit) for process in started]
+        outputs = [process.communicate(timeout=limit) for process in started]
     finally:
         for process in started:
             process.kill()
-    for process, (_, trouble) in zip(started, said, strict=True):
+    for process, (_, stderr) in zip(started, outputs, strict=True):
         if process.returncode:
-            raise RuntimeError(f"a rank failed:\n{trouble[-3000:]}")
-    answer: list[dict[str, Any]] = json.loads(said[0][0].strip().splitlines()[-1])
+            raise RuntimeError(f"a rank failed:\n{stderr[-3000:]}")
+    answer: list[dict[str, Any]] = json.loads(outputs[0][0].strip().splitlines()[-1])
     return answer

@@ -1,9 +1,9 @@
-"""Two hosts (network namespaces, one core each): bytes a step and speed beside one host, strategy by strategy, link by link.
+"""Bytes per step and speed of two hosts relative to one host, by strategy and link.
 
-    sudo make bench-wire [ARGS='--models 26m --seq 512 --share 45 --mbit 1000 --ways ddp ddp:gradient_wire=bf16']
+    sudo make bench NAME=wire [ARGS='--models 26m --seq 512 --share 45 --mbit 1000 --variants ddp ddp:gradient_comm_dtype=bf16']
 
-A way is a strategy, with fields of the run spec after colons. One host has one core, too; with --share, each host has so many
-percent of one and the same core (see two_hosts.run). Needs root (ip netns, tc, cgroups).
+A variant is a strategy, followed by run spec fields after colons. The hosts are network namespaces with one core each; with --share,
+each host has that percentage of the same core (see two_hosts.run). Requires root (ip netns, tc, cgroups). Takes about five minutes.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ import os
 import statistics
 import sys
 
-from inputs import SIZES, made, model_of
-from two_hosts import run, two_hosts
-
+from benchmarks.inputs import SIZES, build_inputs, model_of
+from benchmarks.two_hosts import run, two_hosts
 from trainer.config.run_spec import make_spec
 from trainer.planner.model_shape import shape_of
 
 
 def main() -> int:
+    """Print one row per variant and link."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny"], choices=["tiny", *SIZES])
     parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=16, help="of a step, over all hosts")
+    parser.add_argument("--rows", type=int, default=16, help="rows per step over all hosts")
     parser.add_argument("--mbit", type=int, nargs="+", default=[0, 1000, 100], help="0: not shaped")
-    parser.add_argument("--ways", nargs="+", default=["ddp", "ddp:gradient_wire=bf16"])
+    parser.add_argument("--variants", nargs="+", default=["ddp", "ddp:gradient_comm_dtype=bf16"])
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=1, help="in turns; speeds are medians over them")
-    parser.add_argument("--share", type=int, default=0, help="percent of a core that a host has; 0: a core of its own")
+    parser.add_argument("--rounds", type=int, default=1, help="alternating rounds; speeds are their medians")
+    parser.add_argument("--share", type=int, default=0, help="percent of a core per host; 0: one core each")
     a = parser.parse_args()
     if os.geteuid():
-        print("error: two hosts need root here (network namespaces)", file=sys.stderr)
+        print("error: this benchmark requires root for network namespaces: run it with sudo", file=sys.stderr)
         return 2
-    _, dataset = made()
-    print("| model | link | way | wire MB/step | of 4 B x adapter parameters | tokens/s | beside one host | loss |")
+    _, dataset = build_inputs()
+    print(
+        "| model | Mbit/s | variant | MB sent per step | relative to 4 B x trained parameters | tokens/s | relative to one host | loss |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for size in a.models:
         model = model_of(size)
@@ -43,23 +45,23 @@ def main() -> int:
         about = {"model": str(model), "dataset": str(dataset), "steps": a.steps}
         spec = make_spec({"model": str(model)} | base, "the benchmark")
         adapters = 4 * shape_of(spec).trained(spec)
-        said = {way: dict(field.split("=", 1) for field in way.split(":")[1:]) for way in a.ways}
+        variants = {variant: dict(field.split("=", 1) for field in variant.split(":")[1:]) for variant in a.variants}
         for mbit in a.mbit:
             alone: list[float] = []
-            found: dict[str, list[dict[str, float]]] = {way: [] for way in a.ways}
+            found: dict[str, list[dict[str, float]]] = {variant: [] for variant in a.variants}
             with two_hosts(mbit) as names:
                 for _ in range(a.rounds):
                     (one,) = run(names[:1], [about | {"fields": base}], share=a.share)
                     alone.append(one["tokens_per_second"])
-                    for way, fields in said.items():
-                        fields = base | {"strategy": way.split(":")[0]} | fields
-                        found[way] += run(names, [about | {"fields": fields}], share=a.share)
-            for way, answers in found.items():
+                    for variant, fields in variants.items():
+                        fields = base | {"strategy": variant.split(":")[0]} | fields
+                        found[variant] += run(names, [about | {"fields": fields}], share=a.share)
+            for variant, answers in found.items():
                 speeds = [answer["tokens_per_second"] for answer in answers]
                 ratios = [speed / one for speed, one in zip(speeds, alone, strict=True)]
                 wire = answers[-1]["wire_bytes"]
                 print(
-                    f"| {size} | {mbit or 'unshaped'} | {way} | {wire / 1e6:.3f} | {wire / adapters:.3f} | "
+                    f"| {size} | {mbit or 'unshaped'} | {variant} | {wire / 1e6:.3f} | {wire / adapters:.3f} | "
                     f"{statistics.median(speeds):.0f} | {statistics.median(ratios):.2f} x | {answers[-1]['loss']:.4f} |",
                     flush=True,
                 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-OURS = "60-trainyard.yaml"
+MANAGED_FILE = "60-trainyard.yaml"
 HEADER = "# trainyard: written by the role netplan; the former files are in /var/lib/trainyard/netplan\n"
 # networkd applies the first match, so this id must sort before definitions that match several NICs.
 SHARED_ID = "0-trainyard"
@@ -49,7 +49,7 @@ class AddressSettings:
 def edit(files: dict[str, str], nic: Nic, settings: AddressSettings) -> dict[str, str | None]:
     """Return the changes to the files (name -> text) of /etc/netplan: name -> new text, or None to remove the file.
 
-    The definition of the NIC moves to OURS. The definitions of other NICs stay in their files; a file without the NIC is
+    The definition of the NIC moves to MANAGED_FILE. The definitions of other NICs stay in their files; a file without the NIC is
     not rewritten. The result is empty if the files are up to date. Raises ValueError with a one-line message.
     """
     trees = {name: load(name, text) for name, text in sorted(files.items())}
@@ -75,12 +75,12 @@ def edit(files: dict[str, str], nic: Nic, settings: AddressSettings) -> dict[str
         found = {**shared["definition"], "match": {"name": nic.name}}
     if not found and settings.by_mac and nic.permanent:
         found = {"match": {"macaddress": nic.mac}, "set-name": nic.name}
-    ours = stripped.get(OURS, {})
-    ours.setdefault("version", "2")
-    ours.setdefault(section, {})[identity or nic.name] = with_address(found, nic, settings)
-    stripped[OURS] = ours
+    managed = stripped.get(MANAGED_FILE, {})
+    managed.setdefault("version", "2")
+    managed.setdefault(section, {})[identity or nic.name] = with_address(found, nic, settings)
+    stripped[MANAGED_FILE] = managed
     return {
-        name: None if name != OURS and not set(tree) - {"version"} else dump(tree)
+        name: None if name != MANAGED_FILE and not set(tree) - {"version"} else dump(tree)
         for name, tree in stripped.items()
         if tree != trees.get(name)
     }

@@ -92,7 +92,7 @@ from ansible.module_utils.ssh_session import ssh_session
 
 try:
     import yaml  # a dependency of netplan
-    from ansible.module_utils.netplan_files import OURS, AddressSettings, Nic, edit
+    from ansible.module_utils.netplan_files import MANAGED_FILE, AddressSettings, Nic, edit
 
     HAS_YAML = bool(yaml)
 except ImportError:
@@ -260,8 +260,8 @@ class AddressChange:
         """Apply the new files from /run/netplan, and start the rollback timer."""
         change = self.look()
         files, nic = change.pop("files"), change["nic"]
-        ours = {name: text for name, text in files.items() if name.startswith(f"{ETC}/")}
-        self.validate(ours)
+        etc_files = {name: text for name, text in files.items() if name.startswith(f"{ETC}/")}
+        self.validate(etc_files)
         mtu = self.discard_attempt(self.mtu(nic) if nic else 0)
         PENDING.mkdir(mode=0o700, exist_ok=True)
         TRIAL.mkdir(exist_ok=True)
@@ -269,14 +269,14 @@ class AddressChange:
         write_atomic(PENDING / "pending.json", json.dumps(pending), 0o600)
         # netplan does not reset the MTU when its setting disappears.
         former_mtu = (self.saved() or {}).get("mtu", 0) if self.params["state"] == "absent" else 0
-        trial = [str(TRIAL / Path(name).name) for name in ours]
+        trial = [str(TRIAL / Path(name).name) for name in etc_files]
         remove = f"rm -f {' '.join(trial)}; rmdir --ignore-fail-on-non-empty {TRIAL}"
         write_script(PENDING / "rollback", remove, "netplan apply", set_mtu(nic, mtu), f"rm -rf {PENDING}")
         write_script(PENDING / "apply", "netplan apply", set_mtu(nic, former_mtu), f"touch {PENDING}/applied")
         timer = ["systemd-run", "--quiet", "--collect", "--timer-property=AccuracySec=100ms"]
         timeout = f"--on-active={self.params['timeout']}"
         self.run(*timer, f"--unit={ROLLBACK}", timeout, "/bin/sh", str(PENDING / "rollback"))
-        for name, text in ours.items():
+        for name, text in etc_files.items():
             write_atomic(TRIAL / Path(name).name, EMPTY if text is None else text, 0o600)
         # Delayed and detached: this SSH connection returns the result of the module first.
         self.run(*timer, f"--unit={APPLY}", "--on-active=0.5", "/bin/sh", str(PENDING / "apply"))
@@ -297,12 +297,12 @@ class AddressChange:
         """Return the current MTU of a NIC in bytes."""
         return int(Path("/sys/class/net", nic, "mtu").read_text())
 
-    def validate(self, ours: dict[str, str | None]) -> None:
+    def validate(self, etc_files: dict[str, str | None]) -> None:
         """End the module if netplan rejects the new files."""
         with tempfile.TemporaryDirectory() as top:
             folder = Path(top, "etc/netplan")
             folder.mkdir(parents=True)
-            texts = {**self.netplan_files(), **{Path(name).name: text for name, text in ours.items()}}
+            texts = {**self.netplan_files(), **{Path(name).name: text for name, text in etc_files.items()}}
             for name, text in texts.items():
                 if text is not None:
                     write_atomic(folder / name, text, 0o600)
@@ -324,7 +324,7 @@ class AddressChange:
         if self.params["state"] == "present":
             self.save(pending)
         # The file with the address comes first: an interruption must not leave the host without an address.
-        for name, text in sorted(pending["files"].items(), key=lambda item: not item[0].endswith(f"/{OURS}")):
+        for name, text in sorted(pending["files"].items(), key=lambda item: not item[0].endswith(f"/{MANAGED_FILE}")):
             if text is None:
                 Path(name).unlink(missing_ok=True)
             else:

@@ -1,1 +1,1 @@
-from lab_hosts import bare, hosts, lab, metal  # noqa: F401  fixtures
+from lab_hosts import bare, hosts, lab, metal, provisioned  # noqa: F401  fixtures

@@ -1,4 +1,4 @@
-"""Every fault of the lab does what it says, and its undo takes it back."""
+"""Every fault of the lab has its effect, and its undo removes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reaches(lab: Lab, source: Host, target: Host) -> bool:
 
 
 def connects(host: Host, port: int, timeout: float = 0.5) -> bool:
-    """Whether this machine gets a TCP connection to a port of a host."""
+    """Return whether this machine can connect to a TCP port of a host."""
     try:
         with socket.create_connection((host.address, port), timeout=timeout):
             return True
@@ -37,12 +37,12 @@ def test_cut(lab: Lab, hosts: list[Host]) -> None:
     assert not reaches(lab, hosts[0], hosts[1])
     assert lab.inside(hosts[1], f"cat /sys/class/net/{hosts[1].nic}/carrier").strip() == "0"
     faults.undo(lab, hosts[1], "cut")
-    eventually(lab, lambda: reaches(lab, hosts[0], hosts[1]), "node2 does not come back")
+    eventually(lab, lambda: reaches(lab, hosts[0], hosts[1]), "node2 does not answer")
 
 
 @pytest.mark.parametrize(("rate", "low", "high"), [("100mbit", 80, 101), ("1gbit", 700, 1010)])
 def test_shape(lab: Lab, hosts: list[Host], rate: str, low: float, high: float) -> None:
-    """Both directions run at the rate: measured over half a second's worth of it, after as much to empty the bucket."""
+    """Both directions have the rate. Half a second of data empties the bucket, the next half second is measured."""
     size = 6_000_000 if rate == "100mbit" else 60_000_000
     faults.inject(lab, hosts[1], "shape", rate)
     for sender, receiver in ((hosts[0], hosts[1]), (hosts[1], hosts[0])):
@@ -53,7 +53,7 @@ def test_shape(lab: Lab, hosts: list[Host], rate: str, low: float, high: float) 
 
 
 def throughput(lab: Lab, sender: Host, receiver: Host, size: int) -> float:
-    """Mbit/s of one TCP stream, as the receiver sees it in its second half of `size` bytes."""
+    """Return the Mbit/s of one TCP stream at the receiver, over the second half of `size` bytes."""
     pid = lab.init_pid(receiver)
     code = f"""
 import socket, time
@@ -79,7 +79,7 @@ print((got - half[0]) * 8e-6 / (time.monotonic() - half[1]))
 def test_pause(lab: Lab, hosts: list[Host]) -> None:
     assert connects(hosts[2], 22)
     faults.inject(lab, hosts[2], "pause")
-    # The kernel still takes the connection, as a stopped sshd's would: nobody speaks.
+    # The kernel accepts the connection, but the frozen sshd sends nothing.
     with socket.create_connection((hosts[2].address, 22), timeout=1) as link:
         link.settimeout(1)
         with pytest.raises(TimeoutError):
@@ -122,7 +122,7 @@ def test_cpu(lab: Lab, hosts: list[Host]) -> None:
 
 
 def share(lab: Lab, host: Host) -> float:
-    """The share of one core that a busy loop gets on a host, over a second."""
+    """Return the share of one core that a busy loop gets on a host within a second."""
     code = (
         "import time; wall = time.monotonic(); used = time.process_time()\n"
         "while time.monotonic() - wall < 1.0: pass\n"
@@ -135,7 +135,7 @@ def share(lab: Lab, host: Host) -> float:
 def test_memory(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "memory", "200")
     eat = "python3 -c 'print(len(bytearray(300 << 20)))'"
-    # As a unit, so that the one who eats is the one who is killed and its end is on record.
+    # In a unit, so that the kernel kills the process that allocates, and systemd records its exit.
     unit = f"systemd-run --quiet --collect --wait --pipe --property=OOMScoreAdjust=1000 {eat}"
     assert lab.inside(hosts[1], unit, check=False) == ""
     faults.undo(lab, hosts[1], "memory")
@@ -148,7 +148,7 @@ def test_skew(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "skew", "PyYAML", "0.0.7")
     assert lab.inside(hosts[1], ask).split() == ["0.0.7", "0.0.7"]
     assert lab.inside(hosts[0], ask).split() == real
-    # A login, too, sees it: the change is the host's, not one process's.
+    # A login session sees it too: the change affects the host, not one process.
     argv = [*(str(word) for word in lab.ssh(hosts[1])), ask]
     assert subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split() == ["0.0.7", "0.0.7"]
     faults.undo(lab, hosts[1], "skew")
@@ -206,13 +206,13 @@ def test_mtu(lab: Lab, hosts: list[Host]) -> None:
     assert "mtu 1500" in lab.inside(hosts[1], f"ip link show {hosts[1].nic}")
 
 
-def test_undo_of_everything_is_harmless_and_complete(lab: Lab, hosts: list[Host]) -> None:
+def test_undo_without_names_removes_every_fault(lab: Lab, hosts: list[Host]) -> None:
     faults.undo(lab, hosts[2])
     for name, *arguments in (["hosts"], ["shape", "10mbit"], ["cpu", "50"], ["cut"]):
         faults.inject(lab, hosts[2], name, *arguments)
     faults.inject(lab, hosts[2], "pause")
     faults.undo(lab, hosts[2])
-    eventually(lab, lambda: reaches(lab, hosts[0], hosts[2]), "node3 does not come back")
+    eventually(lab, lambda: reaches(lab, hosts[0], hosts[2]), "node3 does not answer")
     assert "node1" not in lab.inside(hosts[2], "cat /etc/hosts")
 
 
@@ -227,7 +227,7 @@ def test_undo_of_everything_is_harmless_and_complete(lab: Lab, hosts: list[Host]
         (["block", "1;2"], "block takes a port or a range"),
     ],
 )
-def test_a_wrong_fault_is_one_plain_line(lab: Lab, arguments: list[str], says: str) -> None:
+def test_invalid_fault_is_one_line(lab: Lab, arguments: list[str], says: str) -> None:
     with pytest.raises(LabError, match=re.escape(says)):
         faults.inject(lab, lab.hosts[0], *arguments)
 

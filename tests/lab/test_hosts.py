@@ -1,4 +1,4 @@
-"""The hosts of the lab look like stock servers, and have what a machine on this network has."""
+"""The hosts of the lab are stock servers with network access to each other and to package registries."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ pytestmark = NEEDS_LAB
 
 @pytest.fixture(scope="module")
 def lab(bare: Lab) -> Lab:
-    """What other tests did to the session's hosts is no concern here."""
+    """Stock hosts: other tests change the hosts of the session."""
     return bare
 
 
 def as_user(lab: Lab, name: str, command: str) -> str:
-    """What a command prints that the hosts' user runs over SSH."""
+    """Return the output of a command that the user of the hosts runs over SSH."""
     argv = [str(word) for word in lab.ssh(lab.host(name))]
     return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("name", ["node1", "node2", "node3"])
-def test_a_host_looks_like_a_stock_server(lab: Lab, name: str) -> None:
+def test_host_is_a_stock_server(lab: Lab, name: str) -> None:
     host = lab.host(name)
     assert as_user(lab, name, "hostname").strip() == name
     assert f"127.0.1.1 {name}\n" in as_user(lab, name, "cat /etc/hosts")
@@ -39,23 +39,23 @@ def test_a_host_looks_like_a_stock_server(lab: Lab, name: str) -> None:
     assert not {"nfs-common", "nfs-kernel-server", "chrony", "slurmd", "docker.io"} & set(installed)
 
 
-def test_every_host_is_a_machine_of_its_own(lab: Lab) -> None:
+def test_hosts_have_their_own_identity(lab: Lab) -> None:
     for command in ("cat /etc/machine-id", "cat /etc/ssh/ssh_host_ed25519_key.pub", "readlink /proc/self/ns/net"):
         assert len({as_user(lab, host.name, command) for host in lab.hosts}) == 3, command
 
 
-def test_hosts_reach_each_other_and_nobody_else(lab: Lab) -> None:
+def test_hosts_reach_only_each_other(lab: Lab) -> None:
     for host in lab.hosts:
         for peer in lab.hosts:
             as_user(lab, host.name, f"ping -c 1 -W 2 {peer.address}")
-    # Only package registries and name servers are let through: any other port is refused at the hosts' own gateway,
-    # 10.231.x.1, so that this packet never leaves the lab.
+    # The gateway of the hosts, 10.231.x.1, forwards only to package registries and name servers: it rejects any other
+    # port, so this packet never leaves the lab.
     refused = as_user(lab, "node1", "timeout 5 bash -c '</dev/tcp/10.231.255.255/9' 2>&1 || echo refused")
     assert "refused" in refused
     assert "No route to host" in refused
 
 
-def test_a_host_cannot_set_what_is_the_machines(lab: Lab) -> None:
+def test_host_cannot_change_global_settings(lab: Lab) -> None:
     for command in ("date --set=2020-01-01", "sysctl -w kernel.pid_max=40000", "mknod /tmp/disk b 254 0"):
         assert "refused" in as_user(lab, "node1", f"sudo {command} >/dev/null 2>&1 || echo refused"), command
     assert as_user(lab, "node1", "sudo sysctl -w net.ipv4.tcp_fin_timeout=61").strip().endswith("61")
@@ -74,7 +74,7 @@ def test_apt_and_pip_install(lab: Lab) -> None:
     assert "six.py" in as_user(lab, "node1", "ls /tmp/six")
 
 
-def test_ansible_reaches_them_in_the_order_of_the_inventory(lab: Lab, tmp_path) -> None:
+def test_ansible_reaches_the_hosts_in_inventory_order(lab: Lab, tmp_path) -> None:
     (tmp_path / "play.yml").write_text(
         """
 - hosts: cluster
@@ -97,7 +97,7 @@ def test_ansible_reaches_them_in_the_order_of_the_inventory(lab: Lab, tmp_path) 
     assert said == {f"node{n + 1}": f"{n} ['node1']" for n in range(3)}
 
 
-def test_a_host_reboots(lab: Lab) -> None:
+def test_host_reboots(lab: Lab) -> None:
     host = lab.host("node3")
     lab.inside(host, "touch /run/before /var/lib/kept; ip address add 10.99.0.1/32 dev lo")
     lab.reboot(host)

@@ -1,4 +1,4 @@
-"""A lab comes up, changes its size, and goes without a trace, whatever happens to it."""
+"""A lab starts, changes its size, and leaves nothing behind, also after failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one() -> Iterator[Lab]:
 
 
 def traces(lab: Lab) -> dict[str, str]:
-    """What this machine shows of a lab, and all that a lab might change; other labs' cables are no concern."""
+    """Return what this machine shows of a lab, and the settings that a lab may change; the veth devices of other labs are left out."""
 
     def said(*argv: str) -> str:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
@@ -49,7 +49,7 @@ def traces(lab: Lab) -> dict[str, str]:
 
 
 def processes_of(lab: Lab) -> list[str]:
-    """Command lines of living processes that name the lab."""
+    """Return the command lines of running processes that name the lab."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -63,7 +63,7 @@ def processes_of(lab: Lab) -> list[str]:
 
 
 def ends_as(lab: Lab, before: dict[str, str], seconds: float = 20) -> None:
-    """Wait until the machine is as it was; fail with what is left of the lab, or was changed for it."""
+    """Wait until the traces equal `before`; fail with the difference."""
     deadline = time.monotonic() + seconds
     while (now := traces(lab)) != before and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -78,7 +78,7 @@ def gone(cable: str) -> bool:
     return not Path(f"/sys/class/net/{cable}").exists()
 
 
-def test_ten_rounds_leave_the_machine_as_it_was(one: Lab) -> None:
+def test_ten_labs_leave_the_machine_unchanged(one: Lab) -> None:
     before = traces(one)
     for _ in range(10):
         one.up(hosts=2)
@@ -88,7 +88,7 @@ def test_ten_rounds_leave_the_machine_as_it_was(one: Lab) -> None:
     assert traces(one) == before
 
 
-def test_a_second_up_converges(one: Lab) -> None:
+def test_second_up_converges(one: Lab) -> None:
     one.up(hosts=2)
     first = one.running
     one.inside(one.host("node1"), "touch /run/same-boot")
@@ -114,24 +114,24 @@ def start(lab: Lab, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("moment", ["state.json", "node1/console.log"])
-def test_an_up_that_is_ended_half_way_leaves_nothing(one: Lab, number: signal.Signals, moment: str) -> None:
+def test_interrupted_up_leaves_nothing(one: Lab, number: signal.Signals, moment: str) -> None:
     before = traces(one)
     with start(one) as begun:
         one.wait((one.folder / moment).exists, "the lab does not start")
         begun.send_signal(number)
         assert begun.wait(30) != 0
-    # Nobody cleans up after kill -9 but the lab's own first process, which sees its owner go.
+    # After kill -9 only the holder of the lab cleans up: its pipe to the owner closes.
     ends_as(one, before)
 
 
-def test_a_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
+def test_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
     before = traces(one)
     with start(one) as begun:
         assert begun.wait(60) == 0, begun.stdout and begun.stdout.read()
     assert one.running.hosts == 2
     cable = cable_of(one)
     os.kill(one.running.holder, signal.SIGKILL)
-    # The kernel takes everything but cgroups and files.
+    # The kernel removes everything except cgroups and files.
     one.wait(lambda: not processes_of(one) and gone(cable), "the lab outlives its holder", 10)
     assert one.state is None
     one.down()
@@ -139,7 +139,7 @@ def test_a_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
     one.down()
 
 
-def test_a_lab_of_a_test_dies_with_the_test(one: Lab) -> None:
+def test_lab_of_a_test_ends_with_the_test(one: Lab) -> None:
     before = traces(one)
     code = f"from testbed.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, persistent=False); print('up', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as owner:
@@ -149,7 +149,7 @@ def test_a_lab_of_a_test_dies_with_the_test(one: Lab) -> None:
     ends_as(one, before)
 
 
-def test_two_labs_side_by_side_do_not_see_each_other(one: Lab) -> None:
+def test_two_labs_are_isolated(one: Lab) -> None:
     other = Lab(f"{one.name}-b")
     try:
         one.up(hosts=1)
@@ -163,8 +163,8 @@ def test_two_labs_side_by_side_do_not_see_each_other(one: Lab) -> None:
     assert one.inside(one.host("node1"), "hostname") == "node1\n"
 
 
-def test_a_lab_takes_no_network_that_is_routed_already(one: Lab) -> None:
-    # A route of our own in place of somebody's, to an address of this machine alone.
+def test_lab_uses_no_routed_network(one: Lab) -> None:
+    # A route in a free network of the lab's range, which the lab must not use.
     free = next(net for net in range(1, 255) if not any(r.startswith(f"10.231.{net}.") for r in machine.routes()))
     subprocess.run(["ip", "route", "add", "blackhole", f"10.231.{free}.128/25"], check=True)
     try:
@@ -174,8 +174,8 @@ def test_a_lab_takes_no_network_that_is_routed_already(one: Lab) -> None:
         subprocess.run(["ip", "route", "del", "blackhole", f"10.231.{free}.128/25"], check=True)
 
 
-def test_nothing_but_registries_can_be_reached_from_a_lab(one: Lab) -> None:
-    """What leaves the machine for a lab is what slirp4netns sends, and to it only these rules let anything through."""
+def test_lab_reaches_only_package_registries(one: Lab) -> None:
+    """slirp4netns sends all traffic of a lab, and these rules alone forward packets to it."""
     one.up(hosts=1)
     rules = one.in_lab("nft", "list", "table", "inet", "lab")
     accepted = [line.strip() for line in rules.splitlines() if "accept" in line and "policy" not in line]
@@ -196,7 +196,7 @@ def test_nothing_but_registries_can_be_reached_from_a_lab(one: Lab) -> None:
         (["--name", "a/b", "up"], "the name of a lab consists of letters, digits and dashes"),
     ],
 )
-def test_a_wrong_command_is_one_plain_line(one: Lab, arguments: list[str], says: str) -> None:
+def test_invalid_command_is_one_line(one: Lab, arguments: list[str], says: str) -> None:
     argv = [sys.executable, "-m", "testbed", "--name", one.name, *arguments]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1
@@ -205,8 +205,8 @@ def test_a_wrong_command_is_one_plain_line(one: Lab, arguments: list[str], says:
     assert says in done.stderr
 
 
-def test_without_root_it_is_refused_in_one_line(tmp_path: Path) -> None:
-    # "nobody" may not read the repository everywhere: it gets a copy.
+def test_without_root_the_reason_is_one_line(tmp_path: Path) -> None:
+    # The user "nobody" may lack access to the repository: copy the package.
     subprocess.run(["cp", "-r", str(REPO / "molecule/resources/testbed"), str(tmp_path)], check=True)
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path("/") and folder != Path("/tmp"):
@@ -217,8 +217,8 @@ def test_without_root_it_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.stdout == "a lab requires root to create namespaces and mounts: run it with sudo\n"
 
 
-def test_the_speed_that_is_promised(one: Lab) -> None:
-    """Warm: 3 hosts in under 6 s. The limit here is wider, for a machine that does other things as well."""
+def test_three_hosts_start_within_15_seconds(one: Lab) -> None:
+    """With a built root three hosts start in 6 s. The limit allows for other load of the machine."""
     begun = time.monotonic()
     one.up(hosts=3)
     assert time.monotonic() - begun < 15

@@ -1,4 +1,4 @@
-"""Whole machines: a kernel each, a reboot that is one, and NFS between them. Minutes, where no KVM runs them."""
+"""Hosts under qemu: a kernel of their own, real reboots, and NFS. Takes minutes without KVM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testbed import faults
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 
-def test_whole_machines_have_kernels_of_their_own(metal: Lab) -> None:
+def test_hosts_have_their_own_kernel(metal: Lab) -> None:
     boots = {metal.inside(host, "cat /proc/sys/kernel/random/boot_id") for host in metal.hosts}
     assert len(boots) == 2
     assert Path("/proc/sys/kernel/random/boot_id").read_text() not in boots
@@ -21,7 +21,7 @@ def test_whole_machines_have_kernels_of_their_own(metal: Lab) -> None:
         assert metal.inside(host, "ufw status").strip() == "Status: inactive"
 
 
-def test_address_firewall_and_disk_are_there_after_a_reboot(metal: Lab) -> None:
+def test_address_firewall_and_disk_persist_over_a_reboot(metal: Lab) -> None:
     host = metal.host("node2")
     metal.inside(
         host, "ufw allow 22/tcp >/dev/null; ufw --force enable >/dev/null; echo kept > /var/lib/kept; touch /run/gone"
@@ -32,7 +32,7 @@ def test_address_firewall_and_disk_are_there_after_a_reboot(metal: Lab) -> None:
     metal.inside(host, "ufw --force disable >/dev/null")
 
 
-def test_nfs_from_one_to_the_other(metal: Lab) -> None:
+def test_nfs_between_hosts(metal: Lab) -> None:
     server, client = metal.hosts
     metal.inside(
         server,
@@ -47,11 +47,11 @@ def test_nfs_from_one_to_the_other(metal: Lab) -> None:
     metal.inside(client, "umount /mnt")
 
 
-def test_faults_of_whole_machines(metal: Lab) -> None:
+def test_faults_under_qemu(metal: Lab) -> None:
     here, host = metal.hosts
     ping = f"ping -c 1 -W 1 {host.address}"
     for name in ("cut", "pause"):
         faults.inject(metal, host, name)
         assert "0 received" in metal.inside(here, ping, check=False)
         faults.undo(metal, host, name)
-        metal.wait(lambda: "1 received" in metal.inside(here, ping, check=False), "node2 stays away")
+        metal.wait(lambda: "1 received" in metal.inside(here, ping, check=False), "node2 does not answer")

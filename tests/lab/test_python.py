@@ -1,6 +1,6 @@
 """The role python on stock hosts: one fetches for both, and what becomes of killed, air-gapped and unlike ones.
 
-Without torch (python_torch: false), which takes minutes; the way is the same. benchmarks/python-env measures it with torch.
+Without torch (python_torch: false), which takes minutes; the way is the same. `make bench NAME=environment` measures it with torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run that goes on through what befalls its hosts, on hosts of their own; and its commands as Slurm takes them."""
+"""A run that restarts after faults of its hosts, and its rendered script under Slurm."""
 
 from __future__ import annotations
 
@@ -9,54 +9,53 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_trial import Trial, questions, words_for
+from fault_trial import Trial, questions, run_variables
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 
 @pytest.fixture
-def trial(lab: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+def trial(provisioned: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run_playbook("site.yml", lab.inventory, {}, "--tags", "storage").rc == 0
-    one = Trial(lab, lab.inventory, words_for("faulty", questions(tmp_path), 90))
+    one = Trial(provisioned, provisioned.inventory, run_variables("faulty", questions(tmp_path), 90))
     yield one
     one.clean()
 
 
-def test_a_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> None:
-    """A rank dies, the head is cut off, the controller's terminal closes; it ends as if nothing had been."""
+def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> None:
+    """A rank dies, the head is disconnected, and the terminal of the controller closes; the result is that of an undisturbed run."""
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
-    first = trial.hurt("kill", lab.hosts[1], head=False)
-    assert "rank 1 on node2 was killed by SIGKILL" in first.words
-    second = trial.hurt("cut", lab.hosts[0], head=True)
-    assert "node1 has not answered" in second.words
-    assert trial.members() == lab.hosts[1:], "node2 is the head now, and node1, which is back, waits for the next start"
-    trial.hurt("kill", lab.hosts[2], head=False)
-    assert trial.members() == lab.hosts, "node1 is in again, and the head"
+    first = trial.inject("kill", lab.hosts[1], head=False)
+    assert "rank 1 on node2 was killed by SIGKILL" in first.message
+    second = trial.inject("cut", lab.hosts[0], head=True)
+    assert "node1 has not answered" in second.message
+    assert trial.run_hosts() == lab.hosts[1:], "node2 is the head; node1 answers again and joins at the next start"
+    trial.inject("kill", lab.hosts[2], head=False)
+    assert trial.run_hosts() == lab.hosts, "node1 has joined again as the head"
 
-    os.killpg(trial.playing.pid, signal.SIGHUP)
-    trial.playing.wait(30)
+    os.killpg(trial.process.pid, signal.SIGHUP)
+    trial.process.wait(30)
     at = json.loads(trial.read(lab.hosts[0], "state/rank0.json"))
     assert at["status"] in ("training", "saving", "finished")
     trial.start()  # the same command follows it, or says that it has ended
     assert trial.end() == 0, trial.output()
     assert "90 of 90 steps" in trial.output()
-    assert not trial.left()
+    assert not trial.leftovers()
     assert trial.wrong_samples() == []
     assert trial.metrics_steps() == list(range(1, 91))
 
-    straight = Trial(lab, trial.inventory, trial.said | {"run": "straight", "hosts": "node3"} | {"nodes_min": 0})
+    straight = Trial(lab, trial.inventory, trial.variables | {"run": "straight", "hosts": "node3"} | {"nodes_min": 0})
     straight.start()
     assert straight.end() == 0, straight.output()
     there = json.loads(straight.read(lab.hosts[2], "result.json"))
     assert trial.result()["loss_last"] == pytest.approx(there["loss_last"], abs=1e-3)
 
 
-def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
-    """torchrun starts its ranks again when one dies, and the play ends though a launcher may wait for its peers."""
-    trial.said |= {
+def test_elastic_run_continues_and_ends(trial: Trial, lab: Lab) -> None:
+    """torchrun restarts its ranks when one dies, and the playbook ends although a launcher may wait for its peers."""
+    trial.variables |= {
         "run": "elastic",
         "elastic": True,
         "retries": 3,
@@ -70,11 +69,11 @@ def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
     lab.inside(lab.hosts[1], f"kill -9 {state['pid']}")
     assert trial.end(300) == 0, trial.output()
     assert "40 of 40 steps" in trial.output() and "failed: " not in trial.output()
-    # Those who meet again do not look for each other where they were before.
+    # Restarted ranks do not use the previous addresses of their peers.
     logs = [trial.read(host, f"logs/rank{rank}.log") for host in lab.hosts[:2] for rank in (0, 1)]
     assert any(logs) and not any(b"connectFullMesh" in log for log in logs), logs
     assert trial.wrong_samples() == []
-    assert not trial.left()
+    assert not trial.leftovers()
 
 
 SLURM = """\
@@ -95,9 +94,9 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
-def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path) -> None:
+def test_slurm_accepts_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path) -> None:
     two = lab.hosts[:2]
-    said = trial.said | {
+    said = trial.variables | {
         "run": "slurm",
         "hosts": "node1,node2",
         "render_only": True,
@@ -120,7 +119,7 @@ def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path)
         lab.inside(
             host, f"printf '{names}\\n' >>/etc/hosts; mkdir -p /etc/slurm /var/spool/slurmctld /var/spool/slurmd"
         )
-        # Named, because it takes a lab host's cgroups for a mixture that it does not know.
+        # Set explicitly: Slurm does not recognize the mixed cgroup hierarchies of a lab host.
         lab.inside(host, "echo CgroupPlugin=cgroup/v1 >/etc/slurm/cgroup.conf")
         lab.inside(host, f"cat >/etc/slurm/slurm.conf <<'.'\n{SLURM}.")
     lab.inside(two[0], "slurmctld")
@@ -128,7 +127,9 @@ def test_slurm_takes_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path)
         lab.inside(host, f"slurmd -N {host.name}")
     try:
         both = "2 idle"  # the one that has not answered yet would be left out of what sbatch says
-        lab.wait(lambda: both in lab.inside(two[0], "sinfo -h -o '%D %t'", check=False), "Slurm's nodes stay away", 60)
+        lab.wait(
+            lambda: both in lab.inside(two[0], "sinfo -h -o '%D %t'", check=False), "the Slurm nodes are not idle", 60
+        )
         script = (tmp_path / "out" / "slurm.sbatch").read_text()
         lab.inside(two[0], f"cat >/tmp/slurm.sbatch <<'_END_'\n{script}_END_")
         tested = lab.inside(two[0], "cd /tmp; sbatch --test-only /tmp/slurm.sbatch 2>&1 || true")

@@ -1,4 +1,4 @@
-"""site.yml as a whole, on hosts as they come: from stock to a cluster and back, and through every kind of interruption."""
+"""site.yml on stock hosts: set-up, reset, interruptions, and hosts that join and leave."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ import hashlib, json, os, stat, sys
 out = {}
 for top in sys.argv[1:]:
     for folder, folders, files in os.walk(top):
-        # What the lab shows to its hosts is no host's own.
+        # Mounts of the lab do not belong to the host.
         folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]
         for name in folders + files:
             path = os.path.join(folder, name)
@@ -70,7 +70,7 @@ OTHERS = (
 
 
 def state(lab: Lab, host: Host) -> dict[str, Any]:
-    """What the host is: its files, what systemd is to start, what the firewall says."""
+    """Return the state of a host: its files, its unit files and its firewall."""
     told = lab.inside(host, f"python3 - {TOPS} <<'P'\n{STATE}\nP")
     files = {path: what for path, what in json.loads(told).items() if not path.startswith(OTHERS)}
     listed = lab.inside(host, "systemctl list-unit-files --no-legend --no-pager --state=enabled,masked,disabled")
@@ -84,7 +84,7 @@ def packages(lab: Lab, host: Host) -> set[str]:
 
 
 def changed_by(packages: set[str]) -> set[str]:
-    """What installing these packages changes on a stock host that nobody else touches."""
+    """Return what the installation of these packages changes on a stock host."""
     lab = Lab(f"control-{os.getpid()}")
     lab.up(hosts=1, persistent=False)
     try:
@@ -99,7 +99,7 @@ def changed_by(packages: set[str]) -> set[str]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What is not as it was."""
+    """Return the entries that differ, with both values."""
     return {
         path: (before.get(path), after.get(path))
         for path in before.keys() | after.keys()
@@ -109,7 +109,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What has every role of site.yml at work on light hosts; torch and Ollama's own program have tests of their own."""
+    """Variables with which every role of site.yml acts on light hosts, without torch and with a stand-in for Ollama."""
     folder = tmp_path_factory.mktemp("everything")
     (folder / "datasets").mkdir()
     (folder / "datasets/one.jsonl").write_text('{"text": "one"}\n')
@@ -134,17 +134,17 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def check_cluster(lab: Lab) -> None:
-    """See that the hosts are what all roles together promise."""
+    """Check the result of all roles on all hosts."""
     for host in lab.hosts:
         assert "passwordauthentication no" in lab.inside(host, "sshd -T")
         assert "Status: active" in lab.inside(host, "ufw status")
-        # Nothing waits to take any of it back, and nothing of a play goes on without it.
+        # No rollback timer is active, and no unit of the playbook is left.
         assert not lab.inside(host, "systemctl list-units --all --plain --no-legend 'trainyard-*'").strip()
         assert "trainyard" in lab.inside(host, "cat /etc/netplan/60-trainyard.yaml")
         lab.inside(
             host, f"{DATA}/venv/bin/python -I -c 'import trainer.config.run_spec'; test -s {DATA}/datasets/one.jsonl"
         )
-        # From the host itself: whoever is outside is kept out.
+        # From the host itself: the firewall rejects other sources.
         ask = f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{OLLAMA.format(host.address)}\").read())'"
         assert "stand-in" in lab.inside(host, ask)
         for peer in lab.hosts:
@@ -154,7 +154,7 @@ def check_cluster(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_from_stock_to_a_cluster_and_back(bare: Lab, everything: dict[str, Any]) -> None:
+def test_site_and_reset_restore_stock_hosts(bare: Lab, everything: dict[str, Any]) -> None:
     stock = {host.name: state(bare, host) for host in bare.hosts}
     had = {host.name: packages(bare, host) for host in bare.hosts}
 
@@ -182,7 +182,7 @@ def test_from_stock_to_a_cluster_and_back(bare: Lab, everything: dict[str, Any])
 
 
 def played(inventory: Path, said: Path, output: Path, task: int | None = None, later: float = 0.0) -> int | None:
-    """Play site.yml; its exit code. Or kill Ansible, with all below it, `later` s after its task number `task`: None."""
+    """Run site.yml and return its exit code. With `task`, kill Ansible `later` seconds after that task, and return None."""
     with output.open("w") as sink:
         play = subprocess.Popen(
             [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, "site.yml", "-e", f"@{said}"],
@@ -205,23 +205,23 @@ def played(inventory: Path, said: Path, output: Path, task: int | None = None, l
 
 
 def tasks_in(output: Path) -> int:
-    """How many tasks a play has had that did something on any host."""
+    """Return the number of tasks that ran on any host."""
     return output.read_text().count("\nTASK [")
 
 
 @pytest.mark.long
-def test_a_killed_run_converges(everything: dict[str, Any], tmp_path: Path) -> None:
-    """Killed anywhere from its first task to its last, on stock hosts, once or again and again: then it mends all, and then nothing."""
+def test_killed_site_converges(everything: dict[str, Any], tmp_path: Path) -> None:
+    """After kills at random tasks, once or several times, site.yml repairs everything, and a further run changes nothing."""
     dice = random.Random(SEED)
     said = tmp_path / "said.json"
     said.write_text(json.dumps(everything))
     with stock_hosts() as lab:
-        # As many tasks as a whole play has, there are to be killed at.
+        # The number of tasks of a complete run.
         assert played(lab.inventory, said, tmp_path / "whole.txt") == 0, (tmp_path / "whole.txt").read_text()
         whole = tasks_in(tmp_path / "whole.txt")
         check_cluster(lab)
     points = dice.sample(range(1, whole), KILLS)
-    # Half of them alone, the others one after another on the same hosts.
+    # Half of the kills on hosts of their own, the others in sequence on the same hosts.
     alone = points[: (KILLS + 1) // 2]
     together = sorted(points[len(alone) :])
     for life in [*([point] for point in alone), *([together] if together else [])]:
@@ -235,7 +235,7 @@ def test_a_killed_run_converges(everything: dict[str, Any], tmp_path: Path) -> N
                     f"{'killed' if code is None else 'ended'} {later:.2f} s after task {task} of {whole}: {last}"
                 )
                 print(told[-1], flush=True)
-                # What a play before it has done is done: a later one may be over before it comes to its task.
+                # Completed work is skipped: a later run may end before it reaches its task.
                 assert code is None or (code == 0 and task != life[0]), f"{told}\n{output.read_text()}"
             made = run_playbook("site.yml", lab.inventory, everything)
             assert made.rc == 0, f"{told}\n{made.stdout}"
@@ -246,7 +246,7 @@ def test_a_killed_run_converges(everything: dict[str, Any], tmp_path: Path) -> N
 
 @contextlib.contextmanager
 def stock_hosts() -> Iterator[Lab]:
-    """Two hosts that nobody has touched."""
+    """Start a lab of two stock hosts."""
     lab = Lab(f"killed-{os.getpid()}")
     lab.up(hosts=2, persistent=False)
     try:
@@ -256,7 +256,7 @@ def stock_hosts() -> Iterator[Lab]:
 
 
 def without(lab: Lab, name: str, folder: Path) -> Path:
-    """The lab's inventory without one host."""
+    """Write the inventory of the lab without one host; return its path."""
     document = yaml.safe_load(lab.inventory.read_text())
     for group in document["all"]["children"].values():
         group["hosts"].pop(name, None)
@@ -264,7 +264,7 @@ def without(lab: Lab, name: str, folder: Path) -> Path:
     return folder / "inventory.yml"
 
 
-def test_a_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
+def test_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
     two = without(bare, "node3", tmp_path)
     run_playbook("playbooks/reset.yml", bare.inventory)
     stock = state(bare, bare.host("node3"))
@@ -284,7 +284,7 @@ def test_a_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
         assert not differences(before, state(bare, bare.host(name)))
 
 
-def test_a_dead_host_leaves(bare: Lab, tmp_path: Path) -> None:
+def test_unreachable_host_is_removed(bare: Lab, tmp_path: Path) -> None:
     from testbed import faults
 
     host = bare.host("node3")
@@ -299,7 +299,7 @@ def test_a_dead_host_leaves(bare: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("playbook", ["playbooks/add_host.yml", "playbooks/remove_host.yml"])
-def test_nobody_and_strangers_are_refused(bare: Lab, playbook: str) -> None:
+def test_missing_and_unknown_hosts_are_refused(bare: Lab, playbook: str) -> None:
     for said, word in (({}, "-e host=NAME"), ({"host": "node9"}, "node9")):
         played = run_playbook(playbook, bare.inventory, said)
         assert played.rc != 0 and word in played.stdout

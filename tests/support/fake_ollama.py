@@ -1,7 +1,7 @@
-"""Servers that answer like Ollama, and servers that do not: real sockets, in a process of their own.
+"""Servers that answer like Ollama, and hostile servers, on real sockets in a separate process.
 
 with serve([Server("127.0.0.2")]): ...
-python fake_ollama.py < servers.json      (prints `ready` once all listen)
+python fake_ollama.py < servers.json      (prints `ready` when all servers listen)
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from netlab import in_namespace
 
 @dataclass(frozen=True)
 class Server:
-    """One listening port. `kind` names a function below; `delay` in seconds before each reply."""
+    """One listening port. `kind` names a function of this module; `delay` is in seconds before each reply."""
 
     address: str
     port: int = 11434
@@ -35,7 +35,7 @@ class Server:
 def model(
     name: str, family: str = "qwen2", modified: str = "2026-01-02T03:04:05.678901234Z", **more: Any
 ) -> dict[str, Any]:
-    """An entry of /api/tags as Ollama 0.12 writes it."""
+    """Return an entry of /api/tags in the format of Ollama 0.12."""
     return {
         "name": name,
         "model": name,
@@ -56,7 +56,7 @@ def model(
 
 @contextlib.contextmanager
 def serve(servers: list[Server]) -> Iterator[None]:
-    """Runs the servers in another process for as long as the block lasts."""
+    """Run the servers in another process until the block ends."""
     process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
     try:
@@ -72,7 +72,7 @@ def serve(servers: list[Server]) -> Iterator[None]:
 
 
 def body(server: Server, path: str) -> bytes:
-    """What Ollama answers to `path`."""
+    """Return the body of Ollama's reply to `path`."""
     replies = {
         "/api/version": {"version": server.version},
         "/api/tags": {"models": server.models},
@@ -92,7 +92,7 @@ async def ollama(server: Server, path: str, out: asyncio.StreamWriter) -> None:
 
 
 async def segments(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    """A whole reply, in pieces of 40 bytes that travel one by one."""
+    """A complete reply in segments of 40 bytes."""
     reply = http(body(server, path))
     for i in range(0, len(reply), 40):
         out.write(reply[i : i + 40])
@@ -115,7 +115,7 @@ async def to_the_end(server: Server, path: str, out: asyncio.StreamWriter) -> No
 
 
 async def without_ps(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    """As before Ollama 0.1.33."""
+    """Ollama before 0.1.33: no /api/ps."""
     out.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n" if path == "/api/ps" else http(body(server, path)))
 
 
@@ -144,7 +144,7 @@ async def deep_json(server: Server, path: str, out: asyncio.StreamWriter) -> Non
 
 
 async def huge_list(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    """10 MB of models, all well formed."""
+    """10 MB of valid models."""
     if path == "/api/tags":
         out.write(http(json.dumps({"models": [model(f"m{i}") for i in range(25_000)]}).encode()))
     else:

@@ -1,4 +1,4 @@
-"""A run on a lab's hosts, random faults at it, and what became of it: used by tests/lab/test_session.py and benchmarks/faults.py."""
+"""A run on lab hosts under random faults, and checks of its result. tests/lab/test_session.py and benchmarks/faults.py use it."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from testbed import faults
 from trainer.config.run_spec import RunSpec
 from trainer.data.encode import load_corpus, split
 from trainer.data.order import Order, held_out
-from trainer.telemetry import Past
+from trainer.run_state import RunHistory
 
 DATA = "/home/tester/trainyard"
-CRASHES = ("kill", "torchrun", "supervisor")  # a process dies; the host is there
-LOSSES = ("cut", "power")  # a host is gone
+CRASHES = ("kill", "torchrun", "supervisor")  # a process dies
+LOSSES = ("cut", "power")  # a host becomes unreachable
 KINDS = (*CRASHES, *LOSSES, "fill")
 
 
 @dataclass
 class Fault:
-    """What was done to whom, and the seconds until all were stopped and until a step was trained again."""
+    """An injected fault, and the seconds until all ranks were stopped and until a step was trained again."""
 
     kind: str
     host: str
     head: bool
     stopped: float = -1.0
-    again: float = -1.0
-    words: str = ""
+    resumed: float = -1.0
+    message: str = ""
 
 
 @dataclass
 class Trial:
-    """One run of train.yml that is left to go on by itself."""
+    """One run of train.yml in the background."""
 
     lab: Lab
     inventory: Path
-    said: dict[str, Any]
-    playing: subprocess.Popen[str] | None = None
-    heard: list[tuple[float, str]] = field(default_factory=list)
+    variables: dict[str, Any]
+    process: subprocess.Popen[str] | None = None
+    lines: list[tuple[float, str]] = field(default_factory=list)
 
     def start(self) -> None:
-        words = [word for name, value in self.said.items() for word in ("-e", f"{name}={value}")]
+        words = [word for name, value in self.variables.items() for word in ("-e", f"{name}={value}")]
         program = Path(sys.executable).with_name("ansible-playbook")
-        self.playing = subprocess.Popen(
+        self.process = subprocess.Popen(
             [str(program), "-i", str(self.inventory), "train.yml", *words],
             cwd=REPO,
             env={**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "PYTHONUNBUFFERED": "1"},
@@ -68,37 +68,35 @@ class Trial:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        assert self.playing.stdout
-        for line in self.playing.stdout:
-            self.heard.append((time.time(), line.rstrip()))
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.lines.append((time.time(), line.rstrip()))
 
     def output(self) -> str:
-        return "\n".join(line for _, line in self.heard)
+        return "\n".join(line for _, line in self.lines)
 
     def wait_line(self, pattern: str, since: float, limit: float = 300.0) -> tuple[float, str]:
-        """Return when a line that matches came first after `since`, and the line. Raises if none comes or the play ends."""
+        """Return the time and the text of the first line after `since` that matches. Raises AssertionError after `limit` seconds, or if the playbook ends."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            for at, line in list(self.heard):
+            for at, line in list(self.lines):
                 if at > since and re.match(pattern, line):
                     return at, line
-            if self.playing.poll() is not None:
+            if self.process.poll() is not None:
                 break
             time.sleep(0.02)
         raise AssertionError(f"no line {pattern!r}\n{self.output()[-6000:]}")
 
-    # What is on the hosts
-
     @property
     def run_dir(self) -> str:
-        return f"{DATA}/runs/{self.said['run']}"
+        return f"{DATA}/runs/{self.variables['run']}"
 
     def read(self, host: Host, name: str) -> bytes:
-        """Return a file of the run folder there; empty if there is none."""
+        """Return a file of the run folder on a host; empty if it does not exist."""
         return base64.b64decode(self.lab.inside(host, f"base64 -w0 {self.run_dir}/{name} 2>/dev/null || true"))
 
-    def members(self) -> list[Host]:
-        """The hosts of the newest start, by node rank."""
+    def run_hosts(self) -> list[Host]:
+        """Return the hosts of the newest start, by node rank."""
         nodes = {}
         for host in self.lab.hosts:
             if self.lab.init_pid(host) is not None and (text := self.read(host, "state/node.json")):
@@ -106,8 +104,8 @@ class Trial:
         newest = max(nodes.values(), key=lambda node: node["attempt"])
         return [self.lab.host(name) for name in newest["hosts"]]
 
-    def left(self) -> str:
-        """Processes of the run, and listeners on its ports, on any host."""
+    def leftovers(self) -> str:
+        """Return the processes of the run and the listeners on its ports, on all hosts."""
         found = []
         for host in self.lab.hosts:
             found.append(
@@ -116,79 +114,77 @@ class Trial:
             found.append(self.lab.inside(host, "ss -Hltn 'sport >= 29500 and sport < 29600' || true"))
         return "".join(found).strip()
 
-    # Faults
-
-    def hurt(self, kind: str, host: Host, head: bool) -> Fault:
-        """Do it, wait until the run trains again, and undo it."""
+    def inject(self, kind: str, host: Host, head: bool) -> Fault:
+        """Inject a fault, wait until the run trains again, and undo the fault."""
         fault = Fault(kind, host.name, head)
         undo: Callable[[], None] | None = None
-        began = time.time()
+        start = time.time()
         if kind in CRASHES:
             node = json.loads(self.read(host, "state/node.json"))
             rank = json.loads(self.read(host, f"state/rank{node['ranks'][0]}.json"))
             worker = rank["pid"]
             pid = {"kill": str(worker), "torchrun": f"$(ps -o ppid= -p {worker})", "supervisor": str(node["pid"])}[kind]
-            began = time.time()
+            start = time.time()
             self.lab.inside(host, f"kill -9 {pid}")
         else:
             name = {"cut": "cut", "power": "crash", "fill": "fill"}[kind]
             faults.inject(self.lab, host, name)
             undo = lambda: faults.undo(self.lab, host, name)  # noqa: E731
-        at, fault.words = self.wait_line("failed: ", began)
-        fault.stopped = at - began
+        at, fault.message = self.wait_line("failed: ", start)
+        fault.stopped = at - start
         again, _ = self.wait_line(r"step \d+/", self.wait_line("following ", at)[0])
-        fault.again = again - began
+        fault.resumed = again - start
         if undo:
             undo()
-            self.lab.wait(lambda: "ok" in self.lab.inside(host, "echo ok", check=False), f"{host.name} stays away", 60)
+            self.lab.wait(
+                lambda: "ok" in self.lab.inside(host, "echo ok", check=False), f"{host.name} does not answer", 60
+            )
         return fault
 
-    def torment(self, count: int, seed: int, kinds: tuple[str, ...] = KINDS) -> list[Fault]:
-        """Do `count` faults of these kinds, drawn by `seed`, each when the run has trained for a moment; stop early at its end."""
+    def inject_randomly(self, count: int, seed: int, kinds: tuple[str, ...] = KINDS) -> list[Fault]:
+        """Inject `count` faults of these kinds, drawn with `seed`, each while the run trains; stop near the end of the run."""
         draw = random.Random(seed)
         done: list[Fault] = []
         self.wait_line(r"step \d+/", 0.0)
         for place in range(count):
             kind = kinds[place] if len(kinds) == count else draw.choice(kinds)
             time.sleep(draw.uniform(0.0, 2.0))
-            steps = [line for _, line in self.heard if re.match(r"step \d+/", line)]
+            steps = [line for _, line in self.lines if re.match(r"step \d+/", line)]
             step, steps_all = map(int, re.findall(r"\d+", steps[-1])[:2])
             if step > 0.9 * steps_all:
                 break
-            hosts = self.members()
+            hosts = self.run_hosts()
             host = draw.choice(hosts)
-            done.append(self.hurt(kind, host, host is hosts[0]))
+            done.append(self.inject(kind, host, host is hosts[0]))
             print(f"{place + 1}: {done[-1]}", flush=True)
         return done
 
     def end(self, limit: float = 900.0) -> int:
-        return self.playing.wait(limit)
+        return self.process.wait(limit)
 
     def clean(self) -> None:
-        if self.playing and self.playing.poll() is None:
-            os.killpg(self.playing.pid, signal.SIGKILL)
-            self.playing.wait()
+        if self.process and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         for host in self.lab.hosts:
             faults.undo(self.lab, host)
 
-    # What became of it
-
     def result(self) -> dict[str, Any]:
-        return json.loads(self.read(self.members()[0], "result.json"))
+        return json.loads(self.read(self.run_hosts()[0], "result.json"))
 
     def wrong_samples(self) -> list[str]:
-        """Hold what the ranks took in every step against the order, which knows nothing of ranks: lost or repeated rows."""
-        head = self.members()[0]
+        """Compare the rows that the ranks took in every step with the sample order; return the steps that differ."""
+        head = self.run_hosts()[0]
         newest = self.lab.inside(head, f"ls -d {self.run_dir}/checkpoints/step-* | tail -1").strip().rpartition("/")[2]
         state = json.loads(self.read(head, f"checkpoints/{newest}/state.json"))
-        past = Past([*state["starts"], {"start": "", "step": state["step"], "head": ""}])
+        history = RunHistory([*state["starts"], {"start": "", "step": state["step"], "head": ""}])
         taken: dict[int, list[tuple[int, list[int]]]] = {}
         for host in self.lab.hosts:
             names = self.lab.inside(host, f"ls {self.run_dir}/samples 2>/dev/null || true").split()
             for name in names:
                 for line in self.read(host, f"samples/{name}").decode().splitlines():
                     record = json.loads(line)
-                    if past.holds(record):
+                    if history.is_valid(record):
                         rank = int(re.findall(r"\d+", name)[0])
                         taken.setdefault(record["step"], []).extend((rank, row) for row in record["rows"])
         spec = RunSpec.model_validate(yaml.safe_load(self.read(head, "spec.yml")))
@@ -210,15 +206,15 @@ class Trial:
         for step in range(1, state["step"] + 1):
             rows = [row for _, row in sorted(taken.get(step, []), key=lambda item: item[0])]
             if rows != order.step(step - 1):
-                wrong.append(f"step {step}: took {rows}, wanted {order.step(step - 1)}")
+                wrong.append(f"step {step}: took {rows}, expected {order.step(step - 1)}")
         return wrong
 
     def metrics_steps(self) -> list[int]:
-        return [json.loads(line)["step"] for line in self.read(self.members()[0], "metrics.jsonl").splitlines()]
+        return [json.loads(line)["step"] for line in self.read(self.run_hosts()[0], "metrics.jsonl").splitlines()]
 
 
 def questions(folder: Path) -> Path:
-    """Write a small dataset."""
+    """Write a dataset of 600 short samples to `folder`; return its path."""
     rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(600)]
     buffer = io.StringIO()
     for row in rows:
@@ -228,11 +224,11 @@ def questions(folder: Path) -> Path:
     return path
 
 
-def words_for(run: str, dataset: Path, steps: int) -> dict[str, Any]:
-    """What is said to train.yml for a run that is to outlive faults.
+def run_variables(run: str, dataset: Path, steps: int) -> dict[str, Any]:
+    """Return the variables of train.yml for a run that restarts after every fault.
 
-    At model=tiny's own lr (3e-3) a few samples are learnt by heart, and two undisturbed runs that only sum their floats in
-    another order part by 0.1 within 275 steps: nothing could be told of the loss then.
+    At the default lr of model=tiny (3e-3) the model memorizes samples, and the losses of two undisturbed runs with another
+    summation order differ by 0.1 after 275 steps: the final losses would not be comparable.
     """
     return {
         "run": run, "dataset": dataset, "seq_length": 64, "total_batch_size": 6, "max_steps": steps, "epochs": 1000,

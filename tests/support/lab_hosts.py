@@ -1,6 +1,12 @@
-"""What every test on real hosts uses: a lab of three, and the playbooks run against it as a person would run them.
+"""Fixtures and helpers of the tests on lab hosts: labs of three hosts, and playbooks run against them.
 
-A test file needs `pytestmark = NEEDS_LAB` and the fixture `lab` (tests/lab/conftest.py and this file offer it).
+A test file sets `pytestmark = NEEDS_LAB` and uses one of these fixtures; every test process has labs of its own:
+
+    lab          one lab for the session; a test restores what it changes on the hosts
+    provisioned  the same lab after one site.yml
+    hosts        the hosts of that lab; undoes every fault after the test
+    bare         a new lab for the module, for tests that change the hosts for good
+    metal        two hosts under qemu for the module
 """
 
 from __future__ import annotations
@@ -22,23 +28,23 @@ from testbed.lab import Host, Lab
 from trainyard.python_env.resolve import requirements
 
 REPO = Path(__file__).resolve().parents[2]
-VENV = Path(sys.prefix)  # the hosts see the environment that the tests run in
+VENV = Path(sys.prefix)  # the hosts mount the environment of the tests
 REASON = machine.why_not()
 NEEDS_LAB = [pytest.mark.lab, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 
 @dataclass(frozen=True)
 class Played:
-    """How a playbook went: its exit code, what it printed, and per host how many tasks ok, changed, failed, unreachable."""
+    """Result of a playbook: exit code, output, events, and the number of tasks per result and host."""
 
     rc: int
     stdout: str
     stats: dict[str, dict[str, int]]
     events: list[dict[str, Any]]
 
-    def count(self, what: str) -> int:
-        """Tasks of all hosts that were `what`: "ok", "changed", "failures", "dark" (unreachable), "skipped"."""
-        return sum(self.stats.get(what, {}).values())
+    def count(self, result: str) -> int:
+        """Return the number of tasks with a result: "ok", "changed", "failures", "dark" (unreachable), "skipped"."""
+        return sum(self.stats.get(result, {}).values())
 
 
 def run_playbook(
@@ -49,9 +55,9 @@ def run_playbook(
     timeout: float = 600,
     environment: dict[str, str] | None = None,
 ) -> Played:
-    """Run `playbook` (a path inside the repository) with ansible-runner; `arguments` go to ansible-playbook as they are.
+    """Run `playbook` (a path in the repository) with ansible-runner; `arguments` are passed to ansible-playbook.
 
-    `timeout` is in seconds. Nothing is raised when the playbook fails: the caller looks at `rc`.
+    `timeout` is in seconds. A failed playbook raises nothing: check `rc`.
     """
     with tempfile.TemporaryDirectory(prefix="trainyard-runner-") as folder:
         done = ansible_runner.run(
@@ -63,7 +69,7 @@ def run_playbook(
             cmdline=" ".join(arguments),
             envvars={
                 "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"),
-                # The runner wraps the callback, and does not read ansible.cfg to find it.
+                # ansible-runner wraps the callback and does not read its name from ansible.cfg.
                 "ANSIBLE_STDOUT_CALLBACK": "trainyard",
                 "ANSIBLE_CALLBACK_PLUGINS": str(REPO / "plugins/callback"),
                 "ANSIBLE_NOCOLOR": "1",
@@ -79,34 +85,42 @@ def run_playbook(
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    """Three light hosts with the tests' own Python environment. They die with the test run, however it ends."""
-    one = Lab(f"test-{os.getpid()}")
-    one.up(hosts=3, venv=VENV, persistent=False)
-    yield one
-    one.down()
+    """Three light hosts with the Python environment of the tests. They end with the test process."""
+    new = Lab(f"test-{os.getpid()}")
+    new.up(hosts=3, venv=VENV, persistent=False)
+    yield new
+    new.down()
+
+
+@pytest.fixture(scope="session")
+def provisioned(lab: Lab) -> Lab:
+    """The lab of the session after site.yml, which runs once."""
+    site = run_playbook("site.yml", lab.inventory)
+    assert site.rc == 0, site.stdout
+    return lab
 
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[Lab]:
-    """Three light hosts that no other test module has touched."""
-    one = Lab(f"bare-{os.getpid()}")
-    one.up(hosts=3, venv=VENV, persistent=False)
-    yield one
-    one.down()
+    """Three stock light hosts for this module."""
+    new = Lab(f"bare-{os.getpid()}")
+    new.up(hosts=3, venv=VENV, persistent=False)
+    yield new
+    new.down()
 
 
 @pytest.fixture(scope="module")
 def metal() -> Iterator[Lab]:
-    """Two whole machines that no other test module has touched."""
-    one = Lab(f"metal-{os.getpid()}")
-    one.up(hosts=2, kind="metal", persistent=False)
-    yield one
-    one.down()
+    """Two stock hosts under qemu for this module."""
+    new = Lab(f"metal-{os.getpid()}")
+    new.up(hosts=2, kind="metal", persistent=False)
+    yield new
+    new.down()
 
 
 @pytest.fixture
 def hosts(lab: Lab) -> Iterator[list[Host]]:
-    """The hosts of the lab, and afterwards every fault that a test left undone."""
+    """The hosts of the lab; after the test, every fault is undone."""
     from testbed import faults
 
     yield lab.hosts
@@ -115,7 +129,7 @@ def hosts(lab: Lab) -> Iterator[list[Host]]:
 
 
 def inventory_with(lab: Lab, folder: Path, **variables: Any) -> Path:
-    """A copy of the lab's inventory in `folder`, with these variables for the group `cluster` on top."""
+    """Write a copy of the inventory of the lab to `folder`, with these variables added to the group `cluster`; return its path."""
     import yaml
 
     document = yaml.safe_load(lab.inventory.read_text())
@@ -126,10 +140,10 @@ def inventory_with(lab: Lab, folder: Path, **variables: Any) -> Path:
 
 
 def small_wheels(folder: Path) -> Path:
-    """Fetch into `folder` the wheels of an environment without torch, for the hosts' Python; return it."""
-    # The hosts' Python is that of this machine's distribution, not the one that the tests run in.
-    asked = ["/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    """Download the wheels of an environment without torch, for the Python of the hosts, into `folder`; return it."""
+    # The hosts run the distribution's Python, not the Python of the tests.
+    query = ["/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    version = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     download = [sys.executable, "-m", "pip", "download", "-q", "-d", folder, "-c", REPO / "constraints.txt"]
     download += ["--only-binary=:all:", f"--python-version={version}"]
     subprocess.run([*download, *requirements(REPO / "pyproject.toml", [], torch=False)], check=True)
@@ -148,6 +162,7 @@ __all__ = [
     "inventory_with",
     "lab",
     "metal",
+    "provisioned",
     "run_playbook",
     "small_wheels",
 ]

@@ -1,4 +1,4 @@
-"""Small networks on this machine: namespaces behind a switch that stands in a namespace as well. Needs root and ip."""
+"""Small networks on this machine: network namespaces connected by a switch in another namespace. Requires root and ip."""
 
 import contextlib
 import ctypes
@@ -19,21 +19,21 @@ _numbers = itertools.count()
 
 
 def why_no_lab() -> str:
-    """Why no namespace can be made here; empty when one can."""
+    """Return the reason why this machine cannot create network namespaces; empty if it can."""
     if os.geteuid() != 0:
-        return "needs root: network namespaces"
+        return "network namespaces require root"
     if not shutil.which("ip"):
-        return "needs `ip` (package iproute2)"
+        return "network namespaces require `ip`: install the package iproute2"
     probe = f"typrobe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if made.returncode:
-        return f"no network namespaces here: {made.stderr.strip()}"
+        return f"cannot create a network namespace: {made.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", probe], check=True)
     return ""
 
 
 def in_namespace(name: str, function: Callable[[], T]) -> T:
-    """Calls `function` in a thread that stands in network namespace `name`; processes that it starts stand there too."""
+    """Call `function` in a thread inside network namespace `name`; processes that it starts run there too."""
     result: list[Any] = []
 
     def enter() -> None:
@@ -55,15 +55,15 @@ def in_namespace(name: str, function: Callable[[], T]) -> T:
     return value
 
 
-def bury_the_dead() -> None:
-    """Remove the namespaces of a test run that was killed: their names hold its process id."""
+def remove_stale() -> None:
+    """Remove the namespaces of killed test processes: the names contain the process id."""
     for path in Path("/run/netns").glob("ty*-*"):
         if not Path("/proc", path.name[2:].partition("-")[0]).exists():
             subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
 
 
 class Lab:
-    """A switch and whatever is plugged in. Everything goes when the `with` block ends."""
+    """A switch and the nodes connected to it, removed at the end of the `with` block."""
 
     def __init__(self) -> None:
         self.tag = f"ty{os.getpid()}-{next(_numbers)}"
@@ -72,7 +72,7 @@ class Lab:
         self.namespaces: list[str] = []
 
     def __enter__(self) -> "Lab":
-        bury_the_dead()
+        remove_stale()
         try:
             self._add_namespace(self.switch)
             self.ip(self.switch, "link add br0 type bridge", "link set br0 up")
@@ -86,12 +86,12 @@ class Lab:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
     def controller(self, *addresses: str) -> str:
-        """The machine that scans."""
+        """Add the node that scans; return its namespace."""
         self.control = self.node("ctl", *addresses)
         return self.control
 
     def node(self, name: str, *addresses: str) -> str:
-        """A machine with one network card that has all `addresses`; returns its namespace."""
+        """Add a node with one NIC that has all `addresses`; return its namespace."""
         namespace = f"{self.tag}-{name}"
         self._add_namespace(namespace)
         self.ip(namespace, "link set lo up")
@@ -99,17 +99,17 @@ class Lab:
         return namespace
 
     def card(self, namespace: str, device: str, *addresses: str) -> None:
-        """One more network card for a machine."""
+        """Add a NIC to a node."""
         port = f"p{next(self.ports)}"
         self.ip(self.switch, f"link add {port} type veth peer name {device} netns {namespace}")
         self.ip(self.switch, f"link set {port} master br0 up")
-        # No link-local address by itself: duplicate detection would hold it back for a second.
+        # No automatic link-local address: duplicate address detection would delay it by a second.
         commands = [f"link set {device} addrgenmode none"]
         commands += [f"addr add {a} dev {device} {'nodad' if ':' in a else ''}" for a in addresses]
         self.ip(namespace, *commands, f"link set {device} up")
 
     def wait_for_links(self, seconds: float = 10) -> None:
-        """Until the switch forwards on every port and every card is up."""
+        """Wait until the switch forwards on every port. Raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             show = ["ip", "-netns", self.switch, "-json", "-details", "link", "show", "master", "br0"]
@@ -117,10 +117,10 @@ class Lab:
             if all(p["linkinfo"]["info_slave_data"]["state"] == "forwarding" for p in ports):
                 return
             threading.Event().wait(0.02)
-        raise TimeoutError(f"a port of {self.switch} does not come up")
+        raise TimeoutError(f"a port of {self.switch} does not forward after {seconds} s")
 
     def run(self, function: Callable[[], T]) -> T:
-        """Calls `function` on the controller."""
+        """Call `function` on the node that scans."""
         return in_namespace(self.control, function)
 
     def _add_namespace(self, name: str) -> None:
@@ -128,13 +128,13 @@ class Lab:
         self.namespaces.append(name)
 
     def ip(self, namespace: str, *commands: str) -> None:
-        """`ip` in a namespace, one command a line."""
+        """Run commands of `ip` in a namespace."""
         subprocess.run(["ip", "-netns", namespace, "-batch", "-"], input="\n".join(commands), text=True, check=True)
 
 
 @contextlib.contextmanager
 def daemon(namespace: str | None, command: list[str], log: Path):
-    """A process in a namespace for as long as the block lasts."""
+    """Run a process in a namespace until the block ends."""
     prefix = ["ip", "netns", "exec", namespace] if namespace else []
     with log.open("w") as out:
         process = subprocess.Popen([*prefix, *command], stdout=out, stderr=subprocess.STDOUT)

@@ -39,16 +39,16 @@ def test_lines_of_absent_hosts_stay_until_they_leave_the_cluster(
 def test_a_created_file_is_removed_with_its_last_line() -> None:
     made = update_text("", {"a": ["one"]}, ["a"], True)
     assert made is not None and update_text(made, {}, [], False) is None
-    assert update_text(made + "other_text\n", {}, [], False) == "other_text\n"
+    assert update_text(made + "other\n", {}, [], False) == "other\n"
     assert update_text("", {}, ["a"], True) is None
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
 def test_a_truncated_block_is_repaired(cut: int) -> None:
-    whole = update_text("other_text\n", {"a": ["one"], "b": ["two"]}, ["a", "b"], False)
+    whole = update_text("other\n", {"a": ["one"], "b": ["two"]}, ["a", "b"], False)
     assert whole is not None
     lines = whole.splitlines(keepends=True)
-    text = "".join(lines[: min(cut, 3)]) + "other_text\n"
+    text = "".join(lines[: min(cut, 3)]) + "other\n"
     assert BEGIN in text
     assert update_text(text, {"a": ["one"], "b": ["two"]}, ["a", "b"], False) == whole
 

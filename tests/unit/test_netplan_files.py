@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.module_utils.netplan_files import OURS, AddressSettings, Nic, definitions, edit, is_nic, load
+from plugins.module_utils.netplan_files import MANAGED_FILE, AddressSettings, Nic, definitions, edit, is_nic, load
 from trainyard.addresses import address_errors
 from trainyard.known_hosts import KnownHosts, find_known_hosts
 
@@ -39,7 +39,7 @@ def after(files: dict[str, str], changed: dict[str, str | None]) -> dict[str, st
 
 def ours(files: dict[str, str], nic: Nic = NIC, section: str = "ethernets") -> dict[str, Any]:
     """The NIC's definition in the file of ours, as YAML reads it."""
-    devices = yaml.safe_load(files[OURS])["network"][section]
+    devices = yaml.safe_load(files[MANAGED_FILE])["network"][section]
     return next(definition for identity, definition in devices.items() if is_nic(identity, definition, nic))
 
 
@@ -68,15 +68,15 @@ def test_a_file_for_this_nic_alone_goes_and_others_are_not_written() -> None:
         "30-other.yaml": "network: {version: 2, wifis: {wlan0: {dhcp4: true, access-points: {home: {password: x}}}}}",
     }
     changed = edit(files, NIC, SETTINGS)
-    assert set(changed) == {"10-one.yaml", OURS}
+    assert set(changed) == {"10-one.yaml", MANAGED_FILE}
     assert changed["10-one.yaml"] is None
 
 
 def test_a_definition_for_many_nics_stays_and_ours_comes_before_it() -> None:
     files = {"50.yaml": 'network: {version: 2, ethernets: {all-en: {match: {name: "en*"}, dhcp4: true, dhcp6: true}}}'}
     changed = edit(files, NIC, SETTINGS)
-    assert set(changed) == {OURS}
-    devices = yaml.safe_load(str(changed[OURS]))["network"]["ethernets"]
+    assert set(changed) == {MANAGED_FILE}
+    devices = yaml.safe_load(str(changed[MANAGED_FILE]))["network"]["ethernets"]
     (identity,) = devices
     assert identity < "all-en"
     assert devices[identity]["match"] == {"name": "enp1s0"} and devices[identity]["dhcp6"] is True

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.telemetry import Past
+from trainer.run_state import RunHistory
 from trainyard.remote.receive import Digests, receive
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.plan import Node, PlanError, environment, head_first, plan
@@ -201,12 +201,15 @@ def test_only_what_holds_of_the_records_counts() -> None:
         {"start": "c", "step": 10, "head": "y"},
         {"start": "d", "step": 30, "head": "y"},
     ]
-    past = Past(starts)
+    history = RunHistory(starts)
     holds = [
-        (start, step) for start in "abcd" for step in (5, 10, 11, 30, 31) if past.holds({"start": start, "step": step})
+        (start, step)
+        for start in "abcd"
+        for step in (5, 10, 11, 30, 31)
+        if history.is_valid({"start": start, "step": step})
     ]
     assert holds == [("a", 5), ("a", 10), ("c", 5), ("c", 10), ("c", 11), ("c", 30)]
-    assert not past.moved and Past(starts[:2]).moved and not Past(starts[:1]).moved
+    assert not history.head_moved and RunHistory(starts[:2]).head_moved and not RunHistory(starts[:1]).head_moved
 
 
 def test_a_file_is_read_once_and_again_when_it_changed(tmp_path: Path) -> None:
@@ -228,7 +231,7 @@ def test_a_file_is_read_once_and_again_when_it_changed(tmp_path: Path) -> None:
     assert Digests(cache).of(tmp_path / "none") == ""
 
 
-def test_landing_asks_for_what_is_lacking_and_takes_nothing_damaged(tmp_path: Path) -> None:
+def test_receive_requests_missing_files_and_rejects_damaged_ones(tmp_path: Path) -> None:
     target, aside = tmp_path / "store/file", tmp_path / "store/incoming/x"
     wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
     question = {"files": {str(target): wanted}, "arrived": {}, "contents": {str(tmp_path / "env"): [0o600, "YQ=="]}}

@@ -47,7 +47,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         See the functions of this module. `clock` has this host's time at the start and at the end, in seconds since the
-        epoch; `memory_allocatable` tells whether the memory could be allocated.
+        epoch; `memory_allocated` tells whether the memory could be allocated.
     """
     start = time.time()
     data_dir = Path(request["data_dir"])
@@ -59,7 +59,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "devices": interface_details(),
         "names": resolve([*request["peers"], socket.gethostname()]),
         "memory": room,
-        "memory_allocatable": room["available_mib"] > request["memory_mib"] and can_allocate(request["memory_mib"]),
+        "memory_allocated": room["available_mib"] > request["memory_mib"] and can_allocate(request["memory_mib"]),
         "quota": quota([limits["cpus"]] if "cpus" in limits else []),
         "load": os.getloadavg()[0],
         "busy": busy(),
