@@ -1,4 +1,4 @@
-"""Which environment every host gets, and who fetches for whom."""
+"""The plan of the Python environments: what each host gets, and which host fetches the wheels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def info(**more: Any) -> dict[str, Any]:
     } | more
 
 
-def test_the_first_of_a_kind_fetches_for_its_like() -> None:
+def test_the_first_host_of_a_kind_fetches_for_all_of_its_kind() -> None:
     hosts = plan(
         {"a": info(), "b": info(version="3.12.3"), "c": info(), "d": info(env="as-is", python="/opt/py")}, REQUEST
     )
@@ -48,7 +48,7 @@ def test_the_first_of_a_kind_fetches_for_its_like() -> None:
     assert [hosts[name]["todo"] for name in "abcd"] == ["all", "all", "all", "none"]
 
 
-def test_what_is_there_is_left_and_kept_wheels_are_used_again() -> None:
+def test_existing_environments_stay_and_wheels_are_reused() -> None:
     key = plan({"a": info()}, REQUEST)["a"]["key"]
     complete = {"key": key, "trainer": REQUEST.trainer}
     hosts = plan(
@@ -77,7 +77,7 @@ def test_what_is_there_is_left_and_kept_wheels_are_used_again() -> None:
         (info(env="conda"), "python_conda_lock"),
     ],
 )
-def test_what_cannot_be_made_is_one_line(host: dict[str, Any], message: str) -> None:
+def test_an_error_is_one_line(host: dict[str, Any], message: str) -> None:
     with pytest.raises(EnvironmentBuildError, match=message.replace(".", r"\.")) as caught:
         plan({"a": host}, REQUEST)
     assert "\n" not in str(caught.value)
@@ -90,16 +90,16 @@ def test_what_cannot_be_made_is_one_line(host: dict[str, Any], message: str) -> 
         ("cu126", [("", [])], "cu126"),
         ("auto", [("580.65.06", ["8.9"]), ("", [])], "cu130"),
         ("auto", [("580.65.06", ["8.9"]), ("535.183.01", ["8.6"])], "cu126"),
-        ("auto", [("580.65.06", ["6.1"])], "cu126"),  # Pascal: CUDA 13 no longer knows it
-        ("auto", [("570.86", ["12.0"])], "cu128"),  # Blackwell: CUDA 12.6 does not know it yet
+        ("auto", [("580.65.06", ["6.1"])], "cu126"),  # Pascal: CUDA 13 does not support it
+        ("auto", [("570.86", ["12.0"])], "cu128"),  # Blackwell: CUDA 12.6 does not support it
     ],
 )
-def test_one_build_of_torch_for_all(wanted: str, hosts: list[tuple[str, list[str]]], build: str) -> None:
+def test_one_build_of_torch_for_all_hosts(wanted: str, hosts: list[tuple[str, list[str]]], build: str) -> None:
     infos = {f"h{place}": {"driver": driver, "capabilities": cards} for place, (driver, cards) in enumerate(hosts)}
     assert choose_flavour(wanted, infos) == build
 
 
-def test_no_build_suits_an_old_card_beside_a_new_one() -> None:
+def test_no_build_supports_both_an_old_and_a_new_gpu() -> None:
     infos = {"a": {"driver": "580.1", "capabilities": ["6.1"]}, "b": {"driver": "580.1", "capabilities": ["12.0"]}}
     with pytest.raises(EnvironmentBuildError, match=r"compute capability 6\.1, 12\.0"):
         choose_flavour("auto", infos)
@@ -107,7 +107,7 @@ def test_no_build_suits_an_old_card_beside_a_new_one() -> None:
         choose_flavour("auto", {"a": {"driver": "470.1", "capabilities": ["3.5"]}})
 
 
-def test_the_project_message_what_a_node_needs() -> None:
+def test_requirements_of_a_node() -> None:
     pyproject = TOP / "pyproject.toml"
     small = resolve.requirements(pyproject, [], torch=False)
     assert not any(line.startswith("torch") for line in small)
@@ -118,7 +118,7 @@ def test_the_project_message_what_a_node_needs() -> None:
     assert all("==" in line for line in resolve.pins(TOP / "constraints.txt"))
 
 
-def test_differences_are_a_table_of_what_differs_alone() -> None:
+def test_differences_are_a_table_of_different_packages() -> None:
     same = {"python": "3.11.2", "torch": "2.13.0"}
     assert differences({"a": same, "b": dict(same)}) == []
     lines = differences({"a": same, "b": {**same, "torch": "2.12.1", "nccl": "2.27"}})
@@ -135,7 +135,7 @@ def test_a_conda_lock_is_read_line_by_line() -> None:
     ]
     assert resolve.conda_python(packages) == "3.12.8"
     request = EnvironmentRequest(REQUEST.requirements, REQUEST.pins, REQUEST.trainer, conda=text)
-    # The host's own Python does not matter then: unlike distributions are of one kind.
+    # The system's Python does not matter with conda: different distributions are of one kind.
     hosts = plan({"a": info(env="conda", version="3.10.1"), "b": info(env="conda", version="3.13.0")}, request)
     assert hosts["a"]["key"] == hosts["b"]["key"] and hosts["b"]["builder"] == "a" and hosts["a"]["tag"] == "3.12"
     with pytest.raises(EnvironmentBuildError, match="line 1"):
@@ -146,7 +146,7 @@ def test_a_conda_lock_is_read_line_by_line() -> None:
 
 @pytest.mark.slow
 def test_the_kit_installs_into_a_bare_environment(tmp_path: Path) -> None:
-    """pip's archive and the trainer's wheel, as a host gets them: no ensurepip, no network."""
+    """Install pip's archive and the trainer's wheel as on a host, without ensurepip and network."""
     wheel, archive = trainer_wheel(TOP, tmp_path / "kit"), pip_archive(tmp_path / "kit")
     again = trainer_wheel(TOP, tmp_path / "again")
     assert wheel.read_bytes() == again.read_bytes() and wheel.name == again.name

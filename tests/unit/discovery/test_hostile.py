@@ -1,4 +1,4 @@
-"""Servers that lie, drip, never stop or never start: none hangs or crashes the scan, none passes for Ollama."""
+"""Malformed, slow, endless and silent servers: none hangs or crashes the scan, and none is accepted as Ollama."""
 
 import asyncio
 import time
@@ -22,19 +22,19 @@ def test_alone(kind):
     assert time.perf_counter() - start < 5
 
 
-def test_all_at_once_beside_a_real_one():
+def test_all_at_once_with_a_real_one():
     servers = [Server(f"127.0.7.{i}", 18434, kind=kind) for i, kind in enumerate(HOSTILE, 2)]
     good = Server("127.0.7.200", 18434, models=[model("tiny")])
     targets = [Target(s.address, s.port) for s in (*servers, good)]
     start = time.perf_counter()
-    with serve(servers), serve([good]):  # in a process of its own: the endless ones keep theirs busy
+    with serve(servers), serve([good]):  # in another process, because the endless servers keep theirs busy
         findings = asyncio.run(scan(targets, Settings(answer_timeout=3), {}))
     assert [a.target.address for a in findings.answers] == ["127.0.7.200"]
     assert len(findings.rejected) == len(HOSTILE)
     assert time.perf_counter() - start < 15
 
 
-def test_malformed_entries_are_left_out_and_counted():
+def test_malformed_entries_are_ignored_and_counted():
     bad = [
         model("bell\x07"),
         model("right-to-left\u202e"),
@@ -53,7 +53,7 @@ def test_malformed_entries_are_left_out_and_counted():
     assert answer.left_out == len(bad)
 
 
-def test_unverified_when_asked_for():
+def test_verification_can_be_disabled():
     with serve([Server("127.0.7.1", 18434, kind="html")]):
         findings = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(verify=False), {}))
     assert [(a.version, a.models) for a in findings.answers] == [("", ())]

@@ -1,4 +1,4 @@
-"""One machine, one host: the hints before login, the facts after it."""
+"""Machines are identified by hints before login, and by facts after it."""
 
 import itertools
 
@@ -41,14 +41,14 @@ ONE, TWO = "10.0.0.5", "10.0.0.6"
         # clones: one key, two cards, two disks
         (place(ONE, A, KEY, "t1"), place(TWO, B, KEY, "t2"), 2, "clones of one image"),
         (place(ONE, A, KEY), place(TWO, B, KEY), 2, "clones of one image"),
-        # behind a router: no MAC to be seen
+        # behind a router: no MAC address
         (place(ONE, "", KEY), place(TWO, "", KEY), 1, ""),
         (place(ONE, "", KEY, "t1"), place(TWO, "", KEY, "t2"), 2, "clones of one image"),
         (place(ONE, "", "", "t1"), place(TWO, "", "", "t1"), 1, ""),
-        # a Wi-Fi repeater shows its own MAC for everybody
+        # a Wi-Fi repeater presents its own MAC address for all machines
         (place(ONE, A, KEY), place(TWO, A, OTHER_KEY), 2, ""),
         (place(ONE, A, "", "t1"), place(TWO, A, "", "t2"), 2, ""),
-        # copied models alone prove nothing
+        # copied models alone are no proof
         (place(ONE, A, "", "t1"), place(TWO, B, "", "t1"), 2, "models with the same modification times"),
         (place(ONE, A, KEY, "t1"), place(TWO, B, OTHER_KEY, "t1"), 2, ""),
         # two machines
@@ -177,7 +177,7 @@ def test_clones_shared_gpus_and_false_aliases_are_warnings():
         (facts("1", (TWO, 1000)), "not useful: there is only one machine"),
     ],
 )
-def test_the_verdict_says_why(second, words):
+def test_the_verdict_has_a_reason(second, words):
     result = find_duplicates({"a": facts("1", (ONE, 1000)), "b": second}, {"a": ONE, "b": TWO}, {})
     assert words in result.verdict and "\n" not in result.verdict
 

@@ -1,4 +1,4 @@
-"""Where to look: masks, private and public, limits, names."""
+"""The addresses to scan: netmasks, private and public networks, limits, names."""
 
 import ipaddress
 
@@ -40,11 +40,11 @@ def asked(settings: Settings, attached=HOME, resolved=None) -> list[str]:
         ("lo 127.0.0.1/8", 0),
     ],
 )
-def test_auto_takes_private_networks_with_their_real_mask(interface, count):
+def test_auto_scans_private_networks_with_their_netmask(interface, count):
     assert len(asked(Settings(this_machine=False), here(interface))) == count
 
 
-def test_auto_leaves_a_large_network_out_and_says_so():
+def test_auto_skips_a_large_network_with_a_warning():
     result = plan(Settings(), here("eth0 192.168.1.5/24", "eth1 10.0.0.1/16"), {})
     assert result.networks == ("192.168.1.0/24",)
     [skipped] = result.skipped
@@ -91,7 +91,7 @@ def test_numbers_have_ranges(settings, words):
         Settings(**settings)
 
 
-def test_host_bits_are_forgiven_and_networks_counted_once():
+def test_host_bits_are_ignored_and_networks_are_counted_once():
     settings = Settings(networks=("192.168.1.77/24", "auto", "192.168.1.0/25"), this_machine=False)
     assert len(asked(settings)) == 254
 
@@ -133,7 +133,7 @@ def test_addresses_sort_by_number():
     assert sorted(addresses, key=address_order) == ["10.0.0.9", "10.0.0.10", "10.0.0.200", "fd00::1", "fd00::2"]
 
 
-def test_a_dead_resolver_costs_its_timeout(monkeypatch):
+def test_a_resolver_without_an_answer_takes_its_timeout(monkeypatch):
     import threading
     import time
 
@@ -154,7 +154,7 @@ def test_ipv6_hosts_and_link_local_neighbours(lab):
     lab.controller("10.31.0.1/28", "fe80::1/64", "fd00:31::1/64")
     node = lab.node("n", "10.31.0.5/28", "fe80::5/64", "fd00:31::5/64")
     lab.wait_for_links()
-    with serve([Server("::", namespace=node, models=[model("six")])]):  # takes IPv4 as well, as Ollama does
+    with serve([Server("::", namespace=node, models=[model("six")])]):  # also accepts IPv4, as Ollama does
         named = lab.run(lambda: discover(Settings(hosts=("[fd00:31::5]:11434", "fe80::5%eth0"), networks=())))
         neighbours = lab.run(lambda: discover(Settings(ipv6_neighbours=True, interfaces=("eth0",))))
     assert [m.addresses for m in named.machines] == [["fd00:31::5", "fe80::5%eth0"]]

@@ -1,4 +1,4 @@
-"""The inventory as people use it: ansible-inventory and ansible-playbook on a network of its own."""
+"""The inventory plugin with ansible-inventory and ansible-playbook, in network namespaces."""
 
 import json
 import re
@@ -43,13 +43,13 @@ class Inventory:
         return self.run("ansible-inventory", "--graph")
 
     def list(self, *arguments: str) -> dict:
-        told = self.run("ansible-inventory", "--list", *arguments)
-        assert told.returncode == 0, told.stderr
-        return plain(json.loads(told.stdout))
+        done = self.run("ansible-inventory", "--list", *arguments)
+        assert done.returncode == 0, done.stderr
+        return plain(json.loads(done.stdout))
 
 
 def plain(value):
-    """Without the mark that ansible-inventory puts on text that is no template."""
+    """Remove the mark that ansible-inventory puts on text that is not a template."""
     if isinstance(value, dict):
         return (
             value["__ansible_unsafe"] if set(value) == {"__ansible_unsafe"} else {k: plain(v) for k, v in value.items()}
@@ -90,15 +90,15 @@ def until_ssh_is_up(net: Inventory, *machines: int) -> None:
 
 
 @pytest.mark.lab
-def test_an_empty_network_tells_what_was_done_and_what_to_try(net):
+def test_an_empty_network_reports_the_scan_and_advice(net):
     net.source("ollama.yml", {"plugin": "ollama"})
-    told = net.graph()
-    assert told.returncode == 0
-    assert set(re.findall(r"@(\w+):", told.stdout)) == GROUPS | {"all", "ungrouped"}
-    assert re.search(r"scanned 10\.50\.0\.0/28 \(15 addresses, port 11434\) in 0\.\d\d s: 0 machines", told.stderr)
-    assert "3 ports refused the connection, so machines exist there" in told.stderr
-    assert "OLLAMA_HOST=0.0.0.0" in told.stderr and "passes: 2" in told.stderr
-    assert "0 machines found: there is no machine to train on" in told.stderr
+    done = net.graph()
+    assert done.returncode == 0
+    assert set(re.findall(r"@(\w+):", done.stdout)) == GROUPS | {"all", "ungrouped"}
+    assert re.search(r"scanned 10\.50\.0\.0/28 \(15 addresses, port 11434\) in 0\.\d\d s: 0 machines", done.stderr)
+    assert "3 ports refused the connection, so machines exist there" in done.stderr
+    assert "OLLAMA_HOST=0.0.0.0" in done.stderr and "passes: 2" in done.stderr
+    assert "0 machines found: there is no machine to train on" in done.stderr
     assert net.list()["_meta"]["hostvars"] == {}
 
 
@@ -116,15 +116,15 @@ def test_known_and_unknown_machines(net):
         until_ssh_is_up(net, 2, 9, 10)
         accept(net, 9)
         accept(net, 10)
-        told = net.graph()
+        done = net.graph()
         listed = net.list()
-        # The command that the inventory shows does what it says.
+        # The command that the inventory prints accepts the key.
         command = listed["_meta"]["hostvars"]["10.50.0.2"]["ollama_accept"]
-        assert f"accept it: {command}" in told.stderr
+        assert f"accept it: {command}" in done.stderr
         subprocess.run(["sh", "-c", command], env=net.environment, check=True)
         afterwards = net.list()
     variables = listed["_meta"]["hostvars"]
-    # This machine answered at 127.0.0.1 alone; the others reach it at its address on the network.
+    # This machine answers only at 127.0.0.1; other machines reach it at its address on the network.
     assert listed["head"]["hosts"] == ["10.50.0.1"]
     assert listed["workers"]["hosts"] == ["10.50.0.9", "10.50.0.10"]
     assert listed["untrusted"]["hosts"] == ["10.50.0.2"]
@@ -145,7 +145,7 @@ def test_known_and_unknown_machines(net):
         "quantisation": "Q4_K_M",
         "modified_at": qwen["modified_at"],
     }
-    assert "4 machines found, 3 ready: distributed training is possible" in told.stderr
+    assert "4 machines found, 3 ready: distributed training is possible" in done.stderr
     assert afterwards["workers"]["hosts"] == ["10.50.0.2", "10.50.0.9", "10.50.0.10"]
     assert "untrusted" not in afterwards
 
@@ -157,9 +157,9 @@ def test_a_changed_key_is_not_trusted(net):
         until_ssh_is_up(net, 9)
         (net.folder / "key9.pub").write_text((net.folder / "key10.pub").read_text())
         accept(net, 9)
-        told = net.graph()
-    assert "10.50.0.9 is untrusted: its SSH host key is not the one in known_hosts" in told.stderr
-    assert "1 machine found: distributed training is not useful" in told.stderr
+        done = net.graph()
+    assert "10.50.0.9 is untrusted: its SSH host key is not the one in known_hosts" in done.stderr
+    assert "1 machine found: distributed training is not useful" in done.stderr
 
 
 @pytest.mark.lab
@@ -233,14 +233,14 @@ def test_text_from_the_network_is_never_a_template(here, tmp_path):
     )
     for _ in ("scanned", "from the cache"):
         with serve([Server("127.0.10.1", 18434, models=[model(PROGRAM, family=PROGRAM)])]):
-            told = here.run("ansible-playbook", str(tmp_path / "play.yml"))
-        assert told.returncode == 0, told.stdout + told.stderr
+            done = here.run("ansible-playbook", str(tmp_path / "play.yml"))
+        assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / "seen").read_text() == f"{PROGRAM}|{PROGRAM}"
         assert json.loads((tmp_path / "all").read_text())[0]["family"] == PROGRAM
-        assert "uid=" not in told.stdout
+        assert "uid=" not in done.stdout
 
 
-def test_a_cached_scan_says_so(here, tmp_path):
+def test_a_cached_scan_is_reported(here, tmp_path):
     cache = {
         "cache": True,
         "cache_plugin": "jsonfile",
@@ -259,7 +259,7 @@ def test_a_cached_scan_says_so(here, tmp_path):
     assert "127.0.10.1" not in here.run("ansible-inventory", "--graph", "--flush-cache").stdout
     here.sources = []
     here.source("ollama.yml", config(**cache, exclude=["127.0.10.3"]))
-    assert "not scanned:" not in here.graph().stderr  # other options, other scan
+    assert "not scanned:" not in here.graph().stderr  # other options need another scan
     for file in (tmp_path / "cache").iterdir():
         file.write_text(json.dumps({"__payload__": json.dumps({"machines": "none"})}))
     damaged = here.graph()
@@ -306,47 +306,51 @@ def test_this_machine_declared_as_two_nodes_stays_two_nodes(here):
         ({"interface": ["nope0"]}, "interface: nope0 is not up on this machine"),
     ],
 )
-def test_a_bad_option_ends_it_with_its_name(here, options, words):
+def test_an_invalid_option_is_an_error_with_its_name(here, options, words):
     here.source("ollama.yml", config(**options))
-    told = here.graph()
-    assert told.returncode != 0
-    assert words in " ".join(told.stderr.split())
-    assert "Traceback" not in told.stderr
+    done = here.graph()
+    assert done.returncode != 0
+    assert words in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 def documentation() -> dict:
-    told = subprocess.run(
+    done = subprocess.run(
         [BIN / "ansible-doc", "-t", "inventory", "--json", "ollama"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    return json.loads(told.stdout)["ollama"]["doc"]
+    return json.loads(done.stdout)["ollama"]["doc"]
 
 
 def test_every_option_is_documented_and_in_the_ready_file():
     options = documentation()["options"]
     ready = yaml.safe_load((ROOT / "inventory/ollama.yml").read_text())
-    theirs = {"cache_prefix", "use_extra_vars", "leading_separator"}  # options of Ansible that this plugin does not use
-    assert set(options) - theirs == set(ready)
+    unsupported = {
+        "cache_prefix",
+        "use_extra_vars",
+        "leading_separator",
+    }  # options of Ansible that this plugin does not use
+    assert set(options) - unsupported == set(ready)
     for name, option in options.items():
         assert option["description"], name
-        if name not in theirs | {"plugin"} and not name.startswith("cache_"):
+        if name not in unsupported | {"plugin"} and not name.startswith("cache_"):
             assert ready[name] == option["default"], name
         if "timeout" in name:
             assert "econds" in str(option["description"]), name
 
 
 def test_the_example_is_an_inventory(here):
-    told = subprocess.run(
+    done = subprocess.run(
         [BIN / "ansible-inventory", "-i", "inventory/hosts.example.yml", "--graph", "cluster"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert re.findall(r"node\d", told.stdout) == ["node1", "node2", "node3"]
+    assert re.findall(r"node\d", done.stdout) == ["node1", "node2", "node3"]
 
 
 @pytest.fixture
@@ -361,9 +365,9 @@ def without_trainyard(tmp_path, environment):
 def test_without_the_package_the_inventory_says_what_to_install_in_one_line(tmp_path, without_trainyard):
     here = Inventory(tmp_path, without_trainyard)
     here.source("ollama.yml", config())
-    told = here.graph()
-    assert told.returncode != 0 and told.stdout == ""
-    [line] = told.stderr.splitlines()
+    done = here.graph()
+    assert done.returncode != 0 and done.stdout == ""
+    [line] = done.stderr.splitlines()
     assert line.startswith("error: Ansible's Python (") and "the package trainyard: run make setup" in line
 
 
@@ -372,15 +376,15 @@ def test_without_the_package_a_playbook_says_what_to_install_in_one_line(tmp_pat
     """Action plugins and filters import the package; the callback is loaded before them."""
     (tmp_path / "play.yml").write_text(yaml.safe_dump([{"hosts": "all", "gather_facts": False, "tasks": [task]}]))
     here = Inventory(tmp_path, without_trainyard)
-    told = here.run("ansible-playbook", "-i", "a,", str(tmp_path / "play.yml"))
-    assert told.returncode != 0
-    [line] = [line for line in (told.stdout + told.stderr).splitlines() if line.strip()]
+    done = here.run("ansible-playbook", "-i", "a,", str(tmp_path / "play.yml"))
+    assert done.returncode != 0
+    [line] = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     assert "does not have the package trainyard: run make setup" in line
 
 
 @pytest.mark.lab
 def test_identity_yml_finds_duplicates_after_login(lab, tmp_path, environment):
-    """One machine under two entries, and another one, over real SSH; each machine with a boot id of its own."""
+    """Two entries for one machine, and another machine, over real SSH; each machine has its own boot id."""
     if not shutil.which("ssh"):
         pytest.skip("needs OpenSSH's client")
     lab.controller("10.51.0.1/28")
@@ -418,9 +422,9 @@ def test_identity_yml_finds_duplicates_after_login(lab, tmp_path, environment):
                 scan = [*inventory.prefix, "ssh-keyscan", "-T", "5", address]
                 if subprocess.run(scan, capture_output=True).stdout:
                     break
-        told = inventory.run("ansible-playbook", "playbooks/identity.yml")
-    assert told.returncode == 0, told.stdout + told.stderr
-    said = " ".join(told.stdout.split())
-    assert "remove b: it is the same machine as a (same boot id)" in said
-    assert "a and c are clones of one image (same machine-id)" in said
-    assert "2 machines in 3 entries: distributed training is useful" in said
+        done = inventory.run("ansible-playbook", "playbooks/identity.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    output = " ".join(done.stdout.split())
+    assert "remove b: it is the same machine as a (same boot id)" in output
+    assert "a and c are clones of one image (same machine-id)" in output
+    assert "2 machines in 3 entries: distributed training is useful" in output

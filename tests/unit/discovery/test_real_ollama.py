@@ -1,4 +1,4 @@
-"""Against the `ollama` on PATH: what the fake servers say is what the real one says."""
+"""A real `ollama` from PATH gives the same replies as the fake servers."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def test_a_real_ollama_is_found_with_its_models(tmp_path, monkeypatch):
 
         weights = Path(os.path.realpath(str(OLLAMA))).parents[1] / "tiny.gguf"
         if not weights.exists():
-            pytest.skip(f"found, without a model: there is no {weights.name} beside this ollama to make one of")
+            pytest.skip(f"found, without a model: {weights.name} is missing next to this ollama")
         (tmp_path / "Modelfile").write_text(f"FROM {weights}\n")
         run("create", "tiny", "-f", str(tmp_path / "Modelfile"))
         run("run", "tiny", "hi")

@@ -1,4 +1,4 @@
-"""Parsing, under fire: ten thousand replies that almost make sense, over real sockets and straight into the parser."""
+"""Parsing of ten thousand almost valid replies, over real sockets and directly in the parser."""
 
 import asyncio
 import json
@@ -23,12 +23,12 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("version", ["0.12.3", "0.5.4-ipexllm-20250407", "0.0.0", "0.13.0-rc1", "1.2.3+build.5"])
-def test_versions_that_are(version):
+def test_valid_versions(version):
     assert replies.parse_version(json.dumps({"version": version}).encode()) == version
 
 
 @pytest.mark.parametrize("version", ["", "x", "0.1", "0.1.2\n", "{{ 1 }}", "0.1.2 {{x}}", None, 5, ["0.1.2"], "٣.١.٢"])
-def test_versions_that_are_not(version):
+def test_invalid_versions(version):
     with pytest.raises(BadReply):
         replies.parse_version(json.dumps({"version": version}).encode())
 
@@ -36,12 +36,12 @@ def test_versions_that_are_not(version):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"models": 5}', b"{}", b'{"models": NaN}', b"9" * 9999]
 )
-def test_tags_that_are_not(body):
+def test_invalid_tags(body):
     with pytest.raises(BadReply):
         replies.parse_tags(body)
 
 
-def test_an_empty_list_is_ollama_too():
+def test_an_empty_list_is_valid():
     assert replies.parse_tags(b'{"models": null}') == replies.parse_tags(b'{"models": []}') == ([], 0)
 
 
@@ -51,7 +51,7 @@ def test_an_empty_list_is_ollama_too():
     | st.builds(lambda v: json.dumps({"version": v, "models": [v]}).encode(), JSON)
 )
 @settings(max_examples=500, deadline=None)
-def test_parsers_say_bad_reply_or_give_clean_text(body):
+def test_parsers_raise_bad_reply_or_return_printable_text(body):
     for parse in PARSERS:
         try:
             result = parse(body)
@@ -62,7 +62,7 @@ def test_parsers_say_bad_reply_or_give_clean_text(body):
 
 
 def mutants(seed: int, count: int):
-    """HTTP replies of Ollama's, each broken somewhere: bytes flipped, cut out, doubled, numbers blown up."""
+    """Replies of Ollama with random errors: bytes flipped, removed or doubled, numbers enlarged."""
     chance = random.Random(seed)
     bodies = [b'{"version":"0.12.3"}', json.dumps({"models": [model("qwen2.5:0.5b"), model("llama3.2")]}).encode()]
     for _ in range(count):
@@ -94,7 +94,7 @@ def mutants(seed: int, count: int):
 
 
 def test_ten_thousand_broken_replies_over_a_socket():
-    """No crash, no hang: each ends as an answer or as BadReply, all of them within a minute."""
+    """Each reply is an answer or BadReply, without a crash or a hang, and all of them take less than a minute."""
     count, at_once = 10_000, 50
     waiting, served = mutants(4, count), [0]
 

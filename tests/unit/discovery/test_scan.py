@@ -1,4 +1,4 @@
-"""The scan itself: real servers, real timeouts, real kernel tables."""
+"""The scan with real servers, timeouts and kernel tables."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from trainyard.discovery.settings import Settings
 
 
 def calls(lab, settings: Settings, limit: float) -> list[Report]:
-    """Calls until one takes no longer than `limit` seconds: this is about the method, and the machine may be busy."""
+    """Repeat the call until one takes at most `limit` seconds, because the machine may be busy."""
     reports: list[Report] = []
     while not any(r.seconds <= limit for r in reports):
         assert len(reports) < 20, f"{[r.seconds for r in reports]} s, not one within {limit} s"
@@ -29,7 +29,7 @@ def found(report: Report) -> list[str]:
 
 @pytest.mark.lab
 @pytest.mark.parametrize("live", [8, 40])
-def test_a_24_is_found_whole_within_the_timeout_and_a_fifth(lab24, live):
+def test_a_24_is_scanned_within_120_percent_of_the_timeout(lab24, live):
     # 40 namespaces exist; those without a server must be silent, not refuse.
     quiet = [] if live == 40 else [f"10.9.0.{i}" for i in range(11 + live, 51)]
     servers = [
@@ -50,7 +50,7 @@ def test_servers_that_answer_in_450_ms_are_all_found_in_under_600_ms(lab24):
 
 
 def neighbour_table() -> dict[str, int]:
-    """The kernel's counters; only the first network namespace shows them."""
+    """Return the kernel's counters, which only the initial network namespace shows."""
     names, *rows = (line.split() for line in Path("/proc/net/stat/arp_cache").read_text().splitlines())
     return {name: sum(int(row[i], 16) for row in rows) for i, name in enumerate(names)}
 
@@ -74,7 +74,7 @@ def test_a_22_does_not_overflow_the_neighbour_table(lab):
 
 
 @pytest.mark.lab
-def test_the_second_pass_asks_the_silent_ones_alone(lab):
+def test_the_second_pass_scans_silent_addresses_only(lab):
     lab.controller("10.21.0.1/28")
     node = lab.node("n", "10.21.0.5/28")
     lab.wait_for_links()
@@ -82,14 +82,14 @@ def test_the_second_pass_asks_the_silent_ones_alone(lab):
     with serve([Server("10.21.0.5", namespace=node)]):
         once = lab.run(lambda: discover(Settings(**settings)))
         twice = lab.run(lambda: discover(Settings(**settings, passes=2, second_timeout=0.5)))
-    assert once.silent == twice.silent == 12  # 14 addresses, less ours and the server's
+    assert once.silent == twice.silent == 12  # 14 addresses without the controller's and the server's
     assert once.refused == twice.refused == 0
     assert once.seconds < 0.4 <= twice.seconds < 1.1
     assert len(twice.machines) == 1
 
 
 @pytest.mark.parametrize("kind", ["ollama", "segments", "chunked", "to_the_end", "without_ps"])
-def test_replies_are_read_to_their_end_however_they_come(kind):
+def test_replies_are_read_to_their_end(kind):
     models = [model("qwen2.5:0.5b"), model("llama3.2:1b", "llama")]
     loaded = [{"name": "qwen2.5:0.5b", "size": 900, "size_vram": 700}]
     with serve([Server("127.0.4.1", 18434, kind=kind, models=models, loaded=loaded)]):
@@ -103,7 +103,7 @@ def test_replies_are_read_to_their_end_however_they_come(kind):
     )
 
 
-def test_the_order_is_the_addresses_whoever_answers_first():
+def test_results_are_in_the_order_of_addresses():
     delays = {"127.0.4.9": 0.0, "127.0.4.10": 0.3, "127.0.4.2": 0.15}
     with serve([Server(a, 18434, delay=d) for a, d in delays.items()]):
         targets = [Target(a, 18434) for a in ("127.0.4.2", "127.0.4.9", "127.0.4.10")]
@@ -126,7 +126,7 @@ def test_many_open_ports_do_not_exhaust_files():
     assert len(findings.answers) == 600
 
 
-def test_a_refused_port_costs_nothing():
+def test_a_refused_port_takes_no_time():
     start = time.perf_counter()
     findings = asyncio.run(
         scan([Target(f"127.0.4.{i}", 18435) for i in range(1, 200)], Settings(connect_timeout=5), {})

@@ -23,23 +23,23 @@ def two(lab):
     return lab
 
 
-def ours(lab, address="10.30.0.1", **more):
-    return Server(address, namespace=lab.control, models=[model("ours")], **more)
+def local_server(lab, address="10.30.0.1", **more):
+    return Server(address, namespace=lab.control, models=[model("local")], **more)
 
 
-def theirs(lab, address="10.30.0.5", **more):
-    return Server(address, namespace=f"{lab.tag}-n", models=[model("theirs")], **more)
+def remote_server(lab, address="10.30.0.5", **more):
+    return Server(address, namespace=f"{lab.tag}-n", models=[model("remote")], **more)
 
 
 def test_1_a_local_ollama_is_one_entry(two):
-    with serve([ours(two), ours(two, "127.0.0.1")]):
+    with serve([local_server(two), local_server(two, "127.0.0.1")]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.1", "127.0.0.1"]]
     assert report.machines[0].local
 
 
 def test_2_a_local_ollama_does_not_end_the_search(two):
-    with serve([ours(two, "127.0.0.1"), theirs(two)]):
+    with serve([local_server(two, "127.0.0.1"), remote_server(two)]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.5"], ["127.0.0.1"]]
 
@@ -52,7 +52,7 @@ def test_3_ollama_host_0_0_0_0_is_no_node(two, monkeypatch):
 
 
 def test_4_no_default_route_is_needed(two):
-    with serve([theirs(two)]):
+    with serve([remote_server(two)]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.5"]]
 
@@ -66,7 +66,7 @@ def test_6_a_second_subnet_is_looked_at(two):
     two.card(two.control, "eth1", "192.168.77.1/24")
     two.card(f"{two.tag}-n", "eth1", "192.168.77.5/24")
     two.wait_for_links()
-    with serve([theirs(two, "192.168.77.5")]):
+    with serve([remote_server(two, "192.168.77.5")]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["192.168.77.5"]]
     assert report.networks == ("10.30.0.0/24", "192.168.77.0/24")
@@ -77,7 +77,7 @@ def test_7_the_mask_is_the_networks_own(lab):
     lab.node("n", "10.30.1.5/23")
     beyond = lab.node("beyond", "10.40.0.200/24")
     lab.wait_for_links()
-    with serve([theirs(lab, "10.30.1.5"), Server("10.40.0.200", namespace=beyond)]):
+    with serve([remote_server(lab, "10.30.1.5"), Server("10.40.0.200", namespace=beyond)]):
         report = lab.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.1.5"]]
     assert report.addresses == 510 + 14 + 1
@@ -85,13 +85,13 @@ def test_7_the_mask_is_the_networks_own(lab):
 
 def test_8_aliases_are_one_machine(two):
     two.ip(f"{two.tag}-n", "addr add 10.30.0.6/24 dev eth0", "addr add 10.30.0.7/24 dev eth0")
-    with serve([theirs(two), theirs(two, "10.30.0.6"), theirs(two, "10.30.0.7")]):
+    with serve([remote_server(two), remote_server(two, "10.30.0.6"), remote_server(two, "10.30.0.7")]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.5", "10.30.0.6", "10.30.0.7"]]
 
 
 def test_9_ten_slash_eight_is_not_docker(two):
-    with serve([theirs(two), ours(two, "127.0.0.1")]):
+    with serve([remote_server(two), local_server(two, "127.0.0.1")]):
         report = two.run(lambda: discover(Settings()))
     assert ["10.30.0.5"] in found(report)
 
@@ -104,7 +104,7 @@ def test_10_http_200_is_not_ollama(two):
 
 
 def test_11_a_server_slower_than_half_a_second_is_found(two):
-    with serve([theirs(two, delay=0.9)]):
+    with serve([remote_server(two, delay=0.9)]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.5"]]
 

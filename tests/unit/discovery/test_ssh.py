@@ -1,4 +1,4 @@
-"""Host keys and known_hosts, held against OpenSSH's own tools."""
+"""Host keys and known_hosts, compared with OpenSSH's tools."""
 
 import asyncio
 import shutil
@@ -52,28 +52,28 @@ HOSTS = [
 @pytest.mark.parametrize("hashed", [False, True])
 def test_known_hosts_is_read_as_ssh_keygen_reads_it(tmp_path, keys, hashed):
     file = tmp_path / "known_hosts"
-    # ssh-keygen hashes no file with a line that it cannot read.
+    # ssh-keygen does not hash a file with a malformed line.
     file.write_text("\n".join(line for line in LINES if not (hashed and line == "broken")).format(*keys) + "\n")
     if hashed:
         subprocess.run(["ssh-keygen", "-q", "-H", "-f", file], check=True, capture_output=True)
         assert "|1|" in file.read_text()
-    ours = read_known_hosts([str(file), str(tmp_path / "none")])
+    entries = read_known_hosts([str(file), str(tmp_path / "none")])
     for host in HOSTS:
-        told = subprocess.run(["ssh-keygen", "-F", host.lower(), "-f", file], capture_output=True, text=True).stdout
-        theirs = {
-            " ".join(line.split()[1:3]) for line in told.splitlines() if line and not line.startswith(("#", "@cert"))
+        done = subprocess.run(["ssh-keygen", "-F", host.lower(), "-f", file], capture_output=True, text=True).stdout
+        expected = {
+            " ".join(line.split()[1:3]) for line in done.splitlines() if line and not line.startswith(("#", "@cert"))
         }
-        assert {e.key for e in ours if e.names(host.lower()) and not e.revoked} == theirs, host
-    assert [e.revoked for e in ours if e.names("10.0.0.8")] == [True]
+        assert {e.key for e in entries if e.names(host.lower()) and not e.revoked} == expected, host
+    assert [e.revoked for e in entries if e.names("10.0.0.8")] == [True]
 
 
-def test_fingerprints_are_sshs_own(tmp_path, keys):
+def test_fingerprints_equal_those_of_ssh(tmp_path, keys):
     for key in keys:
         (tmp_path / "k.pub").write_text(key + "\n")
-        told = subprocess.run(
+        done = subprocess.run(
             ["ssh-keygen", "-lf", tmp_path / "k.pub"], capture_output=True, text=True, check=True
         ).stdout
-        assert told.split()[1] == fingerprint(key)
+        assert done.split()[1] == fingerprint(key)
 
 
 def machine(*host_keys: str, address: str = "10.0.0.5", port: int = 22) -> Machine:
@@ -105,7 +105,7 @@ def test_check_trust(tmp_path, keys, line, port, ready, reason):
     trust = check_trust(found, read_known_hosts([str(file)]), {"10.0.0.5": ["node1"]}, str(file))
     assert (trust.ready, reason in trust.reason) == (ready, True), trust
     if not ready and trust.accept:
-        # The command does what it says: afterwards the machine is known, to us and to ssh.
+        # After the command, both trainyard and ssh know the machine.
         subprocess.run(["sh", "-c", trust.accept], check=True, capture_output=True)
         assert check_trust(found, read_known_hosts([str(file)]), {}, str(file)).ready
         name = known_hosts_name("10.0.0.5", port)
@@ -127,7 +127,7 @@ def test_the_address_with_the_known_key_is_the_one_to_use(tmp_path, keys):
 
 
 def sshd(folder: Path, name: str, address: str, port: int, namespace: str | None = None, before: Sequence[str] = ()):
-    """A real sshd with a host key of its own (`folder/name`), as a context; `before` is a command that starts it."""
+    """A real sshd with its own host key (`folder/name`), as a context; `before` is a command that starts it."""
     program = shutil.which("sshd") or "/usr/sbin/sshd"
     if not Path(program).exists():
         pytest.skip("needs sshd (package openssh-server)")
@@ -142,7 +142,7 @@ def sshd(folder: Path, name: str, address: str, port: int, namespace: str | None
 
 
 def keys_at(address: str, port: int, seconds: float = 10) -> tuple[str, ...]:
-    """What it shows, once it is up."""
+    """Return the keys that the server presents, as soon as it listens."""
     deadline = time.monotonic() + seconds
     while not (found := asyncio.run(fetch_host_keys(address, port, 2.0))) and time.monotonic() < deadline:
         pass
@@ -156,7 +156,7 @@ def test_a_real_sshds_key(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tarpit", "endless", "garbage", "hang_up", "drip"])
-def test_what_is_not_ssh_has_no_key_and_takes_no_longer_than_its_timeout(kind):
+def test_a_server_without_ssh_has_no_key_after_the_timeout(kind):
     with serve([Server("127.0.9.2", 18022, kind=kind)]):
         start = time.perf_counter()
         assert asyncio.run(fetch_host_keys("127.0.9.2", 18022, 1.0)) == ()
