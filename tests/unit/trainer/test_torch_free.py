@@ -1,0 +1,51 @@
+"""What the controller imports works without torch: config, registry, planner, data reading and supervision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from trainer_runs import TOP
+
+TORCH_FREE = (
+    "trainer.config",
+    "trainer.strategy",
+    "trainer.strategy.diloco",
+    "trainer.planner.recommend",
+    "trainer.planner.report",
+    "trainer.planner.model_shape",
+    "trainer.data.samples",
+    "trainer.data.encode",
+    "trainer.data.order",
+    "trainer.data.tiny",
+    "trainer.supervise",
+    "trainer.tool_configs",
+    "trainer.__main__",
+)
+CHECK = """
+import json
+from trainer.config import make_spec
+from trainer.planner.recommend import choose
+from trainer.strategy import STRATEGIES, plan_of
+host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 1000}
+chosen = choose(make_spec({"strategy": "auto"}, "here"), [host] * 2)[0]
+print(json.dumps([chosen, [plan_of(make_spec({"strategy": name}, "here")).summary for name in STRATEGIES]]))
+"""
+
+
+def without_torch(code: str) -> subprocess.CompletedProcess[str]:
+    blocked = f"import sys; sys.modules['torch'] = None\n{code}"
+    return subprocess.run([sys.executable, "-c", blocked], cwd=TOP, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_a_module_imports_without_torch(module: str) -> None:
+    done = without_torch(f"import {module}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_auto_is_resolved_without_torch() -> None:
+    done = without_torch(CHECK)
+    assert done.returncode == 0, done.stderr
+    assert '"ddp"' in done.stdout
