@@ -52,7 +52,7 @@ def test_killed_replica_returns(provisioned: Lab, hosts: list[Host], said: dict[
     assert len({result["adapter_sha256"] for result in kept}) == 1
     assert kept[0]["replicas"] == {"configured": 3, "at_the_end": [0, 1, 2]}
     assert kept[0]["missed_samples"] > 0 and kept[0]["world_size"] == 3
-    assert "is taken over from another replica" in ask(provisioned, hosts[1], f"cat {RUN}/logs/rank1.log")
+    assert "was received from another replica" in ask(provisioned, hosts[1], f"cat {RUN}/logs/rank1.log")
     again = run_playbook("train.yml", provisioned.inventory, fields)
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 

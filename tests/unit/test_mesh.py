@@ -100,11 +100,7 @@ def test_health_of_this_machine(tmp_path: Path) -> None:
     )
     assert answer["files"]["damaged"] == [str(store / "0123456789abcdef.jsonl")]
     assert answer["names"]["addresses"]["localhost"] == ["127.0.0.1"]
-<<<<<<< HEAD
     assert answer["memory_allocated"] and 0 < answer["memory"]["available_mib"] <= answer["memory"]["total_mib"]
-=======
-    assert answer["memory_allocated"] and 0 < answer["memory"]["available_mib"] <= answer["memory"]["total_mib"]
->>>>>>> main
     assert any(row["name"] == "lo" and row["address"] == "127.0.0.1" for row in answer["devices"])
     assert 0 < answer["spin"]["share"] <= 1.05
 

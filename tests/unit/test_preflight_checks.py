@@ -45,11 +45,7 @@ def sound_host(place: int) -> HostState:
             ],
             "names": {"addresses": {peer: [f"10.0.0.{peer[4:]}"] for peer in peers}, "seconds": 0.1},
             "memory": {"total_mib": 32000, "available_mib": 30000},
-<<<<<<< HEAD
             "memory_allocated": True,
-=======
-            "memory_allocated": True,
->>>>>>> main
             "quota": None,
             "load": 0.1,
             "busy": [],

@@ -98,11 +98,7 @@ def resources(state: HostState, memory_mib: int) -> list[Finding]:
     if health["inodes_free"] == 0 and free > 0:
         out.failure("disk", f"there is no free inode in {state.host.data_dir}", "delete small files")
     available, total = health["memory"]["available_mib"], health["memory"]["total_mib"]
-<<<<<<< HEAD
     if not health["memory_allocated"]:
-=======
-    if not health["memory_allocated"]:
->>>>>>> main
         text = f"a process cannot allocate {memory_mib} MiB of memory ({available} of {total} MiB are reported as free)"
         out.failure("memory", text, "end the programs that use it, or raise the memory limit of the host")
     elif available < MEMORY_LOW:
