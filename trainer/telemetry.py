@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.config import RunSpec
 from trainer.errors import DiskError, UserError
+from trainer.files import write_atomic
 from trainer.formats import clock
 from trainer.run_state import RunHistory
 
@@ -110,9 +111,7 @@ def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
         for path in [run_dir / "metrics.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
             if path.exists():
                 valid = [json.dumps(record) + "\n" for record in _records(path) if history.is_valid(record)]
-                aside = path.with_suffix(f".tmp-{os.getpid()}")
-                aside.write_text("".join(valid))
-                aside.replace(path)
+                write_atomic(path, "".join(valid))
     except OSError as error:
         raise _not_writable(run_dir, error) from None
 

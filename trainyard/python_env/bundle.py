@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
+import io
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from trainer.files import write_atomic
 from trainyard.python_env.resolve import EnvironmentBuildError
 
 PIP_WHEEL = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
@@ -39,7 +41,8 @@ def trainer_wheel(top: Path, work: Path) -> Path:
             return target
         source = Path(folder) / "source"
         shutil.copytree(top / "trainer", source / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(top / "README.md", source)
+        for name in ("README.md", "LICENSE"):
+            shutil.copy(top / name, source)
         text = (top / "pyproject.toml").read_text()
         (source / "pyproject.toml").write_text(re.sub(r'^version = ".*"$', f'version = "{version}"', text, flags=re.M))
         done = subprocess.run(
@@ -54,8 +57,7 @@ def trainer_wheel(top: Path, work: Path) -> Path:
         if done.returncode or not built:
             last = (done.stderr.strip().splitlines() or ["pip printed no message"])[-1]
             raise EnvironmentBuildError(f"cannot build the trainer's wheel on the controller (run make setup): {last}")
-        shutil.move(built[0], target.with_suffix(".tmp"))
-        target.with_suffix(".tmp").replace(target)
+        write_atomic(target, built[0].read_bytes())
     return target
 
 
@@ -70,10 +72,10 @@ def pip_archive(work: Path) -> Path:
     if target.exists():
         return target
     work.mkdir(parents=True, exist_ok=True)
-    temporary = work / f".tmp-{os.getpid()}-{target.name}"
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(pip.files or [], key=str):
             if path.parts[0].startswith("pip") and path.suffix != ".pyc" and path.name != "RECORD":
                 archive.writestr(zipfile.ZipInfo(str(path)), path.read_binary(), zipfile.ZIP_DEFLATED)
-    temporary.replace(target)
+    write_atomic(target, content.getvalue())
     return target
