@@ -40,7 +40,7 @@ Several ranks: torchrun ... -m trainer run=mine lr=1e-3 (torchrun interprets --r
 --hosts: their number, or a JSON list with one object per host (host, processes, memory_mib); a run's plan.json works.
 DIR: the data directory (default: the current one) contains runs/<run>/, and store/ with files that runs share.
 """
-# How a rank fails whose peer failed first: these types, or a RuntimeError with one of these texts.
+# Errors of a rank whose peer failed first: these types, or a RuntimeError with one of these texts.
 _PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _PEER_ERROR_TEXTS = (
     "Connection closed by peer",
@@ -74,7 +74,7 @@ def take_path(argv: list[str], flag: str) -> Path | None:
 
 
 def take_switch(argv: list[str], flag: str) -> bool:
-    """Remove ``--flag`` from argv and return whether it was there."""
+    """Remove ``--flag`` from argv and return whether it was present."""
     if flag not in argv:
         return False
     argv.remove(flag)
@@ -178,7 +178,7 @@ def train(argv: list[str]) -> int:
     rank = replica.first_rank + int(os.environ.get("RANK", "0"))
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if under_torchrun and run_dir:
-        # First of all, so that errors while torch is imported are in the log of the rank.
+        # Redirect before torch is imported, so that import errors are in the log of the rank.
         from trainer.worker_process import die_with_launcher, redirect_output
 
         die_with_launcher()
@@ -227,8 +227,8 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         raise UserError(
             "strategy: auto chooses differently on different hosts: set a strategy, or start with train.yml"
         )
-    # Only if all hosts have a result: one that failed before it wrote its result needs the others to produce it.
-    # Only the synchronization of replicas can tell whether those of other torchruns have one.
+    # Return it only if all hosts have a result: a host that failed before it wrote its result needs the other hosts.
+    # For replicas of other torchruns, only the synchronization of replicas determines whether they have one.
     if all(world.gather(previous is not None)) and previous and not plan_of(spec).separate_launchers(spec):
         steps, loss = previous["steps"], previous["loss_last"]
         print(f"run {spec.run} is finished: {steps} steps, last loss {loss:.4f}; nothing to do")

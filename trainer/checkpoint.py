@@ -97,7 +97,7 @@ def _commit(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
 
 
 def _delete_old(folder: Path, step: int, keep: int) -> None:
-    # Checkpoints of later steps are damaged, otherwise the run would have resumed from them: they do not count.
+    # Ignore checkpoints of later steps: they are damaged, otherwise the run would have resumed from them.
     for old in sorted(old for old in complete_checkpoints(folder, verify=False) if old <= step)[:-keep]:
         shutil.rmtree(folder / f"step-{old:08d}")
 
@@ -110,7 +110,7 @@ class Saver:
         self._pending: tuple[dict[str, Any], Writing] | None = None
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint, or start to; `state` is the contents of state.json. Every rank calls it at the same step.
+        """Write a checkpoint, or start writing it; `state` is the contents of state.json. Every rank calls it at the same step.
 
         Raises:
             DiskError: the disk is full or not writable.
@@ -245,7 +245,7 @@ class HostCheckpoint:
 def find_checkpoint(
     folder: Path, world: World, log: Callable[[str], None], per_host_files: Collection[str] = ()
 ) -> Path | None:
-    """Return the folder of the newest checkpoint that the hosts have between them, after copying missing files to each.
+    """Return the folder of the newest checkpoint that the hosts together hold, after copying missing files to each host.
 
     A full copy on a single host suffices. Of a sharded checkpoint every shard must exist; hosts keep only their shards
     while the ranks are on the same hosts as before, otherwise every host receives all files. Every rank calls it.

@@ -56,7 +56,7 @@ class RunHistory:
 
     @property
     def head_moved(self) -> bool:
-        """Whether rank 0 runs in another place than in the previous start."""
+        """Whether rank 0 runs on another host or in another folder than in the previous start."""
         return len(self.starts) > 1 and self.starts[-1]["head"] != self.starts[-2]["head"]
 
 

@@ -1,7 +1,7 @@
 """The controller's part of an address change: reach the host at its new address in time, or let it roll back.
 
-One task does all of it, so that every host has its own timer. If the wait were a task of its own, one host that is lost
-would delay all others until their timers expire.
+One task does all steps, so that every host has its own timer. If the wait were a separate task, one unreachable host would
+delay all other hosts until their timers expire.
 
 The host's part has three steps (see plugins/modules/netplan.py): `look` returns what would change, `try` applies it with
 a rollback timer, and `confirm` makes it permanent.
@@ -137,7 +137,7 @@ class AddressChange:
         )
 
     def _resume_at(self, new_address: str) -> None:
-        """Stay at the new address if the host has it already. Raises AddressChangeError if another machine has it."""
+        """Keep the new address if the host already has it. Raises AddressChangeError if another machine has it."""
         self._connect_to(new_address)
         try:
             self.step("look")
@@ -145,7 +145,7 @@ class AddressChange:
             self._connect_to(self.address)
             if "Host key verification failed" in str(error) or "HOST IDENTIFICATION HAS CHANGED" in str(error):
                 raise AddressChangeError(
-                    f"{new_address} is taken already, by a machine with another SSH host key than {self.address}"
+                    f"{new_address} is already in use by a machine with another SSH host key than {self.address}"
                 ) from None
             return
         if self.known_hosts:

@@ -30,7 +30,7 @@ __all__ = [
     "play_hosts",
 ]
 
-# The keys of a documented option that an argument spec has, too.
+# Keys of a documented option that an argument spec also has.
 SPEC_KEYS = ("type", "elements", "default", "choices", "required", "aliases")
 DEFAULT_PYTHON = "/usr/bin/python3"
 
@@ -47,7 +47,7 @@ class ClusterAction(ActionBase):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Tie the life of the worker process to ansible-playbook's, and start the action.
 
-        Ansible's workers are in sessions of their own. Without this, a worker that monitors a run would survive a
+        Ansible's workers run in separate sessions. Without this, a worker that monitors a run would survive a
         closed terminal or a killed ansible-playbook, and restart the run beside the next one that monitors it.
         """
         die_with_launcher()
@@ -100,7 +100,7 @@ class AnsibleTransport:
 
 
 def play_hosts(task_vars: dict[str, Any]) -> list[Host]:
-    """Return all hosts of the play, in inventory order and with those that failed before. Raises InventoryError."""
+    """Return all hosts of the play, in inventory order, including hosts that failed before. Raises InventoryError."""
     hostvars = task_vars["hostvars"]
     return [make_host(name, hostvars[name]) for name in task_vars["ansible_play_hosts_all"]]
 
@@ -177,7 +177,7 @@ def _vault_secrets() -> list[Any]:
 
 
 def make_host(name: str, variables: Any) -> Host:
-    """Return what the inventory says about a host. Raises InventoryError for a `cluster_processes` that is no number."""
+    """Return what the inventory says about a host. Raises InventoryError if `cluster_processes` is not a number."""
     python = str(variables.get("ansible_python_interpreter") or "")
     try:
         processes = int(variables.get("cluster_processes") or 0)
@@ -229,7 +229,7 @@ def _transport(
 
 
 def failure(message: str, **more: Any) -> dict[str, Any]:
-    """Return the result of an action that failed for a reason that one line states.
+    """Return the result of a failed action, whose message is one line.
 
     The callback `trainyard` prints the message as that line, without Ansible's report around it.
     """

@@ -1,4 +1,4 @@
-"""Connections to the hosts of a cluster: what a host is, how commands and files reach it, and questions to many hosts.
+"""Connections to the hosts of a cluster: the description of a host, its transport, and parallel requests to many hosts.
 
 Nothing here depends on Ansible. The transports are `trainyard.openssh` (OpenSSH, or a local process) and
 `trainyard.ansible_adapter` (Ansible's connection plugins).
@@ -27,7 +27,7 @@ class InventoryError(Exception):
 
 
 class Transport(Protocol):
-    """How commands and files reach one host. Used by one thread at a time."""
+    """Runs commands and copies files on one host. Used by one thread at a time."""
 
     kind: str  # "local", "ssh" or "ansible"
 
@@ -107,7 +107,7 @@ class HostConnection:
         Args:
             verb: see trainyard/remote/__main__.py.
             request: sent as JSON on standard input, so it may hold secrets.
-            python: the interpreter on the host, if not the cluster's own.
+            python: the interpreter on the host; by default that of the cluster's environment.
 
         Raises:
             RemoteError: the host is unreachable, or the answer is `{"error": ...}`.
@@ -147,12 +147,12 @@ class HostConnection:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of an error output: the one that names the cause."""
+    """Return the last line of an error output, which names the cause."""
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
 class FanOut:
-    """The same request to many hosts at once, one daemon thread per host: a host that hangs does not block the exit.
+    """Sends one request to many hosts in parallel, with a daemon thread per host: a host that hangs does not block the exit.
 
     `answers` and `errors` fill up while the threads run; both are keyed by the name of the host.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainyard.connection import Login, RemoteError, last_line
 
-UNREACHABLE = 255  # ssh's exit code for an error of its own
+UNREACHABLE = 255  # exit code of ssh if ssh itself fails
 # Multiplexing: requests that follow within two minutes share the first one's connection.
 PERSIST = ("-o", "ControlMaster=auto", "-o", "ControlPersist=120s")
 OPTIONS = (
@@ -47,12 +47,12 @@ class LocalTransport:
 
 
 class OpenSSHTransport:
-    """Runs commands over ssh. The host key must be known: an unknown or changed key is an error, never a question."""
+    """Runs commands over ssh. The host key must be known: an unknown or changed key is an error."""
 
     kind = "ssh"
 
     def __init__(self, login: Login) -> None:
-        """Prepare for a host; nothing connects before the first request."""
+        """Prepare for a host; the first request connects."""
         self.login = login
         # extra_arguments come first: ssh takes the first value of an option.
         self._ssh = ["ssh", *login.ssh_arguments(), *OPTIONS, *multiplexing(), "-T", "--", login.destination()]
@@ -87,7 +87,7 @@ class OpenSSHTransport:
 
 
 def remote_shell(command: str) -> str:
-    """Return what ssh sends for a shell command. The user's login shell may be any; /bin/sh runs the command."""
+    """Return what ssh sends for a shell command. /bin/sh runs the command, whatever the user's login shell is."""
     return f"exec /bin/sh -c {shlex.quote(command)}"
 
 

@@ -1,4 +1,4 @@
-"""Change the address of a host and follow it there. Documented in plugins/modules/netplan.py."""
+"""Change the address of a host and reconnect to it. Documented in plugins/modules/netplan.py."""
 
 from __future__ import annotations
 

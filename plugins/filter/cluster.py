@@ -1,4 +1,4 @@
-"""Filters for what every host needs to know about its peers: addresses, names, SSH keys."""
+"""Filters that return data about the peers of a host: addresses, names, SSH keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filter `find_duplicates`: which inventory entries are one machine. The logic is in trainyard/discovery."""
+"""Filter `find_duplicates`: find inventory entries that are one machine. The logic is in trainyard/discovery."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-# What AnsibleModule understands; descriptions stay out.
+# Keys that AnsibleModule accepts, without descriptions.
 KEYS = ("type", "elements", "default", "choices", "required", "aliases")
 _ENTRY = re.compile(r" *(\w+): *(.*)")
 

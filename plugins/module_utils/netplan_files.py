@@ -1,7 +1,7 @@
-"""Edit the address of one NIC in netplan's files: move its definition to a file of its own.
+"""Edit the address of one NIC in netplan's files: move its definition to a separate file.
 
-Needs PyYAML, a dependency of netplan, and nothing of Ansible. Scalars stay the strings that they are in the files:
-netplan reads `"true"` as `true`, and a MAC address does not turn into a base-60 number.
+Needs PyYAML, a dependency of netplan, and nothing of Ansible. Scalars stay strings, as in the files: netplan
+reads `"true"` as `true`, and a MAC address does not become a base-60 number.
 """
 
 from __future__ import annotations

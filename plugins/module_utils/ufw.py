@@ -78,7 +78,7 @@ def plan_changes(current: Iterable[Rule], mark: str, desired: Iterable[Rule]) ->
     """Return the rules to delete and the rules to add; a rule with a new comment is added again.
 
     Only rules whose comment starts with `mark` are managed. A desired rule that already exists without the mark belongs
-    to someone else and stays as it is: adding it would put the mark on it, and a later call would delete it.
+    to another program or user and is unchanged: adding it would mark it, and a later call would delete it.
     """
     current, desired = list(current), list(desired)
     managed = {rule.identity: rule for rule in current if rule.comment.startswith(mark)}

@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Return what identifies the machine behind a host name."""
+"""Return the identity of a machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ DOCUMENTATION = r"""
 module: machine_identity_info
 short_description: Return the identity of a machine
 description:
-  - Returns what distinguishes one machine from another, its network addresses, and its GPUs. Does not need root.
+  - Returns the identifiers of a machine, its network addresses, and its GPUs. Does not need root.
 options: {}
 extends_documentation_fragment: [trainyard, trainyard.info]
 """
@@ -24,7 +24,7 @@ identity:
   returned: always
   type: dict
   contains:
-    boot_id: {description: "Random ID that the kernel draws at every boot.", type: str}
+    boot_id: {description: "Random ID that the kernel generates at every boot.", type: str}
     machine_id: {description: "ID of the installation. Clones share it.", type: str}
     host_keys: {description: "Public SSH host keys without comments.", type: list, elements: str}
     links:

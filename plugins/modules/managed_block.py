@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Keep lines for the hosts of the cluster in files that others edit too."""
+"""Keep lines for the hosts of the cluster in files that other programs and users also edit."""
 
 from __future__ import annotations
 

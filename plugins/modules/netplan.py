@@ -8,7 +8,7 @@ module: netplan
 short_description: Change the static address of a host without losing access
 description:
   - Sets the address of one NIC in netplan's files. The definition of the NIC moves to C(60-trainyard.yaml); definitions of
-    other NICs stay where they are. cloud-init's network configuration is disabled.
+    other NICs are unchanged. cloud-init's network configuration is disabled.
   - A change is applied from C(/run/netplan) first, with a rollback timer of O(timeout) seconds. The module writes
     C(/etc/netplan) after the controller has reached the host at its new address. Otherwise the host restores its former
     address when the timer expires or the host reboots.

@@ -11,7 +11,7 @@ description:
   - Builds pip's archive and the trainer's wheel on the controller if any host changes.
 options:
   environments:
-    description: What M(python_env_info) returned for every host of the play, by host name.
+    description: Result of M(python_env_info) for every host of the play, by host name.
     type: dict
     required: true
   torch:
@@ -19,7 +19,7 @@ options:
     type: bool
     default: true
   extras:
-    description: More extras of pyproject.toml.
+    description: Additional extras of pyproject.toml.
     type: list
     elements: str
     default: []

@@ -18,7 +18,7 @@ options:
     type: str
     required: true
   files:
-    description: The configuration files. A file that does not exist counts as part of the configuration, too.
+    description: The configuration files. They may be missing; a file that appears or disappears is a change.
     type: list
     elements: path
     required: true

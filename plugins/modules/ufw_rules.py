@@ -258,7 +258,7 @@ def absent(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     before = saved["state"]
     managed = [rule for rule in current if rule.comment.startswith(mark)]
     changed = bool(managed) or state != before or backup.exists()
-    # Disable ufw before its rules go: the rule for SSH is one of them.
+    # Disable ufw before its rules are deleted: the rule for SSH is one of them.
     if state["enabled"] and not before["enabled"]:
         firewall.ufw("disable")
     if state["incoming"] != before["incoming"]:

@@ -117,7 +117,7 @@ def test_another_machine_at_the_new_address(tmp_path: Path) -> None:
         raise RemoteError("Host key verification failed.")
 
     with pytest.raises(
-        AddressChangeError, match=r"10\.0\.0\.9 is taken already, by a machine with another SSH host key"
+        AddressChangeError, match=r"10\.0\.0\.9 is already in use by a machine with another SSH host key"
     ):
         change(FakeHost(other_key), known(tmp_path, f"{OLD} {KEY}\n"))
 

@@ -16,7 +16,7 @@ OPENDILOCO: dict[str, str] = {"hv.local_steps": "local_steps", "hv.outer_lr": "o
 NOT_NEEDED: dict[str, str] = {
     "hv.galaxy_size": "there is one replica per host (or per replica_hosts hosts)",
     "hv.world_rank": "the rank of a replica is the place of its host in the inventory",
-    "hv.initial_peers": "the hosts of a run know each other from the inventory",
+    "hv.initial_peers": "the inventory lists the hosts of a run",
 }
 
 

@@ -195,7 +195,7 @@ def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
 
 
 def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
-    """Return the encoded dataset of the spec, from the cache in `store` if an earlier start on this host left it there.
+    """Return the encoded dataset of the spec, from the cache in `store` if an earlier start on this host wrote it.
 
     Raises:
         UserError: the dataset is unavailable or invalid, or no sample is left.

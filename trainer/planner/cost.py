@@ -46,8 +46,8 @@ class Rows:
 class Memory:
     """Peak memory of one process in bytes, above that of Python and the libraries that every strategy loads.
 
-    All but `outside_step` are what a backward pass starts with. `library`: libraries that only this strategy loads.
-    `outside_step`: the most that is held at another time, while the model is loaded, a checkpoint is written, or
+    All fields but `outside_step` are in memory when a backward pass starts. `library`: libraries that only this strategy loads.
+    `outside_step`: the maximum at other times: while the model is loaded, a checkpoint is written, or
     replicas synchronize.
     """
 
@@ -93,7 +93,7 @@ class State:
 
     @property
     def held(self) -> int:
-        """All that stays for the run."""
+        """Everything that stays in memory for the run."""
         return self.weights + self.gradients + self.optimizer
 
     def sharded(self, shards: int, gathered: int) -> State:

@@ -64,7 +64,7 @@ def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, flo
     places = max(8, round(rows.places))
     count = max(1, min(spec.batch_size, _PLACES // places))
     ids = torch.randint(0, config.vocab_size, (count, places), device=device)
-    # Packed rows have the attention mask of packed rows.
+    # Positions that restart give packed rows their attention mask.
     sample = max(4, places // 4) if spec.packing else places
     positions = (torch.arange(places, device=device) % sample).repeat(count, 1)
     labels = ids.clone()

@@ -172,7 +172,7 @@ def _advise_exact(spec: RunSpec, best: Option, alone: Option, fit: str, link: fl
     if best.strategy != DEFAULT_STRATEGY:
         why = f"the full model does not fit in one process; sharded, {why}"
     elif best.share > 4 * _QUIET:
-        # With this many times the rows, the same bytes are a fifth of the time.
+        # With rows multiplied by this factor, communication takes a fifth of the time.
         fields["total_batch_size"] = spec.rows_per_step * math.ceil(best.share * 4)
         why += f"; total_batch_size={fields['total_batch_size']} (or gradient_comm_dtype=bf16) would reduce it"
     if _faster_alone(alone, best):
@@ -208,7 +208,7 @@ def _too_large(spec: RunSpec, option: Option) -> str:
 
 
 def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None = None) -> tuple[str, str]:
-    """Resolve `strategy=auto` for these hosts. Equal hosts give an equal answer.
+    """Resolve `strategy=auto` for these hosts. The result depends only on the arguments.
 
     Args:
         hosts: for each its `processes`, `threads` per process, `gpu_mib` (memory of its smallest GPU; 0: no GPU),

@@ -20,7 +20,7 @@ from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.recommend import ALONE, LINK, NOMINAL, Advice, Option, Speed, options, recommend
 from trainer.strategy import possible_plans
 
-_BUSY = 0.1  # fraction of this machine's cores in use by other processes from which a measurement mentions it
+_BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
 _FULL_ROWS = "full rows, every token with loss"
 _HEAD = ["strategy", "processes", "memory MiB", "wire MB/step", "s/step", "tokens/s", "communication", "fits"]
 
@@ -127,7 +127,7 @@ def plan(
         rows, data = rows_of(spec, data_dir)
         speed, device, kernels, about_speed = _measured(spec, rows)
     memory = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
-    if not memory and not fast:  # like its speed, the memory of this machine stands for that of all hosts
+    if not memory and not fast:  # assume that all hosts have the memory of this machine, as for its speed
         memory = [(own_memory_mib(device), max(layout.processes))]
     gloo = device == "cpu"
     found = options(spec, shape, layout, rows, speed, link or LINK, usable_bytes(device, memory), gloo)

@@ -1,4 +1,4 @@
-"""The registry of strategies. One line adds a strategy; its module is imported when it is needed, and torch later still."""
+"""The registry of strategies. One line adds a strategy. Its module is imported on first use, and torch only when the strategy runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AUTO = "auto"  # the planner chooses one of the strategies
 
 @functools.cache
 def plan_named(name: str) -> StrategyPlan:
-    """Return the plan of the strategy `name`; for `auto`, a plan without requirements or costs of its own."""
+    """Return the plan of the strategy `name`; for `auto`, a plan without requirements or costs."""
     module, _, cls = STRATEGIES.get(name, "trainer.strategy.plan:StrategyPlan").partition(":")
     plan: StrategyPlan = getattr(importlib.import_module(module), cls)()
     return plan
@@ -40,7 +40,7 @@ def plan_of(spec: RunSpec) -> StrategyPlan:
 
 
 def possible_plans(spec: RunSpec) -> list[StrategyPlan]:
-    """Return the plans that the spec may lead to: that of its strategy, or all of them under `auto`."""
+    """Return the plans that can apply to the spec: that of its strategy, or all of them with `auto`."""
     return [plan_named(name) for name in STRATEGIES] if spec.strategy == AUTO else [plan_of(spec)]
 
 

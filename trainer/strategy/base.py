@@ -24,7 +24,7 @@ _AUTOCAST_DTYPES = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 
 
 class Batch(NamedTuple):
-    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.encode.collate`)."""
+    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.packing.collate`)."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -95,7 +95,7 @@ class Strategy(ABC):
         checkpoint_state: Callable[[], dict[str, Any]],
         waiting: Callable[[], bool],
     ) -> bool:
-        """Find the other replicas before the first step, if each replica has a torchrun of its own.
+        """Find the other replicas before the first step, if each replica has its own torchrun.
 
         Args:
             start: identifies this start of the run, in hexadecimal digits.
@@ -119,7 +119,7 @@ class Strategy(ABC):
 
     @property
     def present(self) -> list[str]:
-        """The starts (see `join`) of all replicas at the last synchronization, or an empty list if all ranks always are."""
+        """The starts (see `join`) of all replicas at the last synchronization, or an empty list if all ranks always synchronize."""
         return []
 
     def sum(self, values: list[float]) -> list[float]:

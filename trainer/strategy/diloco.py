@@ -36,7 +36,7 @@ else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
 CHUNK = 16 << 20  # numbers of one all-reduce between replicas
-_LONG_ROUND = 20  # steps of a round from which on the outer momentum has its full value
+_LONG_ROUND = 20  # minimum steps of a round for the full outer momentum
 _NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed
 
 # Values of `replica_strategy`.

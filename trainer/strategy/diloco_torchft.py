@@ -1,6 +1,6 @@
 """DiLoCo with torchft: replicas may fail and rejoin. torchft tracks their membership and transfers state to a rejoining one.
 
-https://meta-pytorch.org/torchft. Every replica is a torchrun of its own, represented by its first rank. At a synchronization
+https://meta-pytorch.org/torchft. Every replica has its own torchrun and is represented by its first rank. At a synchronization
 the replicas form a quorum at the lighthouse, exchange their counts, and sum their pseudo-gradients. All of them apply the
 outer step, or, after an error, none: they form a new quorum without the failed replica. A replica that returns later waits
 for the next synchronization, receives the checkpoint of the last one, joins the round that has just ended without rows of
@@ -54,7 +54,7 @@ _COLUMNS = 5  # fields of Membership
 
 
 class Membership(NamedTuple):
-    """What the replicas of a quorum know of each other, one value per configured replica; zeros for a missing one."""
+    """The shared state of the replicas of a quorum: one value per configured replica; zeros for a missing one."""
 
     starts: list[float]  # identifies the start of each replica
     sizes: list[float]  # number of ranks

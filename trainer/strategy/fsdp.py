@@ -132,7 +132,7 @@ def make_mesh(spec: RunSpec, world: World, replica_group: World | None = None) -
 
 
 def one_rank_per_host(mesh: device_mesh.DeviceMesh, world: World) -> bool:
-    """Return whether every rank of a sharded model has a host of its own, and so a link of its own. Every rank calls it."""
+    """Return whether every rank of a sharded model has a separate host, and so a separate link. Every rank calls it."""
     hosts = world.gather(world.node_rank)
     group = [hosts[rank] for rank in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))]
     return len(set(group)) == len(group)

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter for FSDP over gloo, where every rank has a host of its own: each pair exchanges directly.
+"""All-gather and reduce-scatter for FSDP over gloo with one rank per host: each pair of ranks exchanges data directly.
 
 gloo's all-gather sends a shard in two halves around a ring, and the receiver's confirmation of the second half queues behind
 the data of the first one. A slow link reaches 70 % of its rate (benchmarks/plan.py). gloo's reduce-scatter is an all-reduce,

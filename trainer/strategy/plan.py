@@ -1,4 +1,4 @@
-"""What is known of a strategy before a run starts: validation, requirements and costs. Importable without torch."""
+"""The properties of a strategy before a run starts: validation, requirements and costs. Importable without torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StrategyPlan:
         return {}
 
     def separate_launchers(self, spec: RunSpec) -> bool:
-        """Return whether every replica has a torchrun of its own, so that one can fail while the others continue."""
+        """Return whether every replica has its own torchrun, so that one can fail while the others continue."""
         return False
 
     def sharded_weights(self, spec: RunSpec) -> bool:

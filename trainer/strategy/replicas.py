@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
 
-_MIN_SPEEDUP = 1.15  # by which an uneven distribution must shorten a round
+_MIN_SPEEDUP = 1.15  # minimum speedup of a round that justifies an uneven distribution
 
 
 @dataclass(frozen=True)

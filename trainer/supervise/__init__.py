@@ -7,9 +7,9 @@ Each prints one JSON object on one line. A request that cannot be carried out pr
 code 1. `start` returns as soon as the supervisor runs. The supervisor is the main process of a transient systemd unit,
 or a detached process where systemd does not run. docs/run-folder.md describes the files of a run folder.
 
-Whether a run is alive is asked of the kernel, never of a pid file: the supervisor holds a lock that ends with its
-process. Processes are identified by their parents and by a variable in their environment, never by their name. They are
-signalled through a pidfd, so that a reused pid is never hit.
+The kernel, not a pid file, determines whether a run is alive: the supervisor holds a lock that ends with its process.
+Processes are identified by their parents and by a variable in their environment, never by their name. Signals are sent
+through a pidfd, so that they never reach another process with a reused pid.
 
-This file stays empty of code: a status request imports the package twice a second.
+This file contains no code, because a status request imports the package twice a second.
 """

@@ -1,4 +1,4 @@
-"""The environment of a run's processes, and the systemd that can start them."""
+"""The environment of a run's processes, and the systemd-run command that can start them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `start` is asked for, and the command line that passes it on to the supervisor."""
+"""The request of `start`, and the command line that passes it to the supervisor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StartRequest:
     node_rank: int = 0
     ranks: list[int] = field(default_factory=lambda: [0])  # the ranks of this host, by local rank
     hosts: list[str] = field(default_factory=list)  # all hosts of the run, by node rank
-    attempt: int = 0  # of the run; 0 for one more than the last
+    attempt: int = 0  # number of the attempt; 0: the last one plus 1
     backend: str = "auto"  # auto, systemd or process
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
     hold: bool = False  # start torchrun only when the file `state/go` exists, so that all hosts begin together

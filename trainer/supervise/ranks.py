@@ -1,4 +1,4 @@
-"""The ranks of one host as their supervisor sees them: which processes they are, and which one failed first."""
+"""The ranks of one host as their supervisor sees them: their processes, and the first failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAILED = re.compile(rb"failed \(exitcode: (-?\d+)\)\s+local_rank: (\d+) \(pid: (
 class RankMonitor:
     """Watches the ranks below one torchrun.
 
-    `failures` is what is known of failed ranks, the first one alone until torchrun reports exit codes.
+    `failures` has a record per failed rank; until torchrun reports exit codes, only of the first one.
     """
 
     def __init__(self, run_dir: Path, log: Path, ranks: list[int], *, renumbered: bool, replica: bool) -> None:
@@ -51,8 +51,8 @@ class RankMonitor:
     def update(self, torchrun: int) -> bool:
         """Read the state of the ranks' processes while torchrun runs; return whether ranks or failures changed.
 
-        torchrun reports a dead worker only when it has stopped the other workers, which can take 30 s. So this looks at
-        the processes as well. torchrun's report, which alone has the exit code, replaces what was seen here.
+        torchrun reports a dead worker only when it has stopped the other workers, which can take 30 s. Therefore
+        this also checks the processes. torchrun's report, which alone has the exit code, replaces these records.
         """
         before = (list(self.failures), self.ranks)
         self.read_log()
@@ -69,7 +69,7 @@ class RankMonitor:
         return (self.failures, self.ranks) != before
 
     def read_log(self) -> None:
-        """Take up the exit codes that torchrun has logged since the last call."""
+        """Read the exit codes that torchrun has logged since the last call."""
         with self._log.open("rb") as file:
             file.seek(self._log_offset)
             text = file.read()
@@ -94,7 +94,7 @@ class RankMonitor:
         return self.rank_state(rank).get("status") in ENDED_WELL
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """Return what a rank has last written about itself; empty before that."""
+        """Return the last heartbeat of a rank; empty if there is none."""
         return read_json(self.run_dir / f"state/rank{rank}.json") or {}
 
     def _find_processes(self, torchrun: int) -> None:

@@ -44,7 +44,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     run_environment(run_dir)  # report its errors now
     for folder in ("state", "logs"):
         (run_dir / folder).mkdir(exist_ok=True)
-    # Of two simultaneous starts, one sees the other's run.
+    # One of two simultaneous starts sees the run of the other.
     with hold_lock(run_dir.parent / ".start", wait=START_LIMIT) as locked:
         if not locked:
             raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")

@@ -32,7 +32,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     run_dir = Path(request["run_dir"]).resolve()
     if not (run_dir / "state").is_dir():
         return {"status": "none", "killed": 0}
-    if request.get("wanted"):  # whoever monitors the run sees that it did not fail, and does not restart it
+    if request.get("wanted"):  # tells the controller that the run did not fail, so that it does not restart it
         (run_dir / "state/stop-wanted").touch()
     node = read_json(run_dir / "state/node.json")
     was_lost = read_state(run_dir)["status"] == "lost"

@@ -49,7 +49,7 @@ class Supervisor:
 
     def __init__(self, request: StartRequest, run_dir: Path, log: Path) -> None:
         self.request, self.run_dir = request, run_dir
-        # torchrun restarts its workers itself then, and a worker's death does not end the run.
+        # With this option torchrun restarts its workers itself, and the death of a worker does not end the run.
         elastic = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", word) for word in request.command)
         self.ranks = RankMonitor(run_dir, log, request.ranks, renumbered=elastic, replica=request.restarts > 0)
         self.best_step, self.failed_in_a_row, self.restarted = -1, 0, 0
@@ -79,7 +79,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Run torchrun until it ends and is not restarted; record the end."""
-        # Orphans become children of this process: torchrun starts its workers in sessions of their own.
+        # Orphans become children of this process: torchrun starts its workers in separate sessions.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         if self.request.hold and not self.wait_for_go():
@@ -230,7 +230,7 @@ class Supervisor:
             self.reap(torchrun)
 
     def end(self, code: int) -> None:
-        """Record how the run ended. What the ranks report counts: torchrun may fail though its workers have finished."""
+        """Record how the run ended. The reports of the ranks take precedence: torchrun can fail although its workers have finished."""
         self.ranks.read_log()
         statuses = {self.ranks.rank_state(rank).get("status") for rank in self.ranks.ranks}
         self.ranks.failures = [entry for entry in self.ranks.failures if not self.ranks.ended_well(entry["rank"])]

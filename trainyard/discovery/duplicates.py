@@ -1,4 +1,4 @@
-"""Which inventory entries are one machine, by the facts that are known after login."""
+"""Find inventory entries that are one machine, by facts that are known after login."""
 
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def find_duplicates(
             if bare not in listed and not ipaddress.ip_address(bare).is_loopback:
                 warnings.append(
                     f"{name} does not have the address {address} that discovery assigned to it: "
-                    "declare that address as a machine of its own"
+                    "declare that address as a separate machine"
                 )
     return Duplicates(len(kept), drop, tuple(warnings), _verdict(kept, drop, logins))
 

@@ -1,4 +1,4 @@
-"""Which answers come from one machine. Before login there are only hints; `duplicates` uses the facts after login."""
+"""Group answers by machine. Before login there are only hints; `duplicates` uses the facts after login."""
 
 import ipaddress
 from collections.abc import Sequence

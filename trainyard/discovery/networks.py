@@ -185,8 +185,8 @@ def mac_addresses(with_ipv6: bool) -> dict[str, str]:
 def neighbour_limit() -> int:
     """Return how many addresses may be scanned at once without an overflow of the kernel's neighbour table.
 
-    All network namespaces share the table (gc_thresh3, arp(7)). Half of it is reserved for other programs: with a
-    quarter, a scan of a /22 just after another scan has overflowed it.
+    All network namespaces share the table (gc_thresh3, arp(7)). Half of it is reserved for other programs:
+    with a quarter, a scan of a /22 shortly after another scan overflows it.
     """
     limit = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")  # absent inside a network namespace
     return max(64, (int(limit.read_text()) if limit.exists() else 1024) // 2)

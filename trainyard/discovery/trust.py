@@ -1,4 +1,4 @@
-"""Whether a machine may be logged in to: known_hosts must have a key for it, and it must present that key."""
+"""Decide whether a machine is trusted: known_hosts must have a key for it, and the machine must present that key."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checks between hosts by their answers. No I/O: every function returns findings, and an empty list if nothing is wrong."""
+"""Checks that compare the answers of hosts. No I/O: every function returns findings, and an empty list if nothing is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def duplicates(states: Sequence[HostState]) -> list[Finding]:
     seen: dict[tuple[str, ...], str] = {}
     for state in states:
         facts = state.facts
-        # Containers share a boot_id and cloned images a machine-id. One machine has both in common with itself.
+        # Containers share a boot_id, and cloned images share a machine-id. Entries that share both are one machine.
         identity = (facts["boot_id"], facts["machine_id"], *_own_addresses(facts), state.host.data_dir)
         first = seen.setdefault(identity, state.name)
         if first != state.name:
@@ -77,7 +77,7 @@ def clones(states: Sequence[HostState]) -> list[Finding]:
 
 
 def clocks(states: Sequence[HostState]) -> list[Finding]:
-    """Compare every clock with the median. The duration of the question is not counted as an error."""
+    """Compare every clock with the median. The duration of the request does not count as a difference."""
     if len(states) < 2:
         return []
     offsets = {}

@@ -1,4 +1,4 @@
-"""The questions that preflight asks every host by itself: what it is, and what else uses it."""
+"""The requests that preflight sends to every host: its facts and its health."""
 
 from __future__ import annotations
 

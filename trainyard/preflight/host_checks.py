@@ -1,4 +1,4 @@
-"""Checks of one host by its answers. No I/O: every function returns findings, and an empty list if nothing is wrong."""
+"""Checks of the answers of one host. No I/O: every function returns findings, and an empty list if nothing is wrong."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DISK_LOW = 10 << 30  # bytes
 MEMORY_LOW = 2048  # MiB
 LINK_LOW = 1000  # Mbit/s that a wired NIC should have negotiated
 SLOW_LOOKUP = 3.0  # s to resolve the names of all peers
-CORE_SHARE = 0.75  # of a core that a busy loop should get
+CORE_SHARE = 0.75  # minimum share of a core that a busy loop should get
 
-# What OpenSSH's client or a connection plugin says, and the remedy. The first match counts.
+# Messages of the OpenSSH client or a connection plugin, and the remedy. The first match applies.
 SSH_REMEDIES = {
     "Permission denied": "add your key to the host (ssh-copy-id), or correct ansible_user",
     "Host key verification failed": "if the host was reinstalled, remove its old key from known_hosts",
@@ -78,7 +78,7 @@ def disk_space(state: HostState, needed: int) -> list[Finding]:
 
 
 def reachability(state: HostState) -> list[Finding]:
-    """Report why the host does not answer, in the words of OpenSSH's client."""
+    """Report why the host does not answer, with the message of the OpenSSH client."""
     error = state.error
     remedy = next((remedy for text, remedy in SSH_REMEDIES.items() if text.lower() in error.lower()), "")
     return [
@@ -103,7 +103,7 @@ def resources(state: HostState, memory_mib: int) -> list[Finding]:
         out.failure("memory", text, "end the programs that use it, or raise the memory limit of the host")
     elif available < MEMORY_LOW:
         text = f"{available} of {total} MiB of memory are free"
-        out.warning("memory", text, "end the programs that use it, or take a smaller model")
+        out.warning("memory", text, "end the programs that use it, or use a smaller model")
     return out.found
 
 

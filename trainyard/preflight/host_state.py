@@ -1,4 +1,4 @@
-"""One host and its answers to the questions of preflight."""
+"""One host and its answers to the requests of preflight."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trainyard.connection import Host
 
 @dataclass
 class HostState:
-    """A host with what is known about it. A part that has not been asked for is empty.
+    """A host and its answers. The answer to a request that was not sent is empty.
 
     Attributes:
         host: what the inventory says.
         facts: the answer of the verb `host_facts`.
         health: the answer of the verb `health`.
         mesh: the answer of the verb `mesh`; None if the host did not take part.
-        asked: the controller's clock before and after the `health` question, in seconds since the epoch.
+        asked: the controller's clock before and after the `health` request, in seconds since the epoch.
         error: why the host did not answer, in one line; empty if it did.
     """
 
@@ -63,5 +63,5 @@ class HostState:
 
 
 def responding(states: list[HostState]) -> list[HostState]:
-    """Return the hosts that have answered every question so far."""
+    """Return the hosts that have answered every request so far."""
     return [state for state in states if not state.error]

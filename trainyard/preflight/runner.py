@@ -1,4 +1,4 @@
-"""Preflight from hosts to a report, and the part of it that a run does before it starts."""
+"""The complete preflight, and the part of it that every run performs before it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_preflight(
     run: str = "",
     all_reduce: bool = True,
 ) -> Report:
-    """Ask all hosts at once, measure what lies between them, and report what is wrong. Changes nothing on the hosts.
+    """Query all hosts in parallel, measure the network between them, and report problems. Changes nothing on the hosts.
 
     Args:
         hosts: the head first.
@@ -88,7 +88,7 @@ def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -
 def check_plan(
     states: Sequence[HostState], connect: Callable[[Host], HostConnection], master_port: int
 ) -> list[Finding]:
-    """Measure the mesh of a run's hosts just before the start, and return what is wrong between them.
+    """Measure the mesh of a run's hosts just before the start, and return the findings.
 
     A host that does not answer has no finding: the start of the run reports it.
 

@@ -1,1 +1,1 @@
-"""The Python environments of the hosts: what each one contains (`resolve`), who builds it (`plan`), what is sent (`bundle`)."""
+"""The Python environments of the hosts: their contents (`resolve`), the hosts that build them (`plan`), the files that are sent (`bundle`)."""

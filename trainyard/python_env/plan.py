@@ -1,4 +1,4 @@
-"""Which Python environment every host gets, and which host fetches the wheels for the others."""
+"""Plan the Python environment of every host, and select the hosts that fetch the wheels."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def source(name: str, builder: Host, port: int) -> str:
 
 
 def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]:
-    """Return for every host its environment, what has to be done, and who fetches the wheels.
+    """Return for every host its environment, the work to do, and the host that fetches the wheels.
 
     Args:
         infos: for each host what `python_env_info` returned, in the inventory's order.
@@ -85,7 +85,7 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
 
     Returns:
         For each host `key` of the environment, `todo` (none, trainer, all), `builder` (the first host with the same key,
-        which fetches for all of them), `fetches` (whether it has to, now), `serves` (whether others need its wheels),
+        which fetches for all of them), `fetches` (whether this host must fetch), `serves` (whether others need its wheels),
         `tag` and `flavour`.
 
     Raises:

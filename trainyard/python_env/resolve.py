@@ -1,4 +1,4 @@
-"""What a Python environment contains: requirements, pinned versions, the build of torch, conda packages."""
+"""The contents of a Python environment: requirements, pinned versions, the build of torch, conda packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EnvironmentBuildError(Exception):
 
 @dataclass(frozen=True)
 class EnvironmentRequest:
-    """What every environment of the play contains, the same on all hosts.
+    """The contents of every environment of the play, the same on all hosts.
 
     Attributes:
         requirements: lines in pip's format.

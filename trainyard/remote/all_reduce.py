@@ -1,4 +1,4 @@
-"""Measures an all-reduce over all hosts with gloo. Needs the cluster's Python environment, for it imports torch."""
+"""Measures an all-reduce over all hosts with gloo. Imports torch, so it needs the cluster's Python environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPEATS = 10
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Take part in an all-reduce as one rank, and return what it cost.
+    """Take part in an all-reduce as one rank, and return its bandwidth and latency.
 
     Args:
         request: `rank`, `world` (the number of ranks), `master` and `port` (the rendezvous), `device` (the network

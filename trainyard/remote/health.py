@@ -1,4 +1,4 @@
-"""What can break a run on a host, beyond its facts: CPU and memory limits, other load, names, damaged files.
+"""Conditions of a host that can break a run: CPU and memory limits, other load, names, damaged files.
 
 Standard library only. Measurements take about two seconds.
 """
@@ -26,7 +26,7 @@ RESOLVE_LIMIT = 6.0  # s for all names; a dead DNS server takes 10 s per name
 # How Python is started for a request (see trainyard/remote_archive.py); two hosts of an inventory may be one machine.
 REQUEST_FLAGS = b"\0-I\0-S\0-c\0"
 PF_KTHREAD = 0x00200000  # linux/sched.h
-# Runs as root in a mount namespace of its own.
+# Runs as root in a separate mount namespace.
 CGROUP_V1_LIMITS = r"""
 mount -t cgroup -o memory none /mnt && cat /mnt/memory.limit_in_bytes && awk '/^total_rss / {print $2}' /mnt/memory.stat
 umount /mnt; mount -t cgroup -o cpu none /mnt && cat /mnt/cpu.cfs_quota_us /mnt/cpu.cfs_period_us
@@ -247,7 +247,7 @@ def sha256(path: Path) -> str:
 
 
 def files(data_dir: Path, run: str) -> dict[str, Any]:
-    """Return what is wrong with files of the data folder.
+    """Return the damaged files of the data folder, and digests of files to compare between hosts.
 
     `damaged` lists staged datasets whose content does not match the digest in their name. `equal` has digests of the
     files that must be the same on every host: the datasets that the role nfs copies, and the run's trainer.

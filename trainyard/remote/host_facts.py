@@ -1,4 +1,4 @@
-"""What a host is, as far as the plan of a run needs it. Standard library only."""
+"""The facts of a host that the plan of a run needs. Standard library only."""
 
 from __future__ import annotations
 

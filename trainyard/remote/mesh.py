@@ -18,7 +18,7 @@ from trainyard.remote.network import interface_mtu
 
 TOKEN_SIZE = 64  # bytes that both ends of a connection send first
 COMMAND_SIZE = 16  # bytes of a command on a connection
-STREAM = 2 << 20  # bytes that a worker sends to the head at most, and receives, to measure the bandwidth
+STREAM = 2 << 20  # maximum bytes that a worker sends to the head, and receives, to measure the bandwidth
 LARGE = 128 << 10  # bytes; too many for a path that silently drops large packets
 PINGS = 20
 CONNECT_LIMIT = 3.0  # s for a peer that accepted a connection to send its token
@@ -57,7 +57,7 @@ class Mesh:
         self.taken: list[int] = []
         self.reached: dict[str, dict[str, str]] = {name: {} for name in self.peers}
         self.lines: dict[str, dict[str, Any]] = {name: {} for name in self.peers}
-        self.done: set[str] = set()  # peers that need this host no longer
+        self.done: set[str] = set()  # peers that no longer need this host
         self.one_stream = threading.Lock()
 
     def run(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Mesh:
             threading.Thread(target=self.accept, args=(server,), daemon=True).start()
 
     def accept(self, server: socket.socket) -> None:
-        """Serve every connection in a thread of its own."""
+        """Serve every connection in a separate thread."""
         while True:
             peer, _ = server.accept()
             threading.Thread(target=self.serve, args=(peer,), daemon=True).start()
@@ -151,7 +151,7 @@ class Mesh:
                     send_command(connection, f"bye {self.names.index(self.name)}")
 
     def connect(self, address: str, port: int) -> tuple[socket.socket | None, str]:
-        """Try until it works or the time is up, for the peer may not have started yet; return a connection or an error."""
+        """Retry until the time is up, because the peer may not have started yet; return a connection or an error."""
         error = "no answer"
         deadline = self.deadline - self.limit / 2  # the other half is for the measurements
         while True:
@@ -199,7 +199,7 @@ class Mesh:
             self.lines[name]["mbit"] = round(2 * size * 8e-6 / seconds, 1)
 
     def transfer(self, connection: socket.socket, size: int) -> float:
-        """Return the seconds for `size` bytes to the peer and as many back."""
+        """Return the seconds to send `size` bytes to the peer and to receive as many."""
         send_command(connection, f"send {size}")
         receive(connection, 1)
         start = time.perf_counter()
@@ -227,7 +227,7 @@ def send_command(connection: socket.socket, text: str) -> None:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Return exactly `size` bytes. Raises EOFError if the peer closes the connection before."""
+    """Return exactly `size` bytes. Raises EOFError if the peer closes the connection early."""
     parts = []
     while size:
         part = connection.recv(min(size, 1 << 18))

@@ -29,5 +29,5 @@ def query(*fields: str, subject: str = "gpu") -> list[list[str]]:
 
 
 def mib(value: str) -> int:
-    """Return a size of `query` in MiB; 0 for a GPU that shares the host's memory and has none of its own ("[N/A]")."""
+    """Return a size of `query` in MiB; 0 for a GPU without separate memory ("[N/A]")."""
     return int(float(value)) if value.replace(".", "", 1).isdigit() else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_files(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what the request asks for of the files below a folder.
+    """Return the requested contents, sizes and digests of files below a folder.
 
     Args:
         request: `folder`, an absolute path; `text`, names of files to read; `sizes` and `sha256`, glob patterns.
