@@ -84,7 +84,8 @@ def skew(lab: Lab, inventory: Path, folder: Path, run: str) -> float:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as content:
         content.writestr("trainer/__init__.py", "")
-        content.write(TOP / "trainer/supervise.py", "trainer/supervise.py")
+        for source in sorted((TOP / "trainer/supervise").glob("*.py")):
+            content.write(source, f"trainer/supervise/{source.name}")
     (folder / "trainer.zip").write_bytes(archive.getvalue())
     run_dir = f"{DATA}/runs/{run}"
 

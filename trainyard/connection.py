@@ -1,89 +1,133 @@
-"""Talking to all hosts of a play from one task: a thread a host, each over the host's own connection plugin.
+"""Connections to the hosts of a cluster: what a host is, how commands and files reach it, and questions to many hosts.
 
-Neither `forks` nor the order of hosts matters then, and a question costs one round trip: a small program, piped to the
-host's Python, prints one JSON object.
+Nothing here depends on Ansible. The transports are `trainyard.openssh` (OpenSSH, or a local process) and
+`trainyard.ansible_adapter` (Ansible's connection plugins).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import shlex
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from ansible.errors import AnsibleConnectionFailure, AnsibleError
-from ansible.plugins.action import ActionBase
-from ansible.plugins.loader import connection_loader
-
-from trainer.worker_process import die_with_launcher
-
-
-class ClusterAction(ActionBase):
-    """An action that runs on the controller, once for all hosts of the play."""
-
-    BYPASS_HOST_LOOP = True
-    TRANSFERS_FILES = False
-    _requires_connection = False
-    _supports_check_mode = True
-    _supports_async = False
-
-    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Prepare for any action of ours: what carries it out ends with ansible-playbook.
-
-        Ansible's workers live in sessions of their own. When the terminal is closed, or ansible-playbook killed, one that
-        follows a run would go on, and start it again beside whoever follows it next.
-        """
-        die_with_launcher()
-        result: dict[str, Any] = super().run(tmp, task_vars)
-        return result
+from trainyard.remote_archive import remote_command, remote_input
 
 
 class RemoteError(Exception):
-    """A host did not answer, or answered that it cannot; the message is one plain line."""
+    """A host did not answer, or it answered with an error; the message is one line."""
+
+
+class InventoryError(Exception):
+    """The inventory does not describe a host completely; the message is one line."""
+
+
+class Transport(Protocol):
+    """How commands and files reach one host. Used by one thread at a time."""
+
+    kind: str  # "local", "ssh" or "ansible"
+
+    def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
+        """Run a shell command; return its exit code, standard output and standard error.
+
+        Raises RemoteError if the host is unreachable.
+        """
+        ...
+
+    def put(self, source: str, target: str) -> None:
+        """Copy a file of the controller to the host. Raises RemoteError."""
+        ...
+
+    def fetch(self, source: str, target: str) -> None:
+        """Copy a file of the host to the controller. Raises RemoteError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Login:
+    """How to log in to a host over SSH; an empty `address` is the controller itself."""
+
+    address: str = ""
+    user: str = ""
+    port: int = 0
+    key_file: str = ""
+    extra_arguments: tuple[str, ...] = ()  # further arguments of ssh, such as `-o UserKnownHostsFile=...`
+
+    def destination(self) -> str:
+        """Return `user@address` as ssh takes it."""
+        return f"{self.user}@{self.address}" if self.user else self.address
+
+    def ssh_arguments(self) -> list[str]:
+        """Return the arguments of ssh that come before the destination."""
+        words = [*(["-i", self.key_file] if self.key_file else []), *self.extra_arguments]
+        return [*words, *(["-p", str(self.port)] if self.port else [])]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the inventory says about a host of the cluster."""
+
+    name: str
+    address: str  # the IP address at which its peers reach it
+    data_dir: str
+    python: str  # the interpreter of the cluster's Python environment
+    backend: str = "auto"  # of the supervisor: auto, systemd or process
+    processes: int = 0  # ranks on this host; 0 for one per GPU, or one without a GPU
+    managed: bool = True  # whether trainyard configures the host as root
+    system_python: str = "/usr/bin/python3"  # the interpreter that Ansible uses
+    login: Login = field(default_factory=Login)
+
+    def check(self) -> None:
+        """Check that a run can be planned on the host. Raises InventoryError."""
+        try:
+            ipaddress.ip_address(self.address)
+        except ValueError:
+            raise InventoryError(
+                f"{self.name}: cluster_address is {self.address!r}; set it to the IP address at which its peers reach it"
+            ) from None
+        for name, path in (("cluster_data_dir", self.data_dir), ("cluster_python", self.python)):
+            if not path.startswith("/"):
+                raise InventoryError(f"{self.name}: {name} is {path!r}; set it to an absolute path on the host")
 
 
 class HostConnection:
-    """One host's own connection. Made in the main thread (it templates); used by one thread at a time."""
+    """One host and the transport that reaches it. Used by one thread at a time."""
 
-    def __init__(self, action: ActionBase, hostvars: Any, host: str) -> None:
-        variables = hostvars[host]
+    def __init__(self, host: Host, transport: Transport) -> None:
         self.host = host
-        self.variables = variables
-        self.python: str = variables.get("cluster_python") or "/usr/bin/python3"
-        # As ansible.executor.task_executor does for the one host of a common task.
-        context = action._play_context.copy()
-        context.remote_addr = variables.get("ansible_host", host)
-        kind = variables.get("ansible_connection") or action._task.connection
-        self.connection = connection_loader.get(kind, context, None, task_uuid=action._task._uuid)
-        if self.connection is None:
-            raise AnsibleError(f"{host}: there is no connection plugin {kind!r}")
-        keys = action._task.dump_attrs() | {"timeout": context.timeout}
-        if context.password:
-            keys["password"] = context.password
-        keys.pop("retries", None)
-        options = self.connection._resolve_option_variables(variables, action._templar)
-        self.connection.set_options(task_keys=keys, var_options=options)
+        self.transport = transport
 
-    def ask(self, program: bytes, *arguments: str) -> dict[str, Any]:
-        """Pipe a program to the host's Python (its standard library alone) and return the object that it prints.
+    def call(self, verb: str, request: dict[str, Any], *, python: str = "") -> dict[str, Any]:
+        """Run a verb of the remote archive on the host and return its answer.
+
+        Args:
+            verb: see trainyard/remote/__main__.py.
+            request: sent as JSON on standard input, so it may hold secrets.
+            python: the interpreter on the host, if not the cluster's own.
 
         Raises:
-            RemoteError: no answer, or the answer is `{"error": ...}`.
+            RemoteError: the host is unreachable, or the answer is `{"error": ...}`.
         """
-        words = " ".join(shlex.quote(argument) for argument in arguments)
-        return self.run(f"exec {shlex.quote(self.python)} -I -S - {words}", program)
+        return self.run(remote_command(verb, python or self.host.python), remote_input(request))
+
+    def start_run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Start the host's part of a run from the staged trainer, which outlives the connection. Raises RemoteError.
+
+        Args:
+            request: see trainer.supervise.start.
+        """
+        archive = shlex.quote(f"{request['run_dir']}/trainer.zip")
+        # -P: import the staged trainer, not one in the current folder.
+        command = f"PYTHONPATH={archive} exec {shlex.quote(self.host.python)} -P -m trainer.supervise start"
+        return self.run(command, json.dumps(request).encode())
 
     def run(self, command: str, stdin: bytes | None = None) -> dict[str, Any]:
-        """Run a shell command there and return the last JSON object on its stdout. Raises RemoteError."""
-        try:
-            # sudoable=False: no terminal, so that the output is only what was printed.
-            code, out, err = self.connection.exec_command(
-                f"/bin/sh -c {shlex.quote(command)}", in_data=stdin, sudoable=False
-            )
-        except AnsibleConnectionFailure as error:
-            raise RemoteError(last_line(str(error)) or "unreachable") from error
+        """Run a shell command on the host and return the last JSON object on its standard output. Raises RemoteError."""
+        code, out, err = self.transport.execute(command, stdin)
         lines = [line for line in out.decode(errors="replace").splitlines() if line.startswith("{")]
         try:
             answer: dict[str, Any] = json.loads(lines[-1])
@@ -95,60 +139,52 @@ class HostConnection:
 
     def put(self, source: str, target: str) -> None:
         """Copy a file of the controller to the host. Raises RemoteError."""
-        try:
-            self.connection.put_file(source, target)
-        except (AnsibleError, OSError) as error:
-            raise RemoteError(f"cannot copy {source} to {target}: {last_line(str(error))}") from None
+        self.transport.put(source, target)
 
     def fetch(self, source: str, target: str) -> None:
         """Copy a file of the host to the controller. Raises RemoteError."""
-        try:
-            self.connection.fetch_file(source, target)
-        except (AnsibleError, OSError) as error:
-            raise RemoteError(f"cannot fetch {source}: {last_line(str(error))}") from None
+        self.transport.fetch(source, target)
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a command's complaint: the one that says why."""
+    """Return the last line of an error output: the one that names the cause."""
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
 class FanOut:
-    """The same question to many hosts at once. Threads are daemons: one on a dead host must not hold the playbook."""
+    """The same request to many hosts at once, one daemon thread per host: a host that hangs does not block the exit.
 
-    def __init__(self, questions: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    `answers` and `errors` fill up while the threads run; both are keyed by the name of the host.
+    """
+
+    def __init__(self, requests: dict[str, Callable[[], dict[str, Any]]]) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
-        self.troubles: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self.threads = {
-            host: threading.Thread(target=self._ask, args=(host, question), daemon=True)
-            for host, question in questions.items()
+            host: threading.Thread(target=self._request, args=(host, request), daemon=True)
+            for host, request in requests.items()
         }
         for thread in self.threads.values():
             thread.start()
 
-    def _ask(self, host: str, question: Callable[[], dict[str, Any]]) -> None:
+    def _request(self, host: str, request: Callable[[], dict[str, Any]]) -> None:
         try:
-            self.answers[host] = question()
-        except Exception as error:  # whatever a connection plugin throws: it is this host's trouble, not the run's
-            self.troubles[host] = str(error)
+            self.answers[host] = request()
+        except Exception as error:  # a connection plugin may raise anything; it concerns this host only
+            self.errors[host] = str(error)
 
     def wait(self, limit: float, doubtful: Collection[str] = (), grace: float = 0.0) -> FanOut:
-        """Wait for all for up to `limit` seconds; whoever is not back then has not answered.
+        """Wait up to `limit` seconds for all hosts; then record an error for each host without an answer.
 
-        The `doubtful` hosts, which are not expected to answer, have `grace` seconds after the others at most.
+        Hosts in `doubtful` are not expected to answer: they get at most `grace` seconds more than the other hosts need.
         """
-        began = time.monotonic()
-        deadline = began + limit
+        start = time.monotonic()
+        deadline = start + limit
         for host, thread in sorted(self.threads.items(), key=lambda item: item[0] in doubtful):
             if host in doubtful:
                 deadline = min(deadline, time.monotonic() + grace)
                 grace = 0.0
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                self.troubles.setdefault(host, f"no answer within {time.monotonic() - began:.0f} s")
+                self.errors.setdefault(host, f"no answer within {time.monotonic() - start:.0f} s")
         return self
-
-
-def plain(message: str, **more: Any) -> dict[str, Any]:
-    """Return a failure that one line tells whole; the callback `trainyard` prints it as that."""
-    return {"failed": True, "plain": True, "msg": message, **more}

@@ -12,36 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from trainer.files import sha256_file
-from trainyard.connection import ClusterAction, FanOut, HostConnection, RemoteError, plain
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
+from trainyard.connection import FanOut, HostConnection, RemoteError
 
 GATHER_LIMIT = 600.0  # s
 # What of a run folder is worth having elsewhere: no checkpoints, no secrets.
 KEPT = ["adapter/*", "model/*", "merged/*", "result.json", "spec.yml", "metrics.jsonl", "logs/*.log", "tensorboard/*"]
-# Runs on a host: its result, and the ranks of its last start and all logs.
-_ASK = b"""
-import hashlib, json, sys
-from pathlib import Path
-run, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
-try:
-    result = json.loads((run / "result.json").read_bytes())
-except (OSError, ValueError):
-    result = None
-files = {}
-for pattern in wanted:
-    for path in run.glob(pattern):
-        if path.is_file():
-            with path.open("rb") as file:
-                files[str(path.relative_to(run))] = hashlib.file_digest(file, "sha256").hexdigest()
-logs = {p.name: p.stat().st_size for p in (run / "logs").glob("*.log")}
-ranks = [p.stem.removeprefix("rank") for p in (run / "state").glob("rank*.json")]
-print(json.dumps({"result": result, "ranks": ranks, "logs": logs, "files": files}))
-"""
 
 
 class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
-        hostvars = (task_vars or {})["hostvars"]
+        connect = cluster_connections(self, task_vars or {})
         _, a = self.validate_argument_spec(
             {
                 "plan": {"type": "list", "elements": "dict", "required": True},
@@ -52,17 +34,17 @@ class ActionModule(ClusterAction):
         if self._task.check_mode:
             return {"skipped": True, "msg": "nothing ran in check mode"}
         plan = a["plan"]
-        links = {entry["host"]: HostConnection(self, hostvars, entry["host"]) for entry in plan}
+        links = {entry["host"]: connect(entry["host"]) for entry in plan}
         asked = FanOut({e["host"]: asker(links[e["host"]], e["run_dir"]) for e in plan}).wait(GATHER_LIMIT)
         head = plan[0]
         # A replica that was away at the end has no result; the others' is the run's.
         may_be_away = {entry["host"] for entry in plan[1:] if entry.get("replica") is not None}
-        if lost := [e["host"] for e in plan if e["host"] in asked.troubles and e["host"] not in may_be_away]:
-            return plain(f"{lost[0]}: {asked.troubles[lost[0]]}")
+        if lost := [e["host"] for e in plan if e["host"] in asked.errors and e["host"] not in may_be_away]:
+            return failure(f"{lost[0]}: {asked.errors[lost[0]]}")
         plan = [entry for entry in plan if entry["host"] in asked.answers]
         result = asked.answers[head["host"]]["result"]
         if not result:
-            return plain(
+            return failure(
                 f"{head['host']}: there is no result.json in {head['run_dir']}: its logs are in {head['run_dir']}/logs"
             )
         for kind in ("adapter_sha256", "model_sha256"):
@@ -71,7 +53,7 @@ class ActionModule(ClusterAction):
             digests = {host: (told or {}).get(kind) for host, told in ended.items()}
             if len(set(digests.values())) > 1:
                 shown = ", ".join(f"{host} {str(digest)[:12]}" for host, digest in digests.items())
-                return plain(
+                return failure(
                     f"the hosts ended with different weights ({kind}: {shown}): do not use them; logs in {head['run_dir']}/logs"
                 )
         there = asked.answers[head["host"]]["logs"]
@@ -89,12 +71,12 @@ class ActionModule(ClusterAction):
                             brought.append(name)
             if a["to"]:
                 folder = Path(a["to"]).expanduser() / result["run"]
-                asked_again = links[head["host"]].ask(_ASK, head["run_dir"], json.dumps(KEPT))
-                brought += take(links[head["host"]], head["run_dir"], asked_again["files"], folder)
+                kept = links[head["host"]].call("read_files", {"folder": head["run_dir"], "sha256": KEPT})["sha256"]
+                brought += take(links[head["host"]], head["run_dir"], kept, folder)
         except RemoteError as error:
-            return plain(f"{head['host']}: {error}")
+            return failure(f"{head['host']}: {error}")
         except OSError as error:
-            return plain(f"cannot write {error.filename}: {error.strerror}")
+            return failure(f"cannot write {error.filename}: {error.strerror}")
         lines = summary(result, head, len(plan), links[head["host"]])
         if a["to"]:
             lines.insert(-1, f"  copy here    {folder}")
@@ -104,7 +86,16 @@ class ActionModule(ClusterAction):
 
 
 def asker(link: HostConnection, run_dir: str) -> Any:
-    return lambda: link.ask(_ASK, run_dir, "[]")
+    request = {"folder": run_dir, "text": ["result.json"], "sizes": ["logs/*.log", "state/rank*.json"]}
+
+    def ask() -> dict[str, Any]:
+        answer = link.call("read_files", request)
+        text, sizes = answer["text"]["result.json"], answer["sizes"]
+        logs = {name.removeprefix("logs/"): size for name, size in sizes.items() if name.startswith("logs/")}
+        ranks = [Path(name).stem.removeprefix("rank") for name in sizes if name.startswith("state/")]
+        return {"result": json.loads(text) if text else None, "logs": logs, "ranks": ranks}
+
+    return ask
 
 
 def take(head: HostConnection, run_dir: str, files: dict[str, str], folder: Path) -> list[str]:
@@ -157,11 +148,8 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, link: Host
 def tensorboard(folder: str, link: HostConnection) -> str:
     """Return the command that shows a folder of events on the controller's screen, wherever the folder is."""
     here = f"tensorboard --logdir {shlex.quote(folder)}"
-    if link.connection.transport == "local":
+    login = link.host.login
+    if not login.address:
         return here
-    user, address = link.variables.get("ansible_user"), link.variables.get("ansible_host", link.host)
-    options = link.variables.get("ansible_ssh_common_args") or ""
-    key = link.variables.get("ansible_ssh_private_key_file")
-    words = ["ssh", *([f"-i {key}"] if key else []), *([options] if options else []), "-L 6006:127.0.0.1:6006"]
-    words.append(f"{user}@{address}" if user else str(address))
-    return " ".join([*words, link.python, "-m tensorboard.main", "--logdir", shlex.quote(folder)])
+    words = ["ssh", *login.ssh_arguments(), "-L", "6006:127.0.0.1:6006", login.destination()]
+    return f"{shlex.join(words)} {link.host.python} -m tensorboard.main --logdir {shlex.quote(folder)}"

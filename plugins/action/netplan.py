@@ -12,7 +12,8 @@ from typing import Any
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
-from trainyard.connection import last_line, plain
+from trainyard.ansible_adapter import failure
+from trainyard.connection import last_line
 from trainyard.known_hosts import pins_of
 
 BACK_LIMIT = 60.0  # s after its time is over: what a host may take to be reachable at its old address
@@ -39,9 +40,9 @@ class ActionModule(ActionBase):
             words = " ".join(option(name) or "" for name in ("ssh_common_args", "ssh_extra_args"))
             self.pins = pins_of(option("ssh_executable"), words, self.old, option("port"))
             if trouble := self._other_key(wished):
-                return plain(trouble)
+                return failure(trouble)
             if wished not in ("", self.old) and self._known(wished) and (trouble := self._go_on_there(wished)):
-                return plain(trouble)
+                return failure(trouble)
         seen = self._step("look")
         if seen.get("failed") or seen.get("unreachable"):
             return seen
@@ -55,7 +56,7 @@ class ActionModule(ActionBase):
         """Try it, reach the host there, and have it confirmed; or wait until it is back where it was."""
         target, limit = str(seen["target"]), float(self.args.get("timeout") or 30)
         if self.ssh and not self._known(target):
-            return plain(f"known_hosts has no SSH host key for {self.old}, so nobody could tell it at {target}")
+            return failure(f"known_hosts has no SSH host key for {self.old}, so nobody could tell it at {target}")
         tried = self._step("try")
         if tried.get("failed"):
             return tried
@@ -94,9 +95,9 @@ class ActionModule(ActionBase):
                 time.sleep(PAUSE)
                 continue
             if not seen.get("pending") and (not self.ssh or seen.get("present", old) == old):
-                return plain(f"{what}, so it went back to {old}: see netplan_address, its prefix and netplan_nic")
+                return failure(f"{what}, so it went back to {old}: see netplan_address, its prefix and netplan_nic")
             time.sleep(PAUSE)
-        return plain(f"{what}, and it does not answer at {old} either: a reboot of it brings its former address back")
+        return failure(f"{what}, and it does not answer at {old} either: a reboot of it brings its former address back")
 
     def _go_on_there(self, wished: str) -> str | None:
         """Go on at the new address where the host has it already; return what is wrong with whoever answers there."""

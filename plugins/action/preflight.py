@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import random
@@ -10,16 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TOP = Path(__file__).resolve().parents[2]
 from plugins.action.run_plan import MARGIN, describe
-from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
+from trainyard.connection import FanOut, HostConnection
 from trainyard.preflight import checks
 from trainyard.preflight.connectivity import check_mesh, high_ports
 from trainyard.run.plan import PORTS, PlanError
 
-REMOTE = TOP / "trainyard/remote"
-PROBE, CHECKUP = ((REMOTE / f"{name}.py").read_bytes() for name in ("host_facts", "health"))
-ALL_REDUCE = (REMOTE / "all_reduce.py").read_bytes()
 PROBE_LIMIT = 20.0  # s for a host to say what it is: one that hangs says nothing
 CHECKUP_LIMIT = 300.0  # s: all datasets are read for their checksums
 REDUCE_LIMIT = 60.0  # s, most of it importing torch
@@ -40,12 +38,13 @@ class ActionModule(ClusterAction):
             }
         )
         self.hostvars = variables["hostvars"]
+        self.connect = cluster_connections(self, variables)
         if a["plan"]:
             return self.lines_of(a["plan"], a["master_port"])
         try:
             hosts = [describe(name, self.hostvars[name]) for name in variables["ansible_play_hosts_all"]]
         except PlanError as error:
-            return plain(str(error))
+            return failure(str(error))
         head_port = a["master_port"] or PORTS.start
         ports = [head_port, *high_ports()]
         self.look(hosts, a["run"])
@@ -62,20 +61,19 @@ class ActionModule(ClusterAction):
         """Return what is wrong between the hosts of a plan; one that does not answer is for the start to find."""
         hosts = [{**host, "facts": {"interface": host["interface"]}} for host in plan]
         ports = [port, *high_ports()]
-        check_mesh(hosts, ports, functools.partial(HostConnection, self, self.hostvars))
-        paired = [host for host in hosts if host.get("pairs")]
+        check_mesh(hosts, ports, self.connect)
+        paired = [host for host in hosts if host.get("mesh")]
         found = checks.lines(paired, ports, port)
         return self.report([], found, [finding.line for finding in found], None, {"json": ""})
 
     def link(self, host: str) -> HostConnection:
         """A connection that asks the Python that Ansible uses: the cluster's own may be what is missing."""
-        link = HostConnection(self, self.hostvars, host)
-        python = str(self.hostvars[host].get("ansible_python_interpreter") or "")
-        link.python = python if python.startswith("/") else "/usr/bin/python3"
+        link = self.connect(host)
+        link.host = dataclasses.replace(link.host, python=link.host.system_python)
         return link
 
     def look(self, hosts: list[dict[str, Any]], run: str) -> None:
-        """Put `facts`, `checkup` and `asked`, or `trouble`, into every host's description."""
+        """Put `facts`, `health` and `asked`, or `trouble`, into every host's description."""
         links = {host["host"]: self.link(host["host"]) for host in hosts}
         questions: dict[str, Callable[[], dict[str, Any]]] = {}
         for host in hosts:
@@ -86,17 +84,17 @@ class ActionModule(ClusterAction):
                 "run_dir": f"{host['data_dir']}/runs/{run or '.preflight'}",
             }
             about |= {name: host[name] for name in ("address", "python", "data_dir")}
-            questions[host["host"]] = functools.partial(links[host["host"]].ask, PROBE, json.dumps(about))
+            questions[host["host"]] = functools.partial(links[host["host"]].call, "host_facts", about)
         keep(hosts, FanOut(questions).wait(PROBE_LIMIT), "facts")
         questions = {}
         for host in answering(hosts):
             about = {"data_dir": host["data_dir"], "run": run, "memory_mib": MEMORY}
             about["peers"] = [other["host"] for other in hosts if other is not host]
             about["sudo"] = bool(self.hostvars[host["host"]].get("cluster_managed", True))
-            questions[host["host"]] = functools.partial(timed, links[host["host"]], CHECKUP, about)
-        keep(hosts, FanOut(questions).wait(CHECKUP_LIMIT), "checkup")
+            questions[host["host"]] = functools.partial(timed, links[host["host"]], about)
+        keep(hosts, FanOut(questions).wait(CHECKUP_LIMIT), "health")
         for host in answering(hosts):
-            host["asked"] = host["checkup"].pop("asked")
+            host["asked"] = host["health"].pop("asked")
 
     def all_reduce(
         self, hosts: list[dict[str, Any]], found: list[checks.Finding]
@@ -114,12 +112,10 @@ class ActionModule(ClusterAction):
             about = {"rank": rank, "world": len(hosts), "master": hosts[0]["address"], "port": port}
             about |= {"device": host["facts"]["interface"], "limit": REDUCE_LIMIT}
             link = self.link(host["host"])
-            questions[host["host"]] = functools.partial(
-                link.run, f"exec {json.dumps(host['python'])} -I - '{json.dumps(about)}'", ALL_REDUCE
-            )
+            questions[host["host"]] = functools.partial(link.call, "all_reduce", about, python=host["python"])
         asked = FanOut(questions).wait(REDUCE_LIMIT + 15)
-        if asked.troubles:
-            return "failed", None, asked.troubles
+        if asked.errors:
+            return "failed", None, asked.errors
         result = asked.answers[hosts[0]["host"]]
         how = f"{result['mbit']:.0f} Mbit/s, {result['latency_ms']:.2f} ms (torch {result['torch']}, gloo, {len(hosts)} hosts)"
         return how, result, {}
@@ -148,7 +144,7 @@ class ActionModule(ClusterAction):
             failures = [finding for finding in found if finding.level == "failure"]
             first = f"{failures[0].host}: {failures[0].plain}" if failures[0].host else failures[0].plain
             more = f" ({len(failures)} failures, all of them below)" if len(failures) > 1 else ""
-            return plain(first + more, lines=lines, **report)
+            return failure(first + more, lines=lines, **report)
         return {"changed": False, "lines": lines, **report}
 
 
@@ -162,13 +158,13 @@ def keep(hosts: list[dict[str, Any]], asked: FanOut, name: str) -> None:
         if host["host"] in asked.answers:
             host[name] = asked.answers[host["host"]]
         else:
-            host["trouble"] = asked.troubles[host["host"]]
+            host["trouble"] = asked.errors[host["host"]]
 
 
-def timed(link: HostConnection, program: bytes, about: dict[str, Any]) -> dict[str, Any]:
+def timed(link: HostConnection, about: dict[str, Any]) -> dict[str, Any]:
     """Ask, and add this machine's clock before and after as `asked`. Raises RemoteError."""
     sent = time.time()
-    answer = link.ask(program, json.dumps(about))
+    answer = link.call("health", about)
     return answer | {"asked": [sent, time.time()]}
 
 
@@ -177,5 +173,5 @@ def shown(host: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in host.items()
-        if name in ("address", "facts", "checkup", "pairs", "trouble", "data_dir", "python")
+        if name in ("address", "facts", "health", "mesh", "trouble", "data_dir", "python")
     }

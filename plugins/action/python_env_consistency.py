@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainyard.connection import ClusterAction, plain
+from trainyard.ansible_adapter import ClusterAction, failure
 from trainyard.python_env.resolve import differences
 
 
@@ -22,7 +22,7 @@ class ActionModule(ClusterAction):
         empty = [host for host, found in versions.items() if not found]
         if empty and not self._task.check_mode:
             look = looks[empty[0]]
-            return plain(
+            return failure(
                 f"{empty[0]}: there is no working Python at {look['python']}: mend cluster_python, or say python_env: venv"
             )
         # Somebody else's environment has no wheel of ours, and needs none: a run brings its own trainer.
@@ -31,7 +31,7 @@ class ActionModule(ClusterAction):
         # What --check has not made cannot be compared.
         lines = differences({host: found for host, found in versions.items() if found})
         if lines:
-            return plain(
+            return failure(
                 "the hosts' environments differ: bring them to one state (roles/python/README.md)", lines=lines
             )
         return {"changed": False, "versions": next(iter(versions.values()), {})}

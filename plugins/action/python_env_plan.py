@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[2]
-from trainyard.connection import ClusterAction, plain
+from trainyard.ansible_adapter import ClusterAction, failure
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
 from trainyard.python_env.resolve import EnvironmentBuildError, Wish
@@ -44,7 +44,7 @@ class ActionModule(ClusterAction):
             making = todo and not self._task.check_mode
             kit = {"pip": str(pip_archive(KIT)), "trainer": str(trainer_wheel(TOP, KIT))} if making else {}
         except EnvironmentBuildError as error:
-            return plain(str(error))
+            return failure(str(error))
         # A folder of its own for every attempt: what a killed one left running on a host cannot write into it.
         attempt = secrets.token_hex(3)
         for host, entry in hosts.items():

@@ -1,8 +1,8 @@
 """Start, follow, stop a run on all hosts of a play at once. Documented in plugins/modules/ranks.py.
 
 One task talks to all hosts, from a thread each, over each host's own connection (ssh with its ControlPersist, local), so
-that neither `forks` nor the order of the hosts matters. A question is one command: `trainer/supervise.py`, piped to the
-host's Python (`status`, `stop`), or the staged trainer (`start`, which must outlive us).
+that neither `forks` nor the order of the hosts matters. A question is one command: a verb of the remote archive
+(`run_status`, `run_stop`), or the staged trainer (`start`, which must outlive us).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from ansible.utils.display import Display
 
-TOP = Path(__file__).resolve().parents[2]
-from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
+from trainyard.connection import FanOut, HostConnection
 from trainyard.run.monitor import (
     ENDED,
     STATUS_HEAD,
@@ -45,26 +45,12 @@ DOUBT = 1.5  # s to wait for the real cause when only its consequences have been
 TAIL = 20  # lines of a log shown with a failure
 
 
-SUPERVISE = (TOP / "trainer/supervise.py").read_bytes()
-
-
-class Supervised(HostConnection):
-    """A host's connection, for questions to supervise there."""
-
-    def supervise(self, *arguments: str, staged_in: str = "") -> dict[str, Any]:
-        """Run supervise there and return its answer. Raises RemoteError."""
-        if not staged_in:
-            return self.ask(SUPERVISE, *arguments)
-        # -P: the trainer that was staged, not one that happens to lie in the current folder.
-        archive, words = shlex.quote(staged_in + "/trainer.zip"), shlex.join(arguments)
-        return self.run(f"PYTHONPATH={archive} exec {shlex.quote(self.python)} -P -m trainer.supervise {words}")
-
-
 class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables = task_vars or {}
         self.hostvars = variables["hostvars"]
+        self.connect = cluster_connections(self, variables)
         self.play_hosts = list(variables["ansible_play_hosts"])
         _, self.a = self.validate_argument_spec(
             {
@@ -83,7 +69,7 @@ class ActionModule(ClusterAction):
             }
         )
         if self.a["state"] != "status" and not self.a["plan"] and not self.a["run"]:
-            return plain("name the run: -e run=NAME")
+            return failure("name the run: -e run=NAME")
         return getattr(self, self.a["state"])()
 
     # What each state does ---------------------------------------------------------------------------------------------
@@ -91,25 +77,25 @@ class ActionModule(ClusterAction):
     def started(self) -> dict[str, Any]:
         plan = self.a["plan"]
         if not plan:
-            return plain("a run is started by its plan")
+            return failure("a run is started by its plan")
         names = ", ".join(entry["host"] for entry in plan)
         if self._task.check_mode:
             return {"changed": True, "msg": f"would start {self.run_name()} on {names}"}
         if stale := [Part(entry["host"], entry["run_dir"]) for entry in plan if entry.get("stale")]:
-            for host, word in self.stop_all(stale, ["--now"], STOP_LIMIT).items():
-                return plain(
+            for host, word in self.stop_all(stale, {"now": True}, STOP_LIMIT).items():
+                return failure(
                     f"{host}: what is left there of an earlier start cannot be stopped: {word}", try_again=True
                 )
         links = self.links([entry["host"] for entry in plan])
         # First every host gets ready, which takes some of them longer; then a command of a few milliseconds starts all.
         ready = FanOut({e["host"]: self.starter(links[e["host"]], e, plan) for e in plan}).wait(START_LIMIT)
-        said = ready if ready.troubles else FanOut({e["host"]: goer(links[e["host"]], e) for e in plan}).wait(GO_LIMIT)
-        if said.troubles:
+        said = ready if ready.errors else FanOut({e["host"]: goer(links[e["host"]], e) for e in plan}).wait(GO_LIMIT)
+        if said.errors:
             # Who refused may have another run there, or this one, from another start: that is not ours to stop.
             parts = [Part(entry["host"], entry["run_dir"]) for entry in plan if entry["host"] in ready.answers]
-            self.stop_all(parts, ["--now"], STOP_LIMIT)
-            host, word = next((e["host"], said.troubles[e["host"]]) for e in plan if e["host"] in said.troubles)
-            return plain(f"{host}: {word}", troubles=said.troubles, try_again=True)
+            self.stop_all(parts, {"now": True}, STOP_LIMIT)
+            host, word = next((e["host"], said.errors[e["host"]]) for e in plan if e["host"] in said.errors)
+            return failure(f"{host}: {word}", troubles=said.errors, try_again=True)
         for entry in plan:
             if settings := ready.answers[entry["host"]].get("ignored"):
                 say(f"{entry['host']}: {', '.join(settings)} is not held there, for there is no systemd to hold it")
@@ -117,33 +103,34 @@ class ActionModule(ClusterAction):
         return {"changed": True, "hosts": ready.answers, "skew_seconds": round(max(times) - min(times), 3)}
 
     def starter(
-        self, link: Supervised, entry: dict[str, Any], plan: list[dict[str, Any]]
+        self, link: HostConnection, entry: dict[str, Any], plan: list[dict[str, Any]]
     ) -> Callable[[], dict[str, Any]]:
-        ranks = ",".join(str(rank) for rank in entry["ranks"])
-        arguments = ["start", "--run-dir", entry["run_dir"], "--node-rank", str(entry["node_rank"]), "--ranks", ranks]
-        arguments += ["--hosts", ",".join(other["host"] for other in plan)]
-        arguments += ["--backend", self.a["backend"] or entry.get("backend") or "auto"]
-        attempt = self.a["attempt"] or entry.get("attempt")
-        arguments += ["--attempt", str(attempt)] if attempt else []
-        for setting in [*self.a["properties"], *(entry.get("properties") or [])]:
-            arguments += ["--property", setting]
+        request: dict[str, Any] = {
+            "run_dir": entry["run_dir"],
+            "node_rank": entry["node_rank"],
+            "ranks": entry["ranks"],
+            "hosts": [other["host"] for other in plan],
+            "backend": self.a["backend"] or entry.get("backend") or "auto",
+            "attempt": self.a["attempt"] or entry.get("attempt"),
+            "properties": [*self.a["properties"], *(entry.get("properties") or [])],
+            "hold": True,
+            "command": [str(word) for word in entry["command"]],
+        }
         if entry.get("replica") is not None:
-            arguments += ["--replica", str(entry["replica"]), "--restarts", str(entry["restarts"])]
-            arguments += ["--lighthouse", entry["lighthouse"]] if entry["lighthouse"] else []
-        arguments += ["--hold", "--", *(str(word) for word in entry["command"])]
-        return lambda: link.supervise(*arguments, staged_in=entry["run_dir"])
+            request |= {name: entry[name] for name in ("replica", "restarts", "lighthouse")}
+        return lambda: link.start_run(request)
 
     def followed(self) -> dict[str, Any]:
         if self._task.check_mode:
             return {"skipped": True, "msg": "nothing runs in check mode"}
         parts, missing = self.parts()
         if not parts:
-            return plain(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
+            return failure(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
         if missing and parts[0].node_rank == 0 and parts[0].replica is not None:
             parts, missing = self.with_the_away(parts), {}
         if missing:
             host, word = next(iter(missing.items()))
-            return plain(f"{host} does not answer ({word}), so the run cannot be followed")
+            return failure(f"{host} does not answer ({word}), so the run cannot be followed")
         world_size = sum(len(part.ranks) for part in parts)
         run = self.run_name()
         say(f"following {run}: {world_size} ranks on {', '.join(part.host for part in parts)}")
@@ -153,7 +140,7 @@ class ActionModule(ClusterAction):
         follower = Follower(parts, self.links([p.host for p in parts]), Progress(world_size, **self.limits()), self.a)
         cause = follower.follow()
         if cause is None:
-            for host, word in self.stop_all(follower.left_out(), ["--now"], STOP_LIMIT).items():
+            for host, word in self.stop_all(follower.left_out(), {"now": True}, STOP_LIMIT).items():
                 say(f"could not stop {host}, which was away at the end: {word}")
             ended = {"changed": True, "hosts": self.ends(parts)}
             if all(part.status != "stopped" for part in parts):
@@ -164,32 +151,32 @@ class ActionModule(ClusterAction):
         # Who is half way to being lost when another is found so does not count as there: a switch takes several.
         limit = self.a["lost_limit"] / 2
         lost = [part.host for part in parts if part.silent > limit and part.status not in ENDED]
-        unstopped = self.stop_all([part for part in parts if part.host not in lost], ["--now"], STOP_LIMIT)
+        unstopped = self.stop_all([part for part in parts if part.host not in lost], {"now": True}, STOP_LIMIT)
         lines = [*self.evidence(parts, cause), *(f"could not stop {h}: {w}" for h, w in unstopped.items())]
         named = {"host": cause.host, "rank": cause.rank if cause.rank >= 0 else None}
         named |= {"kind": cause.kind, "mend": cause.mend}
         wanted = any((part.answer or {}).get("stop_wanted") for part in parts)
-        return plain(cause.text, lines=lines, cause=named, lost=lost, stop_wanted=wanted, hosts=self.ends(parts))
+        return failure(cause.text, lines=lines, cause=named, lost=lost, stop_wanted=wanted, hosts=self.ends(parts))
 
     def stopped(self) -> dict[str, Any]:
         parts, missing = self.parts(left=True)
         if not parts and not missing:
-            return plain(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
+            return failure(f"no host has a run {self.run_name()}; playbooks/status.yml lists the runs")
         names = ", ".join(part.host for part in parts)
         if self._task.check_mode:
             return {"changed": True, "msg": f"would stop {self.run_name()} on {names}"}
         if self.a["plan"]:
             self.ask_all(parts)
         alive = any((part.answer or {}).get("alive") for part in parts)
-        how = ["--now"] if self.a["now"] else ["--grace", str(self.a["grace"])]
+        how = {"now": self.a["now"], "grace": self.a["grace"], "wanted": self.a["wanted"]}
         missing |= self.stop_all(
             parts,
-            [*how, *(["--wanted"] if self.a["wanted"] else [])],
+            how,
             STOP_LIMIT + (0 if self.a["now"] else self.a["grace"]),
         )
         if missing:
             host, word = next(iter(missing.items()))
-            return plain(f"{host} could not be told to stop: {word}", troubles=missing)
+            return failure(f"{host} could not be told to stop: {word}", troubles=missing)
         self.ask_all(parts)
         ends = {part.host: part.status for part in parts}
         word = ", ".join(f"{host} {status}" for host, status in ends.items())
@@ -216,15 +203,15 @@ class ActionModule(ClusterAction):
         rows += [
             ["-", host, "-", "unreachable", *["-"] * (len(STATUS_HEAD) - 4)]
             for host in self.play_hosts
-            if host in asked.troubles
+            if host in asked.errors
         ]
         lines = table([STATUS_HEAD, *rows])
         if not runs:
             lines.append(f"no host has a run {self.a['run']}" if self.a["run"] else "no host has a run yet")
-        return {"changed": False, "runs": runs, "troubles": asked.troubles, "lines": lines}
+        return {"changed": False, "runs": runs, "troubles": asked.errors, "lines": lines}
 
-    def lister(self, link: Supervised) -> Callable[[], dict[str, Any]]:
-        return lambda: link.supervise("list", "--data-dir", self.hostvars[link.host]["cluster_data_dir"])
+    def lister(self, link: HostConnection) -> Callable[[], dict[str, Any]]:
+        return lambda: link.call("run_list", {"data_dir": link.host.data_dir})
 
     # What they share --------------------------------------------------------------------------------------------------
 
@@ -234,8 +221,8 @@ class ActionModule(ClusterAction):
     def limits(self) -> dict[str, float]:
         return {"interval": self.a["interval"], "stall_limit": self.a["stall_limit"]}
 
-    def links(self, hosts: list[str]) -> dict[str, Supervised]:
-        return {host: Supervised(self, self.hostvars, host) for host in hosts}
+    def links(self, hosts: list[str]) -> dict[str, HostConnection]:
+        return {host: self.connect(host) for host in hosts}
 
     def parts(self, left: bool = False) -> tuple[list[Part], dict[str, str]]:
         """The hosts' parts of the run by node rank: as planned, else as the hosts tell; and who should tell but does not.
@@ -269,9 +256,9 @@ class ActionModule(ClusterAction):
 
     def with_the_away(self, parts: list[Part]) -> list[Part]:
         """The parts and, by the plan that the head keeps, those whose replica is away just now."""
-        link = Supervised(self, self.hostvars, parts[0].host)
-        tell = b"import json, sys; print(json.dumps({'plan': json.load(open(sys.argv[1]))}))"
-        kept = link.ask(tell, f"{parts[0].run_dir}/plan.json")["plan"]
+        link = self.connect(parts[0].host)
+        answer = link.call("read_files", {"folder": parts[0].run_dir, "text": ["plan.json"]})
+        kept = json.loads(answer["text"]["plan.json"])
         there = {part.host: part for part in parts}
         for entry in kept:
             part = Part(entry["host"], entry["run_dir"], entry["node_rank"], entry["ranks"], replica=entry["replica"])
@@ -283,12 +270,12 @@ class ActionModule(ClusterAction):
         asked = FanOut({p.host: asker(links[p.host], p) for p in parts}).wait(self.a["lost_limit"])
         for part in parts:
             part.answer = asked.answers.get(part.host, part.answer)
-        return asked.troubles
+        return asked.errors
 
-    def stop_all(self, parts: list[Part], how: list[str], limit: float) -> dict[str, str]:
+    def stop_all(self, parts: list[Part], how: dict[str, Any], limit: float) -> dict[str, str]:
         """Stop on all hosts at once; the hosts where that failed."""
         links = self.links([part.host for part in parts])  # of their own: a poll may still hang on the others
-        return FanOut({p.host: stopper(links[p.host], p, how) for p in parts}).wait(limit).troubles
+        return FanOut({p.host: stopper(links[p.host], p, how) for p in parts}).wait(limit).errors
 
     def ends(self, parts: list[Part]) -> dict[str, Any]:
         return {part.host: {"status": part.status, "node": part.node, "ranks": part.states} for part in parts}
@@ -303,9 +290,9 @@ class ActionModule(ClusterAction):
         traceback = [] if error.get("plain") else str(error.get("traceback") or "").rstrip().splitlines()
         names = [f"torchrun.{part.node_rank}.log"]
         names[:0] = [f"rank{cause.rank}.log"] if cause.rank >= 0 else []
-        link = Supervised(self, self.hostvars, part.host)
-        arguments = ["status", "--run-dir", part.run_dir, "--logs-from", json.dumps(dict.fromkeys(names, -TAIL))]
-        asked = FanOut({part.host: lambda: link.supervise(*arguments)}).wait(3.0)
+        link = self.connect(part.host)
+        request = {"run_dir": part.run_dir, "logs_from": dict.fromkeys(names, -TAIL)}
+        asked = FanOut({part.host: lambda: link.call("run_status", request)}).wait(3.0)
         logs = asked.answers.get(part.host, {}).get("logs", {})
         lines = [
             f"{name} on {part.host}: {logs.get(name, {}).get('path') or f'{part.run_dir}/logs/{name}'}"
@@ -322,7 +309,9 @@ class Follower:
     A host answers at once when something happened there, else after some seconds: watching costs little that way.
     """
 
-    def __init__(self, parts: list[Part], links: dict[str, Supervised], progress: Progress, a: dict[str, Any]) -> None:
+    def __init__(
+        self, parts: list[Part], links: dict[str, HostConnection], progress: Progress, a: dict[str, Any]
+    ) -> None:
         self.parts, self.links, self.progress = parts, links, progress
         self.lost_limit: float = a["lost_limit"]
         self.patience = min(CALM, a["interval"], self.lost_limit / 3, a["stall_limit"] / 4)
@@ -400,22 +389,22 @@ class Follower:
             self.heard[part.host] = time.monotonic()
             if part.node.get("restarts"):  # torchrun numbers them anew when it starts them again
                 part.ranks = part.node["ranks"]
-        part.trouble = asked.troubles.get(part.host, part.trouble)
+        part.trouble = asked.errors.get(part.host, part.trouble)
         return True
 
 
-def asker(link: Supervised, part: Part, patience: float = 0.0) -> Callable[[], dict[str, Any]]:
-    return lambda: link.supervise("status", "--run-dir", part.run_dir, "--wait", str(patience))
+def asker(link: HostConnection, part: Part, patience: float = 0.0) -> Callable[[], dict[str, Any]]:
+    return lambda: link.call("run_status", {"run_dir": part.run_dir, "wait": patience})
 
 
-def goer(link: Supervised, entry: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+def goer(link: HostConnection, entry: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     # No Python: the fewer milliseconds it takes, the closer together the ranks start.
     file = shlex.quote(f"{entry['run_dir']}/state/go")
     return lambda: link.run(f": >{file} && date '+{{\"now\": %s.%N}}'")
 
 
-def stopper(link: Supervised, part: Part, how: list[str]) -> Callable[[], dict[str, Any]]:
-    return lambda: link.supervise("stop", "--run-dir", part.run_dir, *how)
+def stopper(link: HostConnection, part: Part, how: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    return lambda: link.call("run_stop", {"run_dir": part.run_dir, **how})
 
 
 def say(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainyard.connection import ClusterAction, plain
+from trainyard.ansible_adapter import ClusterAction, failure
 from trainyard.run.launch_scripts import sbatch, script
 
 
@@ -31,7 +31,7 @@ class ActionModule(ClusterAction):
                     path.write_text(texts[path])
                     path.chmod(0o755)
             except OSError as error:
-                return plain(f"cannot write {error.filename}: {error.strerror}")
+                return failure(f"cannot write {error.filename}: {error.strerror}")
         lines = [str(path) for path in texts]
         lines.append(
             f"by hand: ssh HOST bash -s < {folder}/HOST.sh, on all hosts; by Slurm: sbatch {folder}/{run}.sbatch"

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
-
-TOP = Path(__file__).resolve().parents[2]
 import yaml
 
 from trainer.config.run_spec import FIELDS, TINY, RunSpec, changed_fields, make_spec
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
-from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
+from trainyard.connection import FanOut
 from trainyard.preflight import checks
 from trainyard.preflight.connectivity import check_mesh, high_ports
 from trainyard.run.plan import PORTS, HostUnreachableError, PlanError, choose_port, head_first, plan, table
 
-PROBE = (TOP / "trainyard/remote/host_facts.py").read_bytes()
 PROBE_LIMIT = 60.0  # s for a host to say what it is
 BACK_LIMIT = 2.0  # s, after the others have answered, for one that was lost to be back
 FAST = 2000.0  # Mbit/s: what one stream of pairs.py can be trusted to see
@@ -47,11 +42,12 @@ class ActionModule(ClusterAction):
             }
         )
         hostvars = variables["hostvars"]
+        self.connect = cluster_connections(self, variables)
         try:
             hosts = [describe(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
             return self.plan(head_first(hosts, a["head"]), hostvars, a)
         except PlanError as error:
-            return plain(str(error), try_again=isinstance(error, HostUnreachableError))
+            return failure(str(error), try_again=isinstance(error, HostUnreachableError))
 
     def plan(self, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, Any]:
         run, spec = a["run"]["run"], dict(a["run"]["spec"])
@@ -60,7 +56,7 @@ class ActionModule(ClusterAction):
         chosen = ""
         if spec["strategy"] == "auto":
             if not any(host["facts"]["spec"] for host in hosts):
-                check_mesh(hosts, high_ports(), functools.partial(HostConnection, self, hostvars))
+                check_mesh(hosts, high_ports(), self.connect)
             spec["strategy"], chosen = automatic(hosts, spec, a["run"]["files"])
         check_wishes(hosts, spec, any(file["kind"] == "dataset" for file in a["run"]["files"]))
         apart = by_torchft(spec)
@@ -188,14 +184,14 @@ def describe(name: str, variables: Any) -> dict[str, Any]:
     }
 
 
-def gather_facts(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
-    """Put `facts` (see probe.look) into every host's description; return why a host did not answer."""
+def gather_facts(action: ActionModule, hosts: list[dict[str, Any]], hostvars: Any, a: dict[str, Any]) -> dict[str, str]:
+    """Put `facts` (see host_facts.gather) into every host's description; return why a host did not answer."""
     questions: dict[str, Callable[[], dict[str, Any]]] = {}
     run, apart = a["run"]["run"], by_torchft(a["run"]["spec"])
     wanted = [a["master_port"]] if a["master_port"] else []
     ports = [*wanted, *(PORTS if apart or not wanted else [])]
     for place, host in enumerate(hosts):
-        link = HostConnection(action, hostvars, host["host"])
+        link = action.connect(host["host"])
         about = {
             "head": hosts[0]["address"],
             "address": host["address"],
@@ -204,13 +200,11 @@ def gather_facts(action: ActionBase, hosts: list[dict[str, Any]], hostvars: Any,
             "data_dir": host["data_dir"],
             "run_dir": f"{host['data_dir']}/runs/{run}",
         }
-        questions[host["host"]] = functools.partial(link.ask, PROBE, json.dumps(about))
+        questions[host["host"]] = functools.partial(link.call, "host_facts", about)
     asked = FanOut(questions).wait(PROBE_LIMIT, doubtful=a["lost"], grace=BACK_LIMIT)
     for host in hosts:
         host["facts"] = asked.answers.get(host["host"])
-    return {
-        host["host"]: no_python(host, asked.troubles[host["host"]]) for host in hosts if host["host"] in asked.troubles
-    }
+    return {host["host"]: no_python(host, asked.errors[host["host"]]) for host in hosts if host["host"] in asked.errors}
 
 
 def no_python(host: dict[str, Any], word: str) -> str:

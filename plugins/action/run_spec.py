@@ -31,7 +31,8 @@ from trainer.config.run_spec import (
 from trainer.data.samples import is_hub_id, read_samples
 from trainer.errors import UserError
 from trainer.files import sha256_file, sha256_tree, write_atomic
-from trainyard.connection import ClusterAction, last_line, plain
+from trainyard.ansible_adapter import ClusterAction, failure
+from trainyard.connection import last_line
 from trainyard.docs_dataset import write_dataset
 from trainyard.extra_vars import known_variables, unknown
 from trainyard.remote.receive import Digests
@@ -51,7 +52,7 @@ class ActionModule(ClusterAction):
             with tempfile.TemporaryDirectory() as work:  # --check leaves nothing, here either
                 return settle(spec, Path(work))
         except UserError as error:
-            return plain(str(error))
+            return failure(str(error))
 
 
 def read(file: str, said: dict[str, Any]) -> RunSpec:

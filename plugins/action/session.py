@@ -7,7 +7,7 @@ from typing import Any
 
 from ansible.utils.display import Display
 
-from trainyard.connection import ClusterAction, plain
+from trainyard.ansible_adapter import ClusterAction, failure
 from trainyard.run.restart_policy import RestartPolicy
 
 display = Display()
@@ -43,7 +43,7 @@ class ActionModule(ClusterAction):
         rounds = RestartPolicy(self.a["retries"], self.a["nodes_min"], self.a["retry_delay"])
         # All of the run's, not those of the last start alone: one that was away then may be back for the next.
         hosts = len(self.task_vars["ansible_play_hosts_all"])
-        ended = self.a["broken"] and plain(self.a["broken"]["msg"], lost=list(self.a["broken"].get("troubles", [])))
+        ended = self.a["broken"] and failure(self.a["broken"]["msg"], lost=list(self.a["broken"].get("troubles", [])))
         self.begun = not ended
         while True:
             if self.begun:
@@ -123,5 +123,5 @@ class ActionModule(ClusterAction):
         try:
             answer: dict[str, Any] = plugin.run(task_vars=self.task_vars)
         except Exception as error:  # a bug, or a connection plugin's: this round failed, the run need not
-            return plain(f"{action}: {error}")
+            return failure(f"{action}: {error}")
         return answer

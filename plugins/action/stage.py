@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
-TOP = Path(__file__).resolve().parents[2]
 import yaml
 
-from trainyard.connection import ClusterAction, FanOut, HostConnection, plain
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
+from trainyard.connection import FanOut, HostConnection
 from trainyard.run.plan import Node, PlanError, environment
 
-LANDING = (TOP / "trainyard/remote/receive.py").read_bytes()
 STAGE_LIMIT = 3600.0  # s: a model over a slow line takes its time
 
 
 class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
-        hostvars = (task_vars or {})["hostvars"]
+        connect = cluster_connections(self, task_vars or {})
         _, a = self.validate_argument_spec(
             {
                 "plan": {"type": "list", "elements": "dict", "required": True},
@@ -33,16 +31,13 @@ class ActionModule(ClusterAction):
             }
         )
         try:
-            questions = {
-                entry["host"]: self.errand(HostConnection(self, hostvars, entry["host"]), entry, a)
-                for entry in a["plan"]
-            }
+            questions = {entry["host"]: self.errand(connect(entry["host"]), entry, a) for entry in a["plan"]}
         except PlanError as error:
-            return plain(str(error))
+            return failure(str(error))
         done = FanOut(questions).wait(STAGE_LIMIT)
-        if done.troubles:
-            host = next(entry["host"] for entry in a["plan"] if entry["host"] in done.troubles)
-            return plain(f"{host}: {done.troubles[host]}", troubles=done.troubles, try_again=True)
+        if done.errors:
+            host = next(entry["host"] for entry in a["plan"] if entry["host"] in done.errors)
+            return failure(f"{host}: {done.errors[host]}", troubles=done.errors, try_again=True)
         changed = {host: answer["changed"] for host, answer in done.answers.items()}
         return {"changed": any(changed.values()), "files": changed}
 
@@ -60,21 +55,15 @@ class ActionModule(ClusterAction):
         }
 
         def work() -> dict[str, Any]:
-            answer = ask(link, question)
+            answer = link.call("receive", question)
             if "changed" in answer:
                 return answer
             arrived = {path: f"{store}/incoming/{wanted[path]}" for path in answer["lacking"]}
             for path, aside in arrived.items():
                 link.put(sources[path], aside)
-            return ask(link, question | {"arrived": arrived})
+            return link.call("receive", question | {"arrived": arrived})
 
         return work
-
-
-def ask(link: HostConnection, question: dict[str, Any]) -> dict[str, Any]:
-    """Put a question to landing.answer on the host; it follows the program on stdin, for it may be long and secret."""
-    call = f"\nimport json\nprint(json.dumps(answer(json.loads({json.dumps(json.dumps(question))}))))\n"
-    return link.ask(LANDING + call.encode())
 
 
 def targets(entry: dict[str, Any], files: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:

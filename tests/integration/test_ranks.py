@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from run_hosts import TOP, Bed, bed, parent_of, until
 
-from trainer.supervise import descendants, running
+from trainer.supervise.processes import descendants, is_running
 
 __all__ = ["bed"]
 
@@ -212,7 +212,7 @@ def test_who_follows_ends_with_the_playbook_and_the_run_does_not(bed: Bed) -> No
     assert workers
     os.killpg(playbook.pid, signal.SIGHUP)
     playbook.wait(30)
-    until(lambda: not any(map(running, workers)), 10, "the workers' end")
+    until(lambda: not any(map(is_running, workers)), 10, "the workers' end")
     bed.at_step(0, step + 3)
 
 
@@ -250,8 +250,9 @@ def test_stop_reaches_what_others_went_on_without(bed: Bed) -> None:
     bed.at_step(1)
     os.killpg(first.pid, signal.SIGHUP)
     first.wait(30)
-    supervise = [sys.executable, str(TOP / "trainer/supervise.py"), "stop", "--run-dir", str(bed.run_dir(0)), "--now"]
-    subprocess.run(supervise, check=True, capture_output=True)
+    supervise = [sys.executable, "-P", "-m", "trainer.supervise", "stop"]
+    request = json.dumps({"run_dir": str(bed.run_dir(0)), "now": True}).encode()
+    subprocess.run(supervise, input=request, check=True, capture_output=True)
     bed.ranks([bed.plan(1)[0] | {"attempt": 2}])
     until(lambda: bed.node(0).get("attempt") == 2, 60, "node1's start alone")
     bed.at_step(0)

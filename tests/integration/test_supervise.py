@@ -8,21 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_hosts import FAKE_RANK, TOP, Bed, bed, free_port, parent_of, until
 
-from trainer import supervise
+from trainer.supervise.files import LOG_LIMIT
+from trainer.supervise.processes import environ, is_running, process_stat, send_signal
+from trainer.supervise.ranks import EXIT_LIMIT
+from trainyard.remote_archive import remote_command, remote_input
 
 __all__ = ["bed"]
 
 
-def ask(*arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
+def ask(verb: str, environment: dict[str, str] | None = None, **request: Any) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.supervise", *arguments],
+        [sys.executable, "-P", "-m", "trainer.supervise", verb],
         env={**os.environ, "PYTHONPATH": str(TOP), **(environment or {})},
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         timeout=60,
@@ -33,17 +38,17 @@ def ask(*arguments: str, environment: dict[str, str] | None = None) -> dict[str,
     return json.loads(lines[0])
 
 
-def start(bed: Bed, command: list[str], run: str = "r", ranks: str = "0", **more: Any) -> dict[str, Any]:
-    where = ["--run-dir", str(bed.run_dir(0, run)), "--ranks", ranks, "--backend", "process"]
-    return ask("start", *where, "--", *command, **more)
+def start(bed: Bed, command: list[str], run: str = "r", ranks: tuple[int, ...] = (0,), **more: Any) -> dict[str, Any]:
+    run_dir = str(bed.run_dir(0, run))
+    return ask("start", run_dir=run_dir, ranks=ranks, backend="process", command=command, **more)
 
 
 def status(bed: Bed, logs: dict[str, int] | None = None) -> dict[str, Any]:
-    return ask("status", "--run-dir", str(bed.run_dir(0)), "--logs-from", json.dumps(logs or {}))
+    return ask("status", run_dir=str(bed.run_dir(0)), logs_from=logs or {})
 
 
-def stop(bed: Bed, *how: str) -> dict[str, Any]:
-    return ask("stop", "--run-dir", str(bed.run_dir(0)), *how)
+def stop(bed: Bed, **how: Any) -> dict[str, Any]:
+    return ask("stop", run_dir=str(bed.run_dir(0)), **how)
 
 
 def ended(bed: Bed) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def test_a_second_start_is_refused_by_name(bed: Bed) -> None:
     start(bed, plain_rank())
     assert start(bed, plain_rank())["error"] == "run r is already running here"
     assert start(bed, plain_rank(), run="other")["error"] == "busy: run r is running here"
-    stop(bed, "--now")
+    stop(bed, now=True)
     assert "pid" in start(bed, plain_rank(), run="other")
 
 
@@ -104,16 +109,8 @@ def test_of_two_starts_at_once_one_wins(bed: Bed) -> None:
     runs = [f"r{i}" for i in range(4)]
     for run in runs:
         bed.make_run(1, run=run)
-    command = [sys.executable, "-P", "-m", "trainer.supervise", "start", "--backend", "process", "--run-dir"]
-    begun = [
-        subprocess.Popen(
-            [*command, str(bed.run_dir(0, run)), "--", *plain_rank()],
-            env={**os.environ, "PYTHONPATH": str(TOP)},
-            stdout=subprocess.PIPE,
-        )
-        for run in runs
-    ]
-    answers = [json.loads(process.communicate()[0]) for process in begun]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        answers = list(pool.map(lambda run: start(bed, plain_rank(), run=run), runs))
     assert sum("pid" in answer for answer in answers) == 1, answers
     assert sum(answer.get("error", "").startswith("busy: run r") for answer in answers) == 3, answers
 
@@ -121,7 +118,7 @@ def test_of_two_starts_at_once_one_wins(bed: Bed) -> None:
 def test_what_cannot_start_says_so(bed: Bed) -> None:
     bed.make_run(1)
     assert "No such file" in start(bed, ["/nonexistent/python", "-m", "x"])["error"]
-    assert "there is no" in ask("start", "--run-dir", str(bed.folder / "nothing"), "--", "true")["error"]
+    assert "there is no run folder" in ask("start", run_dir=str(bed.folder / "nothing"), command=["true"])["error"]
 
 
 @pytest.mark.slow
@@ -137,14 +134,14 @@ def test_kill_9_of_a_worker(bed: Bed) -> None:
 @pytest.mark.slow
 def test_a_dead_worker_is_noticed_while_torchrun_waits_for_the_others(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:1:deaf\n")  # torchrun gives rank 0 30 s to heed SIGTERM
-    start(bed, torchrun(local_ranks=2), ranks="0,1")
+    start(bed, torchrun(local_ranks=2), ranks=(0, 1))
     victim = bed.at_step(1, host=0)["pid"]
     bed.at_step(0)
     os.kill(victim, signal.SIGKILL)
     noticed = until(lambda: bed.node(0)["failures"], 3, what="the failure")
     assert [(f["rank"], f["pid"]) for f in noticed] == [(1, victim)]
     began = time.monotonic()
-    assert stop(bed, "--now")["status"] == "failed"
+    assert stop(bed, now=True)["status"] == "failed"
     assert time.monotonic() - began < 3
     assert not bed.left()
 
@@ -176,7 +173,7 @@ def test_kill_9_of_the_supervisor_takes_all_with_it(bed: Bed) -> None:
     os.kill(pid, signal.SIGKILL)
     until(lambda: not bed.left(), 5, what="nothing left")
     assert status(bed)["status"] == "lost"
-    assert stop(bed, "--now") == {"status": "failed", "killed": 0}
+    assert stop(bed, now=True) == {"status": "failed", "killed": 0}
     start(bed, plain_rank(steps=1))
     assert ended(bed)["node"]["attempt"] == 2
 
@@ -188,8 +185,8 @@ def test_stop_finds_what_a_lost_supervisor_left_behind(bed: Bed) -> None:
     until(lambda: len(bed.left()) >= 4)
     os.kill(pid, signal.SIGKILL)
     until(lambda: status(bed)["status"] == "lost")
-    assert "still here" in start(bed, plain_rank())["error"]
-    assert stop(bed, "--now")["killed"] >= 1
+    assert "still running" in start(bed, plain_rank())["error"]
+    assert stop(bed, now=True)["killed"] >= 1
     assert not bed.left()
 
 
@@ -197,7 +194,7 @@ def test_a_clean_stop_lets_the_rank_leave_by_itself(bed: Bed) -> None:
     bed.make_run(1)
     start(bed, plain_rank())
     bed.at_step(0)
-    assert stop(bed, "--grace", "20") == {"status": "stopped", "killed": 0}
+    assert stop(bed, grace=20) == {"status": "stopped", "killed": 0}
     assert bed.state(0)["status"] == "stopped"
     assert stop(bed)["status"] == "stopped", "again is no harm"
     start(bed, plain_rank(steps=3))  # the old `stop` does not stop the new one
@@ -208,7 +205,7 @@ def test_a_rank_that_does_not_heed_stop_gets_sigterm(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:2:hang\n")
     start(bed, plain_rank())
     bed.at_step(0, 1)
-    assert stop(bed, "--grace", "0.3")["status"] == "stopped"
+    assert stop(bed, grace=0.3)["status"] == "stopped"
     assert not bed.left()
 
 
@@ -217,7 +214,7 @@ def test_stop_now_does_not_ask(bed: Bed) -> None:
     start(bed, plain_rank())
     bed.at_step(0)
     began = time.monotonic()
-    assert stop(bed, "--now")["status"] == "stopped"
+    assert stop(bed, now=True)["status"] == "stopped"
     assert time.monotonic() - began < 3
     assert not bed.left()
 
@@ -244,13 +241,13 @@ def test_a_launcher_that_waits_for_peers_that_are_gone_is_ended(bed: Bed) -> Non
     began = time.monotonic()
     told = ended(bed)
     assert told["status"] == "finished"
-    assert supervise.LEAVE_LIMIT - 1 < time.monotonic() - began < supervise.LEAVE_LIMIT + 5
+    assert EXIT_LIMIT - 1 < time.monotonic() - began < EXIT_LIMIT + 5
 
 
 def test_ranks_that_torchrun_starts_again_may_have_other_numbers(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=1:1:kill\n")
     second, first = (" ".join(plain_rank(steps=20)).replace("RANK=0", f"RANK={rank}") for rank in (1, 0))
-    start(bed, ["/bin/sh", "-c", f"{second}; {first}; exit 1", "--max-restarts=3"], ranks="1")
+    start(bed, ["/bin/sh", "-c", f"{second}; {first}; exit 1", "--max-restarts=3"], ranks=(1,))
     bed.at_step(0)
     told = status(bed)
     assert (told["status"], told["node"]["ranks"], list(told["ranks"])) == ("running", [0], ["0"])
@@ -262,7 +259,7 @@ def test_the_environment_is_clean_and_secrets_stay_out_of_argv(bed: Bed) -> None
     bed.make_run(1, environment="# a comment\nSECRET=hunter2=x y\nFAKE=0:1:secret\n")
     start(bed, plain_rank(), environment={"LOGIN_ONLY": "1"})
     pid = bed.at_step(0)["pid"]
-    values = supervise.environ(pid)
+    values = environ(pid)
     assert values["SECRET"] == "hunter2=x y"
     assert values["HOME"] and values["PATH"].startswith(str(Path(sys.executable).parent))
     assert "LOGIN_ONLY" not in values
@@ -291,7 +288,7 @@ def test_logs_come_in_whole_lines_from_where_one_was(bed: Bed) -> None:
     assert status(bed, {"rank0.log": -2})["logs"]["rank0.log"]["lines"] == ["half", "\ufffd"]
     log.write_bytes(b"x" * 200_000 + b"\nend\n")
     long = status(bed, {"rank0.log": 0})["logs"]["rank0.log"]
-    assert long["offset"] == supervise.LOG_LIMIT
+    assert long["offset"] == LOG_LIMIT
     assert status(bed, {"../env": 0})["logs"]["../env"]["lines"] == []
 
 
@@ -300,25 +297,26 @@ def test_every_run_of_a_host_is_listed(bed: Bed) -> None:
     bed.make_run(1, run="other")
     start(bed, plain_rank(steps=1))
     ended(bed)
-    listed = ask("list", "--data-dir", str(bed.folder / "node1"))["runs"]
+    listed = ask("list", data_dir=str(bed.folder / "node1"))["runs"]
     assert [(run["node"]["run"], run["status"]) for run in listed] == [("r", "finished")]
 
 
 def test_a_pid_that_is_somebody_elses_by_now_is_left_alone() -> None:
     other = subprocess.Popen(["sleep", "3600"])
     try:
-        seen = supervise.stat(other.pid)
+        seen = process_stat(other.pid)
         assert seen is not None
-        supervise.send(other.pid, signal.SIGKILL, since=seen[2] - 1)
-        assert supervise.running(other.pid)
-        supervise.send(other.pid, signal.SIGKILL, since=seen[2])
+        send_signal(other.pid, signal.SIGKILL, start_time=seen[2] - 1)
+        assert is_running(other.pid)
+        send_signal(other.pid, signal.SIGKILL, start_time=seen[2])
         assert other.wait(5) == -signal.SIGKILL
     finally:
         other.kill()
 
 
 def test_it_needs_nothing_but_a_bare_python(bed: Bed) -> None:
-    """The controller pipes it to hosts for `status` and `stop`."""
-    source = (TOP / "trainer/supervise.py").read_bytes()
-    bare = [sys.executable, "-I", "-S", "-", "list", "--data-dir", str(bed.folder)]
-    assert json.loads(subprocess.run(bare, input=source, capture_output=True, check=True).stdout)["runs"] == []
+    """The controller sends it to hosts for `run_status`, `run_stop` and `run_list`."""
+    command = remote_command("run_list", sys.executable)
+    request = remote_input({"data_dir": str(bed.folder)})
+    done = subprocess.run(["/bin/sh", "-c", command], input=request, capture_output=True, check=True)
+    assert json.loads(done.stdout)["runs"] == []

@@ -23,7 +23,7 @@ from lab_hosts import Played, run_playbook
 from run_hosts import until
 from safetensors.numpy import load_file
 
-from trainer.supervise import members
+from trainer.supervise.processes import run_processes
 
 SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 8, "checkpoint_interval": 2, "eval_interval": 4}
 
@@ -214,7 +214,7 @@ def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, datase
     assert played.rc != 0
     assert playing.ended - killed < 5.0 + 1.0  # the runner's own end is in it
     assert "rank 1 on node2 was killed by SIGKILL" in error_line(played)
-    assert not [pid for folder in folders for pid in members(folder)]
+    assert not [pid for folder in folders for pid in run_processes(folder)]
 
     # What a crash may leave: a checkpoint folder that is not whole. It is named, and an older one is taken.
     newest = sorted((folders[0] / "checkpoints").glob("step-*"))[-1]
@@ -275,7 +275,7 @@ def test_what_keeps_a_run_from_its_first_start_is_tried_again(inventory: Path, d
         python.chmod(0o755)
         told("failed: node2: cannot write")
         store.unlink()
-        told("failed: node2: another start on this host does not come to its end")
+        told("failed: node2: another start on this host has not finished within 15 s")
     assert playing.wait(300) == 0, output.read_text()
     assert "4 of 4 steps on 2 ranks" in output.read_text()
     assert [line for line in output.read_text().splitlines() if "starting again in" in line][:3] == [

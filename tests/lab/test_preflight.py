@@ -129,11 +129,11 @@ def test_a_sound_cluster_has_no_failure_and_an_all_reduce(lab: Lab, hosts: list[
     assert {row["check"] for row in report["findings"]} <= {"load", "cpu", "names", "link"}, report["findings"]
     assert report["all_reduce"]["mbit"] > 0 and report["all_reduce"]["latency_ms"] > 0
     for name, answer in report["hosts"].items():
-        reached = answer["pairs"]["reached"]
+        reached = answer["mesh"]["reached"]
         assert set(reached) == {host.name for host in hosts} - {name}
         for peer, ports in reached.items():
             # A port that was drawn by chance may be somebody's on that host: it is not asked then.
-            taken = report["hosts"][peer]["pairs"]["taken"]
+            taken = report["hosts"][peer]["mesh"]["taken"]
             assert len(taken) < len(ports) and not any(wrong for port, wrong in ports.items() if int(port) not in taken)
 
 

@@ -41,7 +41,8 @@ class Site:
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w") as content:
             content.writestr("trainer/__init__.py", "")
-            content.write(TOP / "trainer/supervise.py", "trainer/supervise.py")
+            for source in sorted((TOP / "trainer/supervise").glob("*.py")):
+                content.write(source, f"trainer/supervise/{source.name}")
         files = {"trainer.zip": archive.getvalue(), "fake_rank.py": FAKE_RANK.read_bytes(), "env": environment.encode()}
         script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]
         script += [f"base64 -d > {name} <<'.'\n{base64.encodebytes(data).decode()}." for name, data in files.items()]

@@ -67,7 +67,8 @@ class Bed:
             folder.mkdir(parents=True)
             with zipfile.ZipFile(folder / "trainer.zip", "w") as archive:
                 archive.writestr("trainer/__init__.py", "")
-                archive.write(TOP / "trainer/supervise.py", "trainer/supervise.py")
+                for source in sorted((TOP / "trainer/supervise").glob("*.py")):
+                    archive.write(source, f"trainer/supervise/{source.name}")
             self.write_env(host, environment, run)
 
     def write_env(self, host: int, environment: str, run: str = "r") -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import socket
-import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from trainyard.connection import Host, HostConnection
+from trainyard.openssh import LocalTransport
 from trainyard.remote import health
 
-REMOTE = Path(__file__).resolve().parents[2] / "trainyard/remote"
+HERE = Host("here", "127.0.0.1", "/nonexistent", sys.executable)
+CONNECTION = HostConnection(HERE, LocalTransport())
 NAMES = {"node1": "127.0.13.1", "node2": "127.0.13.2"}
 
 
@@ -36,9 +39,9 @@ def pair(ports: list[int], tokens: tuple[str, str] = ("secret", "secret"), limit
             "limit": limit,
             "device": "lo",
         }
-        argv = [sys.executable, "-I", "-S", REMOTE / "mesh.py", json.dumps(about)]
-        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
-    return [json.loads(one.communicate(timeout=60)[0]) for one in started]
+        started.append(functools.partial(CONNECTION.call, "mesh", about))
+    with ThreadPoolExecutor(len(started)) as pool:
+        return [answer.result(60) for answer in [pool.submit(one) for one in started]]
 
 
 def test_two_hosts_reach_each_other_and_measure_their_line() -> None:
@@ -80,8 +83,7 @@ def test_a_stranger_on_a_port() -> None:
 def test_a_host_that_is_not_there() -> None:
     about = {"name": "node1", "names": list(NAMES), "address": NAMES["node1"], "head": "node1", "ports": free_ports(1)}
     about |= {"peers": {"node2": NAMES["node2"]}, "token": "secret", "limit": 2.0, "device": "lo"}
-    argv = [sys.executable, "-I", "-S", REMOTE / "mesh.py", json.dumps(about)]
-    answer = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout)
+    answer = CONNECTION.call("mesh", about)
     assert answer["reached"]["node2"] == {str(about["ports"][0]): "connection refused"}
 
 
@@ -93,7 +95,7 @@ def test_checkup_of_this_machine(tmp_path: Path) -> None:
     name = health.hashlib.sha256(good).hexdigest()[:16]
     (store / f"{name}.jsonl").write_bytes(good)
     (store / "0123456789abcdef.jsonl").write_bytes(good)
-    answer = health.look(
+    answer = health.gather(
         {"peers": ["localhost"], "data_dir": str(tmp_path), "run": "", "sudo": False, "memory_mib": 16}
     )
     assert answer["files"]["spoilt"] == [str(store / "0123456789abcdef.jsonl")]

@@ -38,7 +38,7 @@ def host(place: int) -> dict[str, Any]:
             "free_bytes": 100 * GB,
             "busy_with": "",
         },
-        "checkup": {
+        "health": {
             "hostname": name,
             "devices": [
                 {"name": "eth0", "address": address, "mask": "255.255.255.0", "mtu": 1500, "mbit": 1000}
@@ -53,12 +53,12 @@ def host(place: int) -> dict[str, Any]:
             "spin": {"share": 1.0, "gap": 0.001, "pauses": 0},
             "torchruns": [],
             "gpu": {"cards": 0, "gpus": [], "users": []},
-            "files": {"spoilt": [], "alike": {"datasets/a.jsonl": "1" * 64}},
+            "files": {"spoilt": [], "equal": {"datasets/a.jsonl": "1" * 64}},
             "sudo": True,
             "inodes_free": 1000000,
             "clock": [1000.1, 1001.4],
         },
-        "pairs": {
+        "mesh": {
             "mtu": 1500,
             "taken": [],
             "reached": {peer: {"29500": "", "40000": "", "50000": ""} for peer in peers},
@@ -92,20 +92,20 @@ def clock(off: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("part", "values", "check", "level", "word"),
     [
-        ("checkup", clock(3600), "clock", "warning", "3600 s"),
-        ("checkup", clock(-5), "clock", "warning", "s off"),
+        ("health", clock(3600), "clock", "warning", "3600 s"),
+        ("health", clock(-5), "clock", "warning", "s off"),
         ("facts", {"gpus": [{"name": "x"}]}, "gpu", "warning", "no GPU"),
-        ("checkup", {"gpu": {"cards": 1, "gpus": [], "users": []}}, "gpu", "warning", "driver shows 0"),
-        ("checkup", {"gpu": {"cards": 0, "gpus": [], "users": ["77, python, 900"]}}, "gpu", "warning", "computes on"),
-        ("checkup", {"quota": 2.0}, "cpu", "warning", "2 of 8"),
-        ("checkup", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}}, "cpu", "warning", "50% of a core"),
-        ("checkup", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}, "load": 30.0}, "load", "warning", "load 30.0"),
-        ("checkup", {"busy": [{"pid": 7, "name": "x", "uid": 0, "cores": 3.0}]}, "load", "warning", "3.0 cores"),
-        ("checkup", {"names": {"addresses": {}, "seconds": 10.0}}, "names", "warning", "10 s"),
-        ("checkup", {"memory": {"total_mib": 4000, "available_mib": 1000}}, "memory", "warning", "1000 of 4000"),
-        ("checkup", {"files": {"spoilt": [], "alike": {"datasets/a.jsonl": "2" * 64}}}, "checksum", "failure", "differs"),
-        ("checkup", {"files": {"spoilt": [], "alike": {}}}, "checksum", "failure", "not there"),
-        ("checkup", {"inodes_free": 0}, "disk", "failure", "inode"),
+        ("health", {"gpu": {"cards": 1, "gpus": [], "users": []}}, "gpu", "warning", "driver shows 0"),
+        ("health", {"gpu": {"cards": 0, "gpus": [], "users": ["77, python, 900"]}}, "gpu", "warning", "computes on"),
+        ("health", {"quota": 2.0}, "cpu", "warning", "2 of 8"),
+        ("health", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}}, "cpu", "warning", "50% of a core"),
+        ("health", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}, "load": 30.0}, "load", "warning", "load 30.0"),
+        ("health", {"busy": [{"pid": 7, "name": "x", "uid": 0, "cores": 3.0}]}, "load", "warning", "3.0 cores"),
+        ("health", {"names": {"addresses": {}, "seconds": 10.0}}, "names", "warning", "10 s"),
+        ("health", {"memory": {"total_mib": 4000, "available_mib": 1000}}, "memory", "warning", "1000 of 4000"),
+        ("health", {"files": {"spoilt": [], "equal": {"datasets/a.jsonl": "2" * 64}}}, "checksum", "failure", "differs"),
+        ("health", {"files": {"spoilt": [], "equal": {}}}, "checksum", "failure", "not there"),
+        ("health", {"inodes_free": 0}, "disk", "failure", "inode"),
         ("facts", {"free_bytes": 5 * GB}, "disk", "warning", "5.4 GB"),
         ("facts", {"source": "192.168.1.7"}, "nic", "failure", "192.168.1.7"),
         ("facts", {"trouble": "no route to the head"}, "nic", "failure", "no route"),
@@ -130,7 +130,7 @@ def test_a_slow_answer_is_no_wrong_clock() -> None:
     """A host that takes a minute to answer has a right clock all the same."""
     them = hosts()
     them[1]["asked"] = [1000.0, 1060.0]
-    them[1]["checkup"]["clock"] = [1001.0, 1059.0]
+    them[1]["health"]["clock"] = [1001.0, 1059.0]
     assert judge(them) == []
 
 
@@ -145,39 +145,39 @@ def test_a_slow_answer_is_no_wrong_clock() -> None:
 def test_firewalls(ports: dict[str, str], word: str) -> None:
     them = hosts()
     for source in (them[0], them[1]):
-        source["pairs"]["reached"]["node3"] |= ports
+        source["mesh"]["reached"]["node3"] |= ports
     [finding] = judge(them)
     assert finding.host == "node3" and "node1, node2 cannot reach" in finding.text and word in finding.text
 
 
 def test_a_port_that_is_taken_is_no_firewall() -> None:
     them = hosts()
-    them[2]["pairs"]["taken"] = [29500]
+    them[2]["mesh"]["taken"] = [29500]
     for source in (them[0], them[1]):
-        source["pairs"]["reached"]["node3"] |= {"29500": "somebody else answers"}
+        source["mesh"]["reached"]["node3"] |= {"29500": "somebody else answers"}
     [finding] = judge(them)
     assert (finding.check, finding.host) == ("port", "node3")
 
 
 def test_large_packets_that_vanish() -> None:
     them = hosts()
-    them[0]["pairs"]["lines"]["node2"]["ping_large"] = False
-    them[2]["pairs"]["lines"]["node1"]["stalled"] = "timed out"
+    them[0]["mesh"]["lines"]["node2"]["ping_large"] = False
+    them[2]["mesh"]["lines"]["node1"]["stalled"] = "timed out"
     assert [(finding.check, finding.host) for finding in judge(them)] == [("mtu", "node1"), ("mtu", "node3")]
 
 
 def test_no_ping_at_all_says_nothing_of_large_packets() -> None:
     them = hosts()
-    them[0]["pairs"]["lines"]["node2"] |= {"ping_small": False, "ping_large": False}
+    them[0]["mesh"]["lines"]["node2"] |= {"ping_small": False, "ping_large": False}
     assert judge(them) == []
 
 
 def test_the_head_is_the_slow_one_when_all_lines_are() -> None:
     them = hosts()
     slow = copy.deepcopy(them)
-    slow[1]["pairs"]["lines"]["node1"]["mbit"] = 94.0
+    slow[1]["mesh"]["lines"]["node1"]["mbit"] = 94.0
     assert [finding.host for finding in judge(slow)] == ["node2"]
-    slow[2]["pairs"]["lines"]["node1"]["mbit"] = 95.0
+    slow[2]["mesh"]["lines"]["node1"]["mbit"] = 95.0
     assert [finding.host for finding in judge(slow)] == ["node1"]
 
 

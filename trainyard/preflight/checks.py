@@ -1,7 +1,7 @@
 """What is wrong with these hosts, by what they answered: named, with its remedy. Pure Python, no Ansible.
 
 A host is a dict as run_plan.describe makes it (`host`, `address`, `data_dir`, `python`, ...) with `facts` (probe.look);
-preflight adds `checkup` (checkup.look), `pairs` (pairs.Pairs.result), `asked` (the controller's clock around its answer)
+preflight adds `health` (health.gather), `mesh` (mesh.measure), `asked` (the controller's clock around its answer)
 and `trouble` instead of all these when it did not answer. Every function returns findings; none is nothing wrong.
 """
 
@@ -144,7 +144,7 @@ def reachable(host: Host) -> list[Finding]:
 
 def machine(host: Host) -> list[Finding]:
     """Memory, CPUs, disk, GPUs, sudo, and who else is at work there."""
-    name, seen, facts = host["host"], host["checkup"], host["facts"]
+    name, seen, facts = host["host"], host["health"], host["facts"]
     found = []
 
     def say(check: str, level: str, text: str, remedy: str) -> None:
@@ -213,7 +213,7 @@ def machine(host: Host) -> list[Finding]:
 
 def network(host: Host, hosts: list[Host]) -> list[Finding]:
     """Its devices, routes and names."""
-    name, seen, facts = host["host"], host["checkup"], host["facts"]
+    name, seen, facts = host["host"], host["health"], host["facts"]
     found = []
 
     def say(check: str, level: str, text: str, remedy: str) -> None:
@@ -260,7 +260,7 @@ def network(host: Host, hosts: list[Host]) -> list[Finding]:
 
 def device_of(host: Host) -> dict[str, Any] | None:
     """Return the device that the host speaks to the head over."""
-    return next((row for row in host["checkup"]["devices"] if row["name"] == host["facts"]["interface"]), None)
+    return next((row for row in host["health"]["devices"] if row["name"] == host["facts"]["interface"]), None)
 
 
 def clones(hosts: list[Host]) -> list[Finding]:
@@ -284,7 +284,7 @@ def clocks(hosts: list[Host]) -> list[Finding]:
     offsets = {}
     for host in hosts:
         sent, came = host["asked"]
-        begun, ended = host["checkup"]["clock"]
+        begun, ended = host["health"]["clock"]
         # The true offset lies between these two.
         offsets[host["host"]] = (begun - came + (ended - begun), begun - sent)
     middle = statistics.median((low + high) / 2 for low, high in offsets.values())
@@ -316,7 +316,7 @@ def alike(hosts: list[Host]) -> list[Finding]:
         ]
     digests: dict[str, dict[str, str]] = {}
     for host in hosts:
-        for path, digest in host["checkup"]["files"]["alike"].items():
+        for path, digest in host["health"]["files"]["equal"].items():
             digests.setdefault(path, {})[host["host"]] = digest
     for path, by_host in digests.items():
         usual = statistics.mode(by_host.values())
@@ -338,15 +338,15 @@ def lines(hosts: list[Host], ports: list[int], head_port: int) -> list[Finding]:
     by_name = {host["host"]: host for host in hosts}
     high = [str(port) for port in ports if port != head_port]
     for host in hosts:
-        if head_port in host["pairs"]["taken"]:
+        if head_port in host["mesh"]["taken"]:
             text = f"port {head_port} is in use there"
             remedy = "train.yml takes the next free one; see who it is: ss -ltnp"
             found.append(Finding("port", host["host"], "warning", text, remedy))
     for target in hosts:
-        taken = {str(port) for port in target["pairs"]["taken"]}
+        taken = {str(port) for port in target["mesh"]["taken"]}
         wrong: dict[str, dict[str, str]] = {}  # source: {port: what}
         for source in hosts:
-            reached = source["pairs"]["reached"].get(target["host"], {})
+            reached = source["mesh"]["reached"].get(target["host"], {})
             bad = {port: what for port, what in reached.items() if what and port not in taken}
             if bad:
                 wrong[source["host"]] = bad
@@ -371,9 +371,9 @@ def lines(hosts: list[Host], ports: list[int], head_port: int) -> list[Finding]:
 def large_packets(hosts: list[Host]) -> list[Finding]:
     """Paths that carry small packets and lose large ones."""
     found = []
-    mtus = {host["host"]: host["pairs"]["mtu"] for host in hosts}
+    mtus = {host["host"]: host["mesh"]["mtu"] for host in hosts}
     for host in hosts:
-        for peer, line in host["pairs"]["lines"].items():
+        for peer, line in host["mesh"]["lines"].items():
             # Unequal MTUs are named by themselves.
             lost = (
                 line.get("ping_small") and line.get("ping_large") is False and mtus[host["host"]] <= mtus.get(peer, 0)
@@ -388,7 +388,7 @@ def large_packets(hosts: list[Host]) -> list[Finding]:
 
 def line_to_head(host: dict[str, Any]) -> dict[str, Any]:
     """Return what was measured between a host and the head (mbit, latency_ms), or nothing."""
-    lines: dict[str, dict[str, Any]] = (host.get("pairs") or {"lines": {}})["lines"]
+    lines: dict[str, dict[str, Any]] = (host.get("mesh") or {"lines": {}})["lines"]
     return next((line for line in lines.values() if "mbit" in line), {})
 
 
@@ -397,7 +397,7 @@ def speed(hosts: list[Host], by_name: dict[str, Host]) -> list[Finding]:
     rates = {
         host["host"]: line["mbit"]
         for host in hosts
-        for line in host["pairs"]["lines"].values()
+        for line in host["mesh"]["lines"].values()
         if line.get("mbit") is not None
     }
     found = []
@@ -410,7 +410,7 @@ def speed(hosts: list[Host], by_name: dict[str, Host]) -> list[Finding]:
     for name, rate in slow.items():
         found.append(Finding("link", name, "warning", f"its line to the head carries {rate:.0f} Mbit/s", remedy))
     for host in hosts:
-        for peer, line in host["pairs"]["lines"].items():
+        for peer, line in host["mesh"]["lines"].items():
             if line.get("latency_ms", 0.0) > SLOW_ANSWER and peer == next(iter(by_name)):
                 text = f"{peer} answers it after {line['latency_ms']:.1f} ms"
                 found.append(
@@ -439,7 +439,7 @@ def judge(hosts: list[Host], ports: list[int], head_port: int, needed: int) -> l
         found += [*environment(host), *room(host, needed), *machine(host), *network(host, hosts)]
     for check in (twins, clones, unlike, clocks, alike):
         found += check(answering)
-    paired = [host for host in answering if host.get("pairs")]
+    paired = [host for host in answering if host.get("mesh")]
     found += lines(paired, ports, head_port)
     places = {host["host"]: place for place, host in enumerate(hosts)}
     return sorted(found, key=lambda f: (LEVELS.index(f.level), places.get(f.host, -1), f.check))
@@ -454,7 +454,7 @@ def table(hosts: list[Host], found: list[Finding]) -> list[str]:
         if host.get("trouble"):
             rows.append([host["host"], host["address"], *["-"] * 6, verdict])
             continue
-        facts, seen = host["facts"], host["checkup"]
+        facts, seen = host["facts"], host["health"]
         line = line_to_head(host)
         rows.append(
             [

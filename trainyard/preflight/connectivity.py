@@ -1,18 +1,15 @@
-"""Every way between hosts tried at once: pairs.py on all of them."""
+"""Every way between hosts tried at once: mesh.py on all of them."""
 
 from __future__ import annotations
 
 import functools
-import json
 import random
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from trainyard.connection import FanOut, HostConnection
 
-PAIRS = Path(__file__).parents[1].joinpath("remote/mesh.py").read_bytes()
 HIGH = range(33000, 60900)  # where the kernel hands out ports, and so where gloo and NCCL listen
 _LIMIT = 8.0  # s, and half a second more a host
 
@@ -23,7 +20,7 @@ def high_ports() -> list[int]:
 
 
 def check_mesh(hosts: list[dict[str, Any]], ports: list[int], link: Callable[[str], HostConnection]) -> None:
-    """Put `pairs` (see pairs.Pairs.result) into every host's description: all at once, each to all others.
+    """Put `mesh` (see mesh.measure) into every host's description: all at once, each to all others.
 
     Args:
         hosts: with `host`, `address` and `facts` with the `interface`; the head first. One machine as two hosts is one.
@@ -47,10 +44,8 @@ def check_mesh(hosts: list[dict[str, Any]], ports: list[int], link: Callable[[st
             "token": token,
             "limit": limit,
         }
-        # On stdin, as the program is: the token is not for the list of processes.
-        program = PAIRS.replace(b"json.loads(sys.argv[1])", f"json.loads({json.dumps(json.dumps(about))})".encode())
-        questions[host["host"]] = functools.partial(link(host["host"]).ask, program)
+        questions[host["host"]] = functools.partial(link(host["host"]).call, "mesh", about)
     asked = FanOut(questions).wait(limit + 10)
     for host in hosts:
         if host["host"] in asked.answers:
-            host["pairs"] = asked.answers[host["host"]]
+            host["mesh"] = asked.answers[host["host"]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import socket
 import struct
@@ -245,7 +244,7 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
 
     Staged datasets are named by their SHA-256; `datasets` is the folder that the role nfs copies.
     """
-    spoilt, alike = [], {}
+    spoilt, equal = [], {}
     for path in sorted((data_dir / "store/datasets").glob("*")):
         if path.is_file() and not digest(path).startswith(path.name.partition(".")[0]):
             spoilt.append(str(path))
@@ -254,11 +253,11 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
     if folder.is_dir() and f" {folder} " not in read("/proc/mounts"):
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                alike[f"datasets/{path.relative_to(folder)}"] = digest(path)
+                equal[f"datasets/{path.relative_to(folder)}"] = digest(path)
     trainer = data_dir / "runs" / run / "trainer.zip"
     if run and trainer.exists():
-        alike[f"runs/{run}/trainer.zip"] = digest(trainer)
-    return {"spoilt": spoilt, "alike": alike}
+        equal[f"runs/{run}/trainer.zip"] = digest(trainer)
+    return {"spoilt": spoilt, "equal": equal}
 
 
 def sudo() -> bool:
@@ -272,7 +271,7 @@ def sudo() -> bool:
     return done.returncode == 0
 
 
-def look(a: dict[str, Any]) -> dict[str, Any]:
+def gather(a: dict[str, Any]) -> dict[str, Any]:
     """Return what this host is; times are seconds since the epoch by its own clock, at the start and the end."""
     begun = time.time()
     data_dir = Path(a["data_dir"])
@@ -296,7 +295,3 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,
     }
     return answer | {"clock": [begun, time.time()]}
-
-
-if __name__ == "__main__":
-    print(json.dumps(look(json.loads(sys.argv[1]))))

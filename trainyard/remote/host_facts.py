@@ -15,7 +15,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +208,7 @@ def last_rows(metrics: Path) -> list[int]:
     return rows if isinstance(rows, list) and all(isinstance(count, int) for count in rows) else []
 
 
-def look(a: dict[str, Any]) -> dict[str, Any]:
+def gather(a: dict[str, Any]) -> dict[str, Any]:
     """Return what this host is: device towards the head, ports, CPUs, GPUs, versions, disk, and the run as it stands."""
     run_dir, data_dir = Path(a["run_dir"]), Path(a["data_dir"])
     try:
@@ -245,7 +244,3 @@ def look(a: dict[str, Any]) -> dict[str, Any]:
         "stop_wanted": (run_dir / "state/stop-wanted").exists(),
         "busy_with": busy_with(run_dir),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(look(json.loads(sys.argv[1]))))

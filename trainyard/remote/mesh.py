@@ -10,10 +10,8 @@ Prints one JSON object on one line (see `Pairs.result`).
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -207,5 +205,5 @@ def take(link: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-if __name__ == "__main__":
-    print(json.dumps(Pairs(json.loads(sys.argv[1])).result()))
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    return Pairs(request).result()

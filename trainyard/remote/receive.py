@@ -60,7 +60,7 @@ def _mark(seen: os.stat_result) -> list[int]:
     return [seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino]
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
+def receive(question: dict[str, Any]) -> dict[str, Any]:
     """Put what arrived in its place; say what is lacking still, or write the small contents and say what changed."""
     os.umask(0o022)
     digests = Digests(Path(question["cache"]))

@@ -22,7 +22,7 @@ from trainer_runs import TOP, Cluster, Here, lines, losses, until
 
 from trainer.distributed.replica import NO_MEMBER, Member
 from trainer.errors import UserError
-from trainer.supervise import members
+from trainer.supervise.processes import run_processes
 from trainer.telemetry import Past
 
 FIXED = LONG | {"strategy": "diloco", "local_steps": 5}
@@ -104,22 +104,29 @@ class Supervised:
         environment = self.run_dir / "env"
         environment.write_text(f"GLOO_SOCKET_IFNAME=lo\nHF_HUB_OFFLINE=1\nOMP_NUM_THREADS=1\nPYTHONPATH={TOP}\n")
         environment.chmod(0o600)
-        about = ["--node-rank", str(number), "--ranks", str(number), "--replica", str(number), "--restarts", "3"]
-        about += ["--backend", "process", *(["--lighthouse", lighthouse] if number == 0 else [])]
-        command = cluster.member_command(number, count, lighthouse, **fields)
-        started = self.ask("start", "--run-dir", str(self.run_dir), *about, "--", *command)
+        started = self.ask(
+            "start",
+            node_rank=number,
+            ranks=[number],
+            replica=number,
+            restarts=3,
+            backend="process",
+            lighthouse=lighthouse if number == 0 else "",
+            command=cluster.member_command(number, count, lighthouse, **fields),
+        )
         assert "error" not in started, started
 
-    def ask(self, *arguments: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "trainer.supervise", *arguments]
-        done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
+    def ask(self, verb: str, **request: Any) -> dict[str, Any]:
+        command = [sys.executable, "-m", "trainer.supervise", verb]
+        question = json.dumps({"run_dir": str(self.run_dir), **request})
+        done = subprocess.run(command, input=question, cwd=TOP, capture_output=True, text=True, check=False)
         return json.loads(done.stdout)
 
     def status(self) -> dict[str, Any]:
-        return self.ask("status", "--run-dir", str(self.run_dir))
+        return self.ask("status")
 
     def end(self) -> None:
-        self.ask("stop", "--run-dir", str(self.run_dir), "--now")
+        self.ask("stop", now=True)
 
 
 @pytest.mark.slow
@@ -135,9 +142,9 @@ def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) 
         status = part.status()
     assert status["status"] == "failed" and not status["node"].get("restarted")
     assert status["node"]["error"].startswith(
-        f"the run's lighthouse ends again and again: cannot listen at {lighthouse}: Address already in use"
+        f"the run's lighthouse exited 3 times: cannot listen at {lighthouse}: Address already in use"
     )
-    assert not members(part.run_dir)
+    assert not run_processes(part.run_dir)
 
 
 def halted_in_a_round(pid: int, samples: Path) -> bool:
@@ -180,7 +187,9 @@ def test_a_replica_is_away_and_comes_back(victim: int, number: signal.Signals, c
             until(lambda part=part: part.status()["status"] != "running", 200, "the end")
             assert part.status()["status"] == "finished", cluster.logs()
         assert [part.status()["node"].get("restarted") for part in parts] == [None, 1][:: 1 if victim else -1]
-        assert not members(cluster.run_dir(0)) and not members(cluster.run_dir(1)), "the lighthouse is gone, too"
+        assert not run_processes(cluster.run_dir(0)) and not run_processes(cluster.run_dir(1)), (
+            "the lighthouse is gone, too"
+        )
     finally:
         for part in parts:
             part.end()

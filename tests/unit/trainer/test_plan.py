@@ -340,11 +340,11 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
     said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
     strategy, why = automatic(hosts, said, [])
     assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
-    hosts[2]["pairs"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
+    hosts[2]["mesh"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
     strategy, why = automatic(hosts, said, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
     hosts[0]["facts"]["link_mbit"] = 10  # a head's driver is not asked where lines to it were measured
-    hosts[2]["pairs"]["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
+    hosts[2]["mesh"]["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
     hosts[1]["facts"]["link_mbit"] = hosts[2]["facts"]["link_mbit"] = 25000
     assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
     assert not automatic(hosts, said, [])[1].endswith("(link measured)")

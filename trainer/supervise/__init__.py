@@ -1,0 +1,15 @@
+"""One host's part of a run: start it in the background, report its status, stop it. Standard library only.
+
+    python -m trainer.supervise start|status|stop|list      the request is JSON on standard input
+    python -m trainer.supervise run --run-dir DIR ...       the supervisor itself, started by `start`
+
+Each prints one JSON object on one line. A request that cannot be carried out prints `{"error": "one line"}` and has exit
+code 1. `start` returns as soon as the supervisor runs. The supervisor is the main process of a transient systemd unit,
+or a detached process where systemd does not run. docs/run-folder.md describes the files of a run folder.
+
+Whether a run is alive is asked of the kernel, never of a pid file: the supervisor holds a lock that ends with its
+process. Processes are identified by their parents and by a variable in their environment, never by their name. They are
+signalled through a pidfd, so that a reused pid is never hit.
+
+This file stays empty of code: a status request imports the package twice a second.
+"""

@@ -1,0 +1,79 @@
+"""The environment of a run's processes, and the systemd that can start them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+from trainer.supervise.files import SupervisorError
+from trainer.supervise.processes import RUN_VARIABLE
+
+IMPORT_ROOT = Path(__file__).parents[2]  # the archive or folder that holds the package `trainer`
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the user's identity and the search path; a run inherits nothing else from the login shell."""
+    user = pwd.getpwuid(os.getuid())
+    kept = {k: v for k, v in os.environ.items() if k in ("TMPDIR", "TZ") or k.startswith("XDG_")}
+    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    identity = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": "/bin/sh"}
+    return {**kept, **identity, "PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8")}
+
+
+def import_environment(run_dir: Path) -> dict[str, str]:
+    """Return the variables that mark a process of the run and make this trainer importable."""
+    return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(IMPORT_ROOT)}
+
+
+def run_environment(run_dir: Path) -> dict[str, str]:
+    """Return the environment of torchrun: the clean one, and the lines of the file `env`, where secrets belong.
+
+    Raises SupervisorError if other users can read `env`, or a line of it is not KEY=VALUE.
+    """
+    values = {**clean_environment(), **import_environment(run_dir)}
+    file = run_dir / "env"
+    if not file.exists():
+        return values
+    if file.stat().st_mode & 0o077:
+        raise SupervisorError(f"{file} may hold secrets, and other users can read it; run: chmod 600 {file}")
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            key, equals, value = line.partition("=")
+            if not equals or not key.isidentifier():
+                raise SupervisorError(f"{file}:{number} is not KEY=VALUE")
+            values[key] = value
+    return values
+
+
+def systemctl_environment() -> dict[str, str]:
+    """Return the environment in which systemctl and systemd-run find the user's service manager."""
+    return {**clean_environment(), "XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
+
+
+def choose_backend(wanted: str) -> list[str] | None:
+    """Return the start of the systemd-run command that works on this host, or None for a detached process.
+
+    A user unit needs no rights, but it needs lingering: without it the unit ends with the last login. A system unit
+    needs root or sudo without a password.
+
+    Raises SupervisorError if `wanted` is "systemd" and no unit can be started.
+    """
+    if wanted == "process":
+        return None
+    if Path("/run/systemd/system").is_dir():  # sd_booted(3)
+        uid = os.getuid()
+        user = pwd.getpwuid(uid).pw_name
+        if uid == 0:
+            return ["systemd-run"]
+        if Path(f"/var/lib/systemd/linger/{user}").exists() and Path(f"/run/user/{uid}/systemd/private").exists():
+            return ["systemd-run", "--user"]
+        if subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0:
+            return ["sudo", "-n", "systemd-run", f"--uid={uid}", f"--gid={os.getgid()}"]
+    if wanted == "systemd":
+        raise SupervisorError(
+            "cannot start a systemd unit on this host: it needs root, sudo without a password, or lingering"
+        )
+    return None

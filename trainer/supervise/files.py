@@ -1,0 +1,82 @@
+"""Files of a run folder: JSON state, the supervisor's lock, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LOG_LIMIT = 64 * 1024  # bytes of a log in one status
+
+
+class SupervisorError(RuntimeError):
+    """A request that cannot be carried out; the message is one line for the user."""
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in `path`, or None if there is none yet. Writers rename, so a file is never incomplete."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace `path` atomically. Raises OSError, such as for a full disk, and then keeps the old file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path, wait: float = 0.0) -> Iterator[bool]:
+    """Try for up to `wait` seconds to lock `path`; yield whether this process holds the lock. It ends with the process."""
+    with path.open("ab") as file:  # closed on exec, so children do not inherit it
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield True
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    yield False
+                    return
+                time.sleep(0.01)
+
+
+def is_alive(run_dir: Path) -> bool:
+    """Return whether a supervisor of this run folder is alive on this host."""
+    try:
+        with (run_dir / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except BlockingIOError:
+        return True
+
+
+def read_log(path: Path, since: int) -> dict[str, Any]:
+    """Return complete lines from byte `since` on, or the last -`since` lines if it is negative.
+
+    At most LOG_LIMIT bytes are read. `offset` is the byte at which the next call continues.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            at = since if 0 <= since <= size else max(0, size - LOG_LIMIT)
+            file.seek(at)
+            text = file.read(LOG_LIMIT)
+    except OSError:
+        return {"path": str(path), "offset": 0, "lines": []}
+    # A single line longer than the limit is returned in pieces.
+    complete = len(text) if since < 0 or (len(text) == LOG_LIMIT and b"\n" not in text) else text.rfind(b"\n") + 1
+    lines = text[:complete].decode(errors="replace").splitlines()
+    return {"path": str(path), "offset": at + complete, "lines": lines[since:] if since < 0 else lines}

@@ -1,0 +1,70 @@
+"""What `start` is asked for, and the command line that passes it on to the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trainer.supervise.files import SupervisorError
+
+
+@dataclass
+class StartRequest:
+    """One host's part of a run."""
+
+    run_dir: str
+    command: list[str]  # torchrun and its arguments
+    node_rank: int = 0
+    ranks: list[int] = field(default_factory=lambda: [0])  # the ranks of this host, by local rank
+    hosts: list[str] = field(default_factory=list)  # all hosts of the run, by node rank
+    attempt: int = 0  # of the run; 0 for one more than the last
+    backend: str = "auto"  # auto, systemd or process
+    properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
+    hold: bool = False  # start torchrun only when the file `state/go` exists, so that all hosts begin together
+    replica: int | None = None  # the replica of this host, if every replica has a torchrun of its own
+    restarts: int = 0  # maximum consecutive restarts of torchrun without progress
+    lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that keeps it
+    unit: str = ""  # the systemd unit, set by `start`
+
+    @classmethod
+    def from_json(cls, request: dict[str, Any]) -> StartRequest:
+        """Return the request. Raises SupervisorError for a field that is missing or unknown."""
+        known = {entry.name for entry in fields(cls)} - {"unit"}
+        if wrong := sorted({"run_dir", "command"} - set(request)) or sorted(set(request) - known):
+            raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
+        return cls(**{name: value for name, value in request.items() if value is not None})
+
+    def flags(self) -> list[str]:
+        """Return the supervisor's arguments for this request."""
+        words = ["--run-dir", self.run_dir, "--node-rank", str(self.node_rank), "--ranks", _join(self.ranks)]
+        words += ["--attempt", str(self.attempt), "--hosts", _join(self.hosts), "--restarts", str(self.restarts)]
+        words += ["--unit", self.unit] if self.unit else []
+        words += ["--hold"] if self.hold else []
+        words += ["--replica", str(self.replica)] if self.replica is not None else []
+        words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
+        return [*words, "--", *self.command]
+
+
+def parse_flags(arguments: list[str]) -> StartRequest:
+    """Return the request that `StartRequest.flags` has written."""
+    parser = argparse.ArgumentParser(prog="trainer.supervise run", allow_abbrev=False)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--ranks", default="0", help="the ranks of this host, by local rank: 0,1")
+    parser.add_argument("--hosts", default="", help="all hosts of the run, by node rank: a,b")
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--hold", action="store_true", help="start torchrun when the file state/go exists")
+    parser.add_argument("--replica", type=int, help="the replica of this host, if each has its own torchrun")
+    parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")
+    parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to keep the run's lighthouse")
+    parser.add_argument("--unit", default="", help="the systemd unit of this process")
+    parser.add_argument("command", nargs="+")
+    values = vars(parser.parse_args(arguments))
+    ranks = [int(rank) for rank in values.pop("ranks").split(",")]
+    hosts = values.pop("hosts")
+    return StartRequest(**values, ranks=ranks, hosts=hosts.split(",") if hosts else [])
+
+
+def _join(values: list[Any]) -> str:
+    return ",".join(map(str, values))

@@ -1,0 +1,72 @@
+"""Processes of this host: which belong to a run, and signals that reach only the intended process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
+
+
+def process_stat(pid: int) -> tuple[str, int, int] | None:
+    """Return (state letter, parent, start time in clock ticks since boot) of a process, or None; see proc(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), int(fields[19])
+
+
+def all_pids() -> list[int]:
+    """Return the pid of every process of this host, zombies included."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    found = process_stat(pid)
+    return found is not None and found[0] not in "ZX"
+
+
+def environ(pid: int) -> dict[str, str]:
+    """Return the environment with which a process started; empty for a process of another user."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def descendants(root: int) -> list[int]:
+    """Return every live process below `root`, in any session or process group."""
+    children: dict[int, list[int]] = {}
+    for pid in all_pids():
+        if (found := process_stat(pid)) and found[0] not in "ZX":
+            children.setdefault(found[1], []).append(pid)
+    result: list[int] = []
+    pending = [root]
+    while pending:
+        below = children.get(pending.pop(), [])
+        result += below
+        pending += below
+    return result
+
+
+def run_processes(run_dir: Path) -> list[int]:
+    """Return every live process of a run: those with its variable in their environment, and their descendants."""
+    marked = [pid for pid in all_pids() if environ(pid).get(RUN_VARIABLE) == str(run_dir) and is_running(pid)]
+    return list({*marked, *(below for pid in marked for below in descendants(pid))})
+
+
+def send_signal(pid: int, number: signal.Signals, start_time: int | None = None) -> None:
+    """Signal a process if it is still the one that started at `start_time` (see process_stat; None skips the check)."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            found = process_stat(pid)
+            if found is not None and start_time in (None, found[2]):
+                signal.pidfd_send_signal(pidfd, number)
+        finally:
+            os.close(pidfd)

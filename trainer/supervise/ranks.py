@@ -1,0 +1,127 @@
+"""The ranks of one host as their supervisor sees them: which processes they are, and which one failed first."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import read_json
+from trainer.supervise.processes import descendants, environ, is_running, process_stat
+from trainer.supervise.status import ENDED_WELL
+
+REPORT_LIMIT = 0.5  # s for torchrun to report the exit code of a rank that is gone
+# s for torchrun to exit once its ranks have: its exit barrier would wait 300 s for a peer that is gone.
+EXIT_LIMIT = 10.0
+
+# What torchrun logs when it has seen a worker die (torch/distributed/elastic/multiprocessing/api.py).
+FAILED = re.compile(rb"failed \(exitcode: (-?\d+)\)\s+local_rank: (\d+) \(pid: (\d+)\)")
+
+
+class RankMonitor:
+    """Watches the ranks below one torchrun.
+
+    `failures` is what is known of failed ranks, the first one alone until torchrun reports exit codes.
+    """
+
+    def __init__(self, run_dir: Path, log: Path, ranks: list[int], *, renumbered: bool, replica: bool) -> None:
+        """Prepare to watch.
+
+        Args:
+            run_dir: the run folder.
+            log: torchrun's log; what it holds so far is skipped.
+            ranks: the ranks of this host, by local rank.
+            renumbered: torchrun restarts its workers itself, so their numbers may change.
+            replica: torchrun is a replica's own and counts its ranks from 0.
+        """
+        self.run_dir, self.ranks = run_dir, ranks
+        self.renumbered, self.replica = renumbered, replica
+        self.failures: list[dict[str, Any]] = []
+        self._log, self._log_offset = log, log.stat().st_size
+        self._pids: dict[int, int] = {}  # by rank
+        self._gone: dict[int, float] = {}  # rank: when its process was first missing
+        self._all_done_since: float | None = None
+
+    def reset(self) -> None:
+        """Forget the processes of a torchrun that has ended."""
+        self._pids, self._gone, self.failures = {}, {}, []
+
+    def update(self, torchrun: int) -> bool:
+        """Read the state of the ranks' processes while torchrun runs; return whether ranks or failures changed.
+
+        torchrun reports a dead worker only when it has stopped the other workers, which can take 30 s. So this looks at
+        the processes as well. torchrun's report, which alone has the exit code, replaces what was seen here.
+        """
+        before = (list(self.failures), self.ranks)
+        self.read_log()
+        missing = len(self._pids) < len(self.ranks)
+        if missing or (self.renumbered and not all(map(is_running, self._pids.values()))):
+            self._find_processes(torchrun)
+        for rank, pid in self._pids.items():
+            if rank not in self._gone and not is_running(pid) and not self.ended_well(rank):
+                self._gone[rank] = time.monotonic()
+        if self._gone and not self.failures:
+            first = min(self._gone, key=lambda rank: self._gone[rank])
+            if time.monotonic() - self._gone[first] > REPORT_LIMIT:
+                self.failures = [failure(first, None, self._pids[first])]
+        return (self.failures, self.ranks) != before
+
+    def read_log(self) -> None:
+        """Take up the exit codes that torchrun has logged since the last call."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_offset)
+            text = file.read()
+        complete = text.rfind(b"\n") + 1
+        self._log_offset += complete
+        for code, local_rank, pid in FAILED.findall(text[:complete]):
+            if int(local_rank) < len(self.ranks) and not self.ended_well(rank := self.ranks[int(local_rank)]):
+                known = [entry for entry in self.failures if entry["exit_code"] is not None]
+                self.failures = [*known, failure(rank, int(code), int(pid))]
+
+    def exit_is_overdue(self) -> bool:
+        """Return whether all ranks have ended as intended, and torchrun should have exited by now."""
+        alive = not self._pids or any(map(is_running, self._pids.values()))
+        if alive or not all(map(self.ended_well, self.ranks)):
+            self._all_done_since = None
+            return False
+        self._all_done_since = self._all_done_since or time.monotonic()
+        return time.monotonic() - self._all_done_since > EXIT_LIMIT
+
+    def ended_well(self, rank: int) -> bool:
+        """Return whether a rank has reported that it finished or stopped."""
+        return self.rank_state(rank).get("status") in ENDED_WELL
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """Return what a rank has last written about itself; empty before that."""
+        return read_json(self.run_dir / f"state/rank{rank}.json") or {}
+
+    def _find_processes(self, torchrun: int) -> None:
+        """Find the ranks' processes. A torchrun that restarts its workers may number them differently."""
+        found: dict[int, int] = {}
+        for pid in descendants(torchrun):
+            values = environ(pid)
+            number = values.get("RANK", "")
+            # Children of a worker inherit RANK; the worker itself is a child of torchrun.
+            if number.isdigit() and (stat := process_stat(pid)) and stat[1] == torchrun:
+                found[self.ranks[int(values["LOCAL_RANK"])] if self.replica else int(number)] = pid
+        if self.renumbered and set(found.values()) - set(self._pids.values()):
+            self.reset()
+            self.ranks = sorted(found)
+            for path in (self.run_dir / "state").glob("rank*.json"):
+                if not is_running((read_json(path) or {}).get("pid", 0)):  # of the earlier numbering
+                    path.unlink(missing_ok=True)
+        for rank, pid in found.items():
+            self._pids.setdefault(rank, pid)
+
+
+def failure(rank: int, code: int | None, pid: int) -> dict[str, Any]:
+    """Return the record of a failed rank; `code` is None while only its absence is known."""
+    name = None
+    if code is not None and code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+    return {"rank": rank, "exit_code": code, "signal": name, "pid": pid}

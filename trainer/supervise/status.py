@@ -1,0 +1,106 @@
+"""The status of one host's part of a run, and of all runs of a host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import SupervisorError, is_alive, read_json, read_log
+from trainer.supervise.processes import process_stat
+
+POLL = 0.2  # s between two reads of the state while a request waits for a change
+ENDED_WELL = ("finished", "stopped")  # a rank that ended as intended
+
+
+def status(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the status of this host's part of a run.
+
+    Args:
+        request: `run_dir`; `wait`, the seconds to wait for a change before answering (default 0); `logs_from`, {name in
+            logs/: byte offset, or -N for the last N lines}.
+
+    Returns:
+        `status` is none, starting, running, finished, failed, stopped, or lost (the supervisor died without a report).
+        See `read_state` for the other keys; `logs` holds what was asked for, see `read_log`.
+    """
+    run_dir = Path(request["run_dir"])
+    deadline = time.monotonic() + request.get("wait", 0.0)
+    state = read_state(run_dir)
+    before = rank_statuses(state)
+    while is_uneventful(state) and rank_statuses(state) == before and time.monotonic() < deadline:
+        time.sleep(POLL)
+        state = read_state(run_dir)
+    wanted: dict[str, int] = request.get("logs_from", {})
+    logs = {name: read_log(run_dir / "logs" / Path(name).name, since) for name, since in wanted.items()}
+    return {**state, "logs": logs}
+
+
+def list_runs(request: dict[str, Any]) -> dict[str, Any]:
+    """Return `runs`, the state of every run folder below `data_dir` that has one."""
+    found = sorted(Path(request["data_dir"]).glob("runs/*/state/node.json"))
+    return {"now": time.time(), "runs": [read_state(path.parent.parent) for path in found]}
+
+
+def rank_statuses(state: dict[str, Any]) -> dict[str, str]:
+    """Return the status of every rank, by rank."""
+    return {name: rank.get("status", "") for name, rank in state["ranks"].items()}
+
+
+def is_uneventful(state: dict[str, Any]) -> bool:
+    """Return whether the controller has nothing to act on: the part runs, and no rank failed or ended."""
+    ranks = state["ranks"].values()
+    if state["status"] not in ("starting", "running") or (state["node"] and state["node"]["failures"]):
+        return False
+    return not any(rank["process"] is None or rank.get("status") in ("failed", *ENDED_WELL) for rank in ranks)
+
+
+def read_state(run_dir: Path) -> dict[str, Any]:
+    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`.
+
+    A lost part has `why`: the reason as far as it is known.
+    """
+    alive = is_alive(run_dir)
+    node = read_json(run_dir / "state/node.json")  # after the lock, so that an end written in between is seen
+    ranks = {}
+    for path in sorted((run_dir / "state").glob("rank*.json")):
+        if (rank := read_json(path)) is not None:
+            found = process_stat(rank["pid"]) if isinstance(rank.get("pid"), int) else None
+            ranks[str(rank.get("rank"))] = {**rank, "process": found[0] if found else None}
+    state = {"now": time.time(), "alive": alive, "node": node, "ranks": ranks, "run_dir": str(run_dir)}
+    state["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
+    if node is None:
+        return {**state, "status": "starting" if alive else "none"}
+    if node["status"] in ("starting", "running") and not alive:
+        return {**state, "status": "lost", "why": why_lost(node, run_dir)}
+    return {**state, "status": node["status"]}
+
+
+def why_lost(node: dict[str, Any], run_dir: Path) -> str:
+    """Return why a supervisor vanished: a full disk, a reboot, or systemd's result (oom-kill, signal, ...); may be empty."""
+    with contextlib.suppress(OSError):
+        if os.statvfs(run_dir).f_bavail == 0:
+            return "the disk is full"
+        booted = time.time() - float(Path("/proc/uptime").read_text().split()[0])
+        if node["started"] < booted - 1:
+            return "the machine was restarted"
+        if node.get("unit"):
+            return unit_result(node["unit"])
+    return ""
+
+
+def unit_result(unit: str) -> str:
+    """Return systemd's result of a unit that failed, or an empty string."""
+    import subprocess
+
+    from trainer.supervise.environment import choose_backend, systemctl_environment
+
+    user = False
+    with contextlib.suppress(SupervisorError):
+        user = "--user" in (choose_backend("systemd") or [])
+    query = ["systemctl", *(["--user"] if user else []), "show", "--value", "--property=Result", unit]
+    shown = subprocess.run(query, capture_output=True, text=True, check=False, env=systemctl_environment())
+    result = shown.stdout.strip()
+    return "" if result == "success" else result

@@ -1,0 +1,89 @@
+"""Stop one host's part of a run."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import SupervisorError, is_alive, read_json, write_json
+from trainer.supervise.processes import is_running, process_stat, run_processes, send_signal
+from trainer.supervise.status import read_state
+
+TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
+KILL_LIMIT = 10.0  # s for killed processes to end; longer means that they hang in the kernel
+EXIT_LIMIT = 2.0  # s for a supervisor to exit when its processes are gone
+
+
+def stop(request: dict[str, Any]) -> dict[str, Any]:
+    """Stop this host's part of a run; return when none of its processes is left. A part that has ended is unchanged.
+
+    Args:
+        request: `run_dir`; `grace`, the seconds that the ranks have to end by themselves (default 60), before SIGTERM
+            and then SIGKILL; `now`, SIGKILL at once; `wanted`, a user stops the run, so that it is not restarted.
+
+    Returns:
+        `status`, and the number of processes `killed`.
+
+    Raises:
+        SupervisorError: a process cannot be killed.
+    """
+    run_dir = Path(request["run_dir"]).resolve()
+    if not (run_dir / "state").is_dir():
+        return {"status": "none", "killed": 0}
+    if request.get("wanted"):  # whoever monitors the run sees that it did not fail, and does not restart it
+        (run_dir / "state/stop-wanted").touch()
+    node = read_json(run_dir / "state/node.json")
+    was_lost = read_state(run_dir)["status"] == "lost"
+    if is_alive(run_dir) and not request.get("now"):
+        (run_dir / "stop").touch()
+        if not wait_end(run_dir, request.get("grace", 60.0)) and node:
+            send_signal(node["pid"], signal.SIGTERM, node["pid_start"])
+            wait_end(run_dir, TERM_LIMIT)
+    if is_alive(run_dir) and node:  # the supervisor kills its processes and reports the end
+        send_signal(node["pid"], signal.SIGUSR1, node["pid_start"])
+        wait_end(run_dir, EXIT_LIMIT)
+    if node:
+        wait_exit(run_dir, node)
+    killed = kill_processes(run_dir)
+    node = read_json(run_dir / "state/node.json")
+    if node and node["status"] in ("starting", "running"):
+        end = {"status": "failed" if was_lost else "stopped", "ended": time.time()}
+        write_json(run_dir / "state/node.json", {**node, **end})
+    return {"status": read_state(run_dir)["status"], "killed": killed}
+
+
+def wait_end(run_dir: Path, limit: float) -> bool:
+    """Wait up to `limit` seconds for the supervisor to release its lock; return whether it has."""
+    deadline = time.monotonic() + limit
+    while is_alive(run_dir):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def wait_exit(run_dir: Path, node: dict[str, Any]) -> None:
+    """Wait for a supervisor that has released its lock to exit, so that it does not count as killed."""
+    deadline = time.monotonic() + EXIT_LIMIT
+    while is_running(node["pid"]) and not is_alive(run_dir) and time.monotonic() < deadline:
+        if (found := process_stat(node["pid"])) is None or found[2] != node["pid_start"]:
+            return
+        time.sleep(0.01)
+
+
+def kill_processes(run_dir: Path) -> int:
+    """Kill every process of the run; return their number. Raises SupervisorError if one does not end."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + KILL_LIMIT
+    while left := run_processes(run_dir):
+        if time.monotonic() > deadline:
+            raise SupervisorError(
+                f"cannot kill processes {sorted(left)} of run {run_dir.name}: they hang in the kernel; restart the host"
+            )
+        for pid in left:
+            send_signal(pid, signal.SIGKILL)
+        killed.update(left)
+        time.sleep(0.01)
+    return len(killed)

@@ -1,0 +1,204 @@
+"""The adapter between trainyard and Ansible, and the only module of the package that imports it.
+
+It reads hosts from the inventory, makes transports from Ansible's connection plugins, and is the base of the action
+plugins. Ansible decrypts vault values and resolves templates of the variables that are read here. Commands run as the
+user of the connection: the supervisor uses sudo itself where it has to.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ansible.errors import AnsibleError
+from ansible.plugins.action import ActionBase
+from ansible.plugins.loader import connection_loader
+
+from trainer.worker_process import die_with_launcher
+from trainyard.connection import Host, HostConnection, InventoryError, Login, RemoteError, last_line
+
+__all__ = [
+    "AnsibleTransport",
+    "ClusterAction",
+    "cluster_connections",
+    "failure",
+    "inventory_hosts",
+    "play_hosts",
+]
+
+DEFAULT_PYTHON = "/usr/bin/python3"
+
+
+class ClusterAction(ActionBase):
+    """An action that runs on the controller, once for all hosts of the play."""
+
+    BYPASS_HOST_LOOP = True
+    TRANSFERS_FILES = False
+    _requires_connection = False
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Tie the life of the worker process to ansible-playbook's, and start the action.
+
+        Ansible's workers are in sessions of their own. Without this, a worker that monitors a run would survive a
+        closed terminal or a killed ansible-playbook, and restart the run beside the next one that monitors it.
+        """
+        die_with_launcher()
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        return result
+
+
+class AnsibleTransport:
+    """Runs commands and copies files over one of Ansible's connection plugins."""
+
+    kind = "ansible"
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
+        """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
+        try:
+            # sudoable=False: no terminal, so that the output is only what the command prints.
+            code, out, err = self.connection.exec_command(
+                f"/bin/sh -c {shlex.quote(command)}", in_data=stdin, sudoable=False
+            )
+        except AnsibleError as error:
+            raise RemoteError(last_line(str(error)) or "unreachable") from error
+        return code, out, err
+
+    def put(self, source: str, target: str) -> None:
+        """Copy a file of the controller to the host. Raises RemoteError."""
+        try:
+            self.connection.put_file(source, target)
+        except (AnsibleError, OSError) as error:
+            raise RemoteError(f"cannot copy {source} to {target}: {last_line(str(error))}") from None
+
+    def fetch(self, source: str, target: str) -> None:
+        """Copy a file of the host to the controller. Raises RemoteError."""
+        try:
+            self.connection.fetch_file(source, target)
+        except (AnsibleError, OSError) as error:
+            raise RemoteError(f"cannot fetch {source}: {last_line(str(error))}") from None
+
+
+def play_hosts(task_vars: dict[str, Any]) -> list[Host]:
+    """Return all hosts of the play, in inventory order and with those that failed before. Raises InventoryError."""
+    hostvars = task_vars["hostvars"]
+    return [make_host(name, hostvars[name]) for name in task_vars["ansible_play_hosts_all"]]
+
+
+def cluster_connections(action: ActionBase, task_vars: dict[str, Any]) -> Callable[[Host | str], HostConnection]:
+    """Return a function that makes the connection to a host of the inventory, given its name or the host.
+
+    Call that function in the main thread only (it resolves templates); use a connection in one thread at a time.
+    """
+    hostvars = task_vars["hostvars"]
+
+    def connect(host: Host | str) -> HostConnection:
+        name = host if isinstance(host, str) else host.name
+        variables = hostvars[name]
+        context = action._play_context.copy()
+        transport = _transport(name, variables, context, action._templar, action._task.connection, action._task)
+        return HostConnection(make_host(name, variables) if isinstance(host, str) else host, transport)
+
+    return connect
+
+
+def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tuple[Host, AnsibleTransport]]:
+    """Return the hosts of an inventory that match a pattern, each with its transport, outside of any play.
+
+    Args:
+        sources: inventory files, folders or host lists, as `ansible-playbook -i` takes them.
+        pattern: as `--limit` takes it.
+
+    Raises:
+        InventoryError: a source cannot be read, or a host is not described completely.
+    """
+    from ansible.cli import CLI
+    from ansible.constants import config
+    from ansible.inventory.manager import InventoryManager
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.playbook.play_context import PlayContext
+    from ansible.template import Templar
+    from ansible.vars.hostvars import HostVars
+    from ansible.vars.manager import VariableManager
+
+    try:
+        loader = DataLoader()
+        identities = config.get_config_value("DEFAULT_VAULT_IDENTITY_LIST")
+        loader.set_vault_secrets(CLI.setup_vault_secrets(loader, vault_ids=identities, auto_prompt=False))
+        inventory = InventoryManager(loader=loader, sources=list(sources))
+        manager = VariableManager(loader=loader, inventory=inventory)
+        hostvars = HostVars(inventory=inventory, variable_manager=manager, loader=loader)
+        manager.set_hostvars(hostvars)
+        found = []
+        for host in inventory.get_hosts(pattern):
+            templar = Templar(loader=loader, variables=manager.get_vars(host=host))
+            transport = _transport(host.name, hostvars[host.name], PlayContext(), templar, "ssh")
+            found.append((make_host(host.name, hostvars[host.name]), transport))
+    except AnsibleError as error:
+        raise InventoryError(last_line(str(error))) from error
+    return found
+
+
+def make_host(name: str, variables: Any) -> Host:
+    """Return what the inventory says about a host. Raises InventoryError for a `cluster_processes` that is no number."""
+    python = str(variables.get("ansible_python_interpreter") or "")
+    try:
+        processes = int(variables.get("cluster_processes") or 0)
+    except ValueError:
+        value = variables.get("cluster_processes")
+        raise InventoryError(f"{name}: cluster_processes is {value!r}; set it to a number of ranks") from None
+    return Host(
+        name=name,
+        address=str(variables.get("cluster_address") or ""),
+        data_dir=str(variables.get("cluster_data_dir") or "").rstrip("/"),
+        python=str(variables.get("cluster_python") or DEFAULT_PYTHON),
+        backend=str(variables.get("cluster_backend") or "auto"),
+        processes=processes,
+        managed=bool(variables.get("cluster_managed", True)),
+        system_python=python if python.startswith("/") else DEFAULT_PYTHON,
+        login=_login(name, variables),
+    )
+
+
+def _login(name: str, variables: Any) -> Login:
+    if variables.get("ansible_connection") == "local":
+        return Login()
+    extra = [str(variables.get(option) or "") for option in ("ansible_ssh_common_args", "ansible_ssh_extra_args")]
+    return Login(
+        address=str(variables.get("ansible_host") or name),
+        user=str(variables.get("ansible_user") or ""),
+        port=int(variables.get("ansible_port") or 0),
+        key_file=str(variables.get("ansible_ssh_private_key_file") or ""),
+        extra_arguments=tuple(shlex.split(" ".join(extra))),
+    )
+
+
+def _transport(
+    name: str, variables: Any, context: Any, templar: Any, default: str, task: Any = None
+) -> AnsibleTransport:
+    """Make a host's connection as ansible.executor.task_executor does for the host of a task."""
+    context.remote_addr = variables.get("ansible_host", name)
+    kind = variables.get("ansible_connection") or default
+    connection = connection_loader.get(kind, context, None, task_uuid=task._uuid if task else "")
+    if connection is None:
+        raise AnsibleError(f"{name}: there is no connection plugin {kind!r}")
+    keys = (task.dump_attrs() if task else {}) | {"timeout": context.timeout}
+    if context.password:
+        keys["password"] = context.password
+    keys.pop("retries", None)
+    options = connection._resolve_option_variables(variables, templar)
+    connection.set_options(task_keys=keys, var_options=options)
+    return AnsibleTransport(connection)
+
+
+def failure(message: str, **more: Any) -> dict[str, Any]:
+    """Return the result of an action that failed for a reason that one line states.
+
+    The callback `trainyard` prints the message as that line, without Ansible's report around it.
+    """
+    return {"failed": True, "plain": True, "msg": message, **more}

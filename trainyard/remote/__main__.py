@@ -1,0 +1,46 @@
+"""The entry point of the archive on a host: `VERB`, the request as JSON on standard input, the answer as JSON lines.
+
+Standard library only. A verb imports its own module alone: a status request is made twice a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from trainer.supervise.files import SupervisorError
+
+# verb: (module, function); a function takes the request and returns the answer.
+VERBS = {
+    "host_facts": ("trainyard.remote.host_facts", "gather"),
+    "health": ("trainyard.remote.health", "gather"),
+    "mesh": ("trainyard.remote.mesh", "measure"),
+    "all_reduce": ("trainyard.remote.all_reduce", "measure"),
+    "receive": ("trainyard.remote.receive", "receive"),
+    "read_files": ("trainyard.remote.read_files", "read_files"),
+    "run_status": ("trainer.supervise.status", "status"),
+    "run_stop": ("trainer.supervise.stop", "stop"),
+    "run_list": ("trainer.supervise.status", "list_runs"),
+}
+
+
+def main() -> NoReturn:
+    """Carry out one request, print the answer and exit."""
+    verb = sys.argv[1]
+    try:
+        request: dict[str, Any] = json.loads(sys.stdin.buffer.read())
+        module, name = VERBS[verb]
+        function: Callable[[dict[str, Any]], dict[str, Any]] = getattr(importlib.import_module(module), name)
+        answer = function(request)
+    except (SupervisorError, OSError, ValueError) as error:
+        answer = {"error": " ".join(str(error).split())}
+    except Exception as error:
+        answer = {"error": "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]}
+    print(json.dumps(answer), flush=True)
+    # Threads and libraries that are still busy must not delay the answer.
+    os._exit(1 if "error" in answer else 0)
