@@ -11,7 +11,7 @@ import json
 import shlex
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -157,7 +157,7 @@ class FanOut:
     `answers` and `errors` fill up while the threads run; both are keyed by the name of the host.
     """
 
-    def __init__(self, requests: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    def __init__(self, requests: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self.threads = {

@@ -61,3 +61,15 @@ def read_run_spec(
     for note in notes + more:
         report(note)
     return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, "-e")
+
+
+def plain_data(value: Any) -> Any:
+    """Return data of Ansible as Python's own types, without the tags that Ansible attaches to it."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_data(content) for name, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(entry) for entry in value]
+    for kind in (str, int, float):  # bool is an int, and has no subclass
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return kind(value)
+    return value

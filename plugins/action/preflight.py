@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plugins.action.run_plan import MARGIN, describe
-from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
 from trainyard.connection import FanOut, HostConnection
 from trainyard.preflight import checks
 from trainyard.preflight.connectivity import check_mesh, high_ports
-from trainyard.run.plan import PORTS, PlanError
+from trainyard.run.errors import PlanError
+from trainyard.run.gather import RUN_SPACE as MARGIN
+from trainyard.run.gather import describe
+from trainyard.run.plan import PORTS
 
 PROBE_LIMIT = 20.0  # s for a host to say what it is: one that hangs says nothing
 CHECKUP_LIMIT = 300.0  # s: all datasets are read for their checksums
@@ -42,7 +44,7 @@ class ActionModule(ClusterAction):
         if a["plan"]:
             return self.lines_of(a["plan"], a["master_port"])
         try:
-            hosts = [describe(name, self.hostvars[name]) for name in variables["ansible_play_hosts_all"]]
+            hosts = [describe(host) for host in play_hosts(variables)]
         except PlanError as error:
             return failure(str(error))
         head_port = a["master_port"] or PORTS.start

@@ -12,7 +12,7 @@ description:
     is printed as one line, C(error. host. message), without the host if the task runs once for all.
   - A host that does not answer is one line, C(error. host does not answer. ssh's last line).
   - The strings in a result's C(lines) are printed as they are, in place of C(ok), or after the error.
-  - The banner of a task that prints while it runs (M(ranks), M(session), M(run_spec)) comes before what it prints.
+  - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs)) comes before what it prints.
 extends_documentation_fragment:
   - default_callback
   - result_format_callback
@@ -26,7 +26,7 @@ from ansible import constants as C
 from ansible.plugins.callback.default import CallbackModule as Default
 
 MESSAGE_ONLY = ("fail", "assert")  # what fails there is a sentence that somebody wrote for the reader
-LIVE = ("ranks", "run_spec", "session")
+LIVE = ("trainyard_run", "trainyard_runs")
 
 
 class CallbackModule(Default):

@@ -66,9 +66,7 @@ def collect_artifacts(entries: list[dict[str, Any]], connect: Connect, copy_to: 
     return {"result": result, "lines": lines, "changed": bool(copied)}
 
 
-def _read_results(
-    entries: list[dict[str, Any]], connections: dict[str, HostConnection]
-) -> dict[str, dict[str, Any]]:
+def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConnection]) -> dict[str, dict[str, Any]]:
     """Return `result`, `ranks` of the last start, and `logs` with their sizes, for each host that answers.
 
     Raises:

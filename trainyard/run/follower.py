@@ -161,7 +161,10 @@ def failed_run(parts: list[Part], cause: Cause, connect: Connect, options: Launc
     unstopped = stop_parts([part for part in parts if part.host not in lost], connect, {"now": True})
     return RunFailedError(
         cause.text,
-        lines=[*evidence(parts, cause, connect), *(f"cannot stop {host}: {error}" for host, error in unstopped.items())],
+        lines=[
+            *evidence(parts, cause, connect),
+            *(f"cannot stop {host}: {error}" for host, error in unstopped.items()),
+        ],
         cause={
             "host": cause.host,
             "rank": cause.rank if cause.rank >= 0 else None,

@@ -159,4 +159,6 @@ def check_requirements(hosts: list[HostFacts], spec: dict[str, Any], dataset_sta
             if setting and package not in facts["versions"]:
                 raise PlanError(f"{name}: {setting} needs the Python package {package}: install it, or omit {setting}")
         if spec["torch_compile"] and not facts["compiler"]:
-            raise PlanError(f"{name}: torch_compile needs a C++ compiler: run apt install g++, or set torch_compile=false")
+            raise PlanError(
+                f"{name}: torch_compile needs a C++ compiler: run apt install g++, or set torch_compile=false"
+            )

@@ -262,7 +262,12 @@ class Progress:
         parts = list(parts)
         # A rank that waits for a peer updates its heartbeat without making progress.
         beats = {
-            rank: (state.get("pid"), state.get("status"), state.get("step"), not is_waiting(state) and state.get("time"))
+            rank: (
+                state.get("pid"),
+                state.get("status"),
+                state.get("step"),
+                not is_waiting(state) and state.get("time"),
+            )
             for part in parts
             for rank, state in part.states.items()
         }

@@ -6,7 +6,7 @@ and the table in the documentation are read off `LaunchOptions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -179,3 +179,21 @@ def table() -> str:
         also = f" Deprecated name: {aliases}." if aliases else ""
         lines.append(f"| `{name}` | {takes(name)} | {shown} | {field.description}.{also} |")
     return "\n".join(lines)
+
+
+def options_from_variables(
+    variables: Mapping[str, Any], resolve: Callable[[Any], Any], overrides: Mapping[str, Any] | None = None
+) -> LaunchOptions:
+    """Build the options from an inventory's variables: those that are named like an option or a deprecated alias.
+
+    Args:
+        resolve: returns the value of a variable, with its templates resolved.
+        overrides: options that replace the variables.
+
+    Raises:
+        UserError: a bad value.
+    """
+    found = {name: resolve(variables[name]) for name in sorted(names()) if name in variables}
+    if overrides:
+        found = {name: value for name, value in found.items() if ALIASES.get(name, name) not in overrides}
+    return make_options(found | dict(overrides or {}), "-e or the inventory")

@@ -212,7 +212,7 @@ def check_plan_mesh(entries: list[dict[str, Any]], port: int, connect: Connect) 
     hosts = [{**entry, "facts": {"interface": entry["interface"]}} for entry in entries]
     ports = [port, *high_ports()]
     check_mesh(hosts, ports, connect)
-    findings = checks.lines([host for host in hosts if host.get("pairs")], ports, port)
+    findings = checks.lines([host for host in hosts if host.get("mesh")], ports, port)
     lines = [finding.line for finding in findings]
     failures = [finding for finding in findings if finding.level == "failure"]
     if failures:

@@ -1,18 +1,18 @@
-"""Runs that were started before: stop one, or follow one. `trainyard.run.status` lists them."""
+"""Runs that were started before: list them, stop one, or follow one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainyard.connection import Host
+from trainyard.connection import Host, HostConnection
 from trainyard.run.errors import RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, stop_lines, stop_parts
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
-from trainyard.run.status import find_parts, no_such_run, parts_to_monitor, request_statuses
+from trainyard.run.status import find_parts, list_runs, no_such_run, parts_to_monitor, request_statuses
 
 GRACE = 60.0  # s that ranks have to save a checkpoint and exit
 
@@ -65,3 +65,38 @@ def follow_run(
     """
     parts = parts_to_monitor(run, hosts, connect, options.lost_limit)
     return {"changed": True} | follow_parts(run, parts, connect, options, report)
+
+
+def manage_runs(
+    state: str,
+    run: str,
+    hosts: list[Host],
+    connect: Callable[[Host], HostConnection],
+    options: LaunchOptions,
+    report: Report,
+    *,
+    grace: float = GRACE,
+    now: bool = False,
+    check: bool = False,
+) -> dict[str, Any]:
+    """List the runs of the hosts, or stop or follow one run.
+
+    Args:
+        state: `listed`, `stopped` or `followed`.
+        run: the run's name; for `listed` it may be empty.
+
+    Raises:
+        RunError: the name is missing, or see `stop_run` and `follow_run`.
+    """
+    by_name = {host.name: host for host in hosts}
+
+    def connect_name(name: str) -> HostConnection:
+        return connect(by_name[name])
+
+    if state == "listed":
+        return {"changed": False} | list_runs(hosts, connect_name, options.lost_limit, run)
+    if not run:
+        raise RunError("name the run: -e run=NAME")
+    if state == "stopped":
+        return stop_run(run, hosts, connect_name, options, grace=grace, now=now, check=check)
+    return {"skipped": True} if check else follow_run(run, hosts, connect_name, options, report)

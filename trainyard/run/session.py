@@ -171,7 +171,10 @@ class RunSession:
         if state.phase != "new":
             return _SKIPPED
         if self.check:
-            return {"changed": True, "msg": f"would start {self.run_name} on {', '.join(e['host'] for e in state.plan)}"}
+            return {
+                "changed": True,
+                "msg": f"would start {self.run_name} on {', '.join(e['host'] for e in state.plan)}",
+            }
         try:
             return {"changed": True} | self._launch()
         except RunError as error:
