@@ -1,62 +1,73 @@
-# make train   set up what is needed, then train on this machine as two hosts
-# make test    set up what is needed, then run every test and every check
-# make help    the rest
+# make train   set up the environment, then train on this machine as two hosts
+# make test    set up the environment, then run the checks and the fast tests
+# make help    all targets
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# pip takes torch's CPU build where one is offered; the pins keep any other package from replacing it.
+# Commands find the project's Python environment first on PATH.
+RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
+# pip installs torch's CPU build where one is offered; the constraints keep other packages from replacing it.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check lint docs lock clean
+.PHONY: help setup train test test-all test-rest test-long lint docs docs-site lock clean
 
-include $(wildcard molecule/lab.mk benchmarks/*.mk)
+include molecule/lab.mk benchmarks/bench.mk
 
 help:
-	@echo "make train [ARGS='-e model=... -e lr=1e-3']   a run on this machine as two hosts"
-	@echo "make test [ARGS='-k checkpoint']              every test and check that this machine can run"
-	@echo "make lint                                     ruff, mypy, ansible-lint, and that the docs are true"
-	@echo "make lab [N=3] / make lab-down                real hosts on this machine (root, Debian or Ubuntu)"
-	@echo "make docs                                     write what is read off the code: docs/run-spec.md, roles' tables"
-	@echo "make bench [ARGS='--rounds 5']                 the trainer beside TRL (docs/benchmarks.md)"
-	@echo "sudo make bench-wire                          bytes and speed over shaped links between two hosts here"
-	@echo "sudo make bench-plan                          what the plan says beside what is then measured, strategy by strategy"
-	@echo "make bench-memory                             the plan's memory beside whole runs, every strategy"
-	@echo "make bench-discovery                          discovery beside other tools"
-	@echo "make bench-replicas                           diloco and averaging beside DDP: bytes, speed, loss (root)"
-	@echo "make bench-site                               site.yml again, beside as many tasks that do nothing (root)"
-	@echo "make bench-start / bench-faults                how soon a run starts; what 30 random faults do to one (root)"
-	@echo "make bench-balance                            rows shared by speed beside equal shares, one host at half speed (root)"
-	@echo "make lock                                     take the newest versions and pin them"
+	@echo "make train [ARGS='-e model=... -e lr=1e-3']   train on this machine as two hosts"
+	@echo "make test [ARGS='-k checkpoint']              lint, unit tests, fast integration tests, one lab test (minutes)"
+	@echo "make test-all                                 every test but the nightly ones (less than an hour)"
+	@echo "make test-rest                                what test-all runs and test does not"
+	@echo "make test-long                                the nightly tests (hours)"
+	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
+	@echo "make docs                                     generate docs/run-spec.md and the tables of the role READMEs"
+	@echo "make docs-site                                build the documentation site into site/"
+	@echo "make lab [N=3] / make lab-down                start and stop a lab of hosts on this machine (root, Debian or Ubuntu)"
+	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
+	@echo "make lock                                     update constraints.txt to the newest versions"
+	@echo "make clean                                    remove the environment and the caches"
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@tools/need-python $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV): torch first, then the rest (minutes, once)"
+	@echo "setting up $(VENV): torch first, then the other packages (takes minutes, once)"
 	@$(PIP) torch
 	@$(PIP) --no-build-isolation setuptools wheel
 	@$(PIP) --no-build-isolation --editable '.[controller,node,dev]'
 	@touch $@
 
 train: $(READY)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" ansible-playbook train.yml -e model=tiny $(ARGS)
+	@$(RUN) ansible-playbook train.yml -e model=tiny $(ARGS)
 
 test: $(READY)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/run-all $(ARGS)
+	@$(RUN) tools/run-tests fast $(ARGS)
+
+test-all: $(READY)
+	@$(RUN) tools/run-tests all $(ARGS)
+
+test-rest: $(READY)
+	@$(RUN) tools/run-tests rest $(ARGS)
+
+test-long: $(READY)
+	@$(RUN) tools/run-tests long $(ARGS)
 
 lint: $(READY)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/lint
+	@$(RUN) tools/lint
 
 docs: $(READY)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python tools/write_docs.py
+	@$(RUN) python tools/write_docs.py
+
+docs-site: $(READY)
+	@$(RUN) python -m mkdocs build --strict
 
 lock:
 	@tools/lock $(PYTHON)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

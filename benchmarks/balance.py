@@ -35,7 +35,7 @@ def tokens_per_second(lab: Lab, run: str, **fields: Any) -> tuple[float, list[in
     played = run_playbook("train.yml", lab.inventory, said)
     if played.rc:
         raise SystemExit(played.stdout)
-    text = lab.inside(lab.hosts[0], f"cat /home/yard/trainyard/runs/{run}/metrics.jsonl")
+    text = lab.inside(lab.hosts[0], f"cat /home/tester/trainyard/runs/{run}/metrics.jsonl")
     steps = [json.loads(line) for line in text.splitlines()]
     return statistics.median(step["tokens_per_second"] for step in steps[len(steps) // 2 :]), steps[-1]["rows"]
 
@@ -47,7 +47,7 @@ def main() -> None:
     a = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     lab = Lab(f"balance-{os.getpid()}")
-    lab.up(hosts=2, venv=VENV, stay=False)
+    lab.up(hosts=2, venv=VENV, persistent=False)
     try:
         made = run_playbook("site.yml", lab.inventory, None, "--tags storage")
         if made.rc:

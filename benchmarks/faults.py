@@ -30,7 +30,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as work:
             dataset, steps = questions(Path(work)), 25 * a.faults + 25
-            lab.up(hosts=3, venv=Path(sys.prefix), stay=False)
+            lab.up(hosts=3, venv=Path(sys.prefix), persistent=False)
             run_playbook("site.yml", lab.inventory, {}, "--tags", "storage")
             straight = Trial(lab, lab.inventory, words_for("straight", dataset, steps))
             straight.start()

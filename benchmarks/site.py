@@ -121,7 +121,7 @@ def main() -> None:
     a = parser.parse_args()
     lab = Lab(f"bench-{os.getpid()}")
     try:
-        lab.up(hosts=a.hosts, venv=Path(sys.prefix), stay=False)
+        lab.up(hosts=a.hosts, venv=Path(sys.prefix), persistent=False)
         for _ in range(3):
             done = run_playbook("site.yml", lab.inventory)
             if done.rc:

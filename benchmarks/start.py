@@ -28,7 +28,7 @@ sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "molecule/resources")]
 
 from testbed.lab import Host, Lab  # noqa: E402  found by the line above
 
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 SPEC = {"seq_length": 64, "total_batch_size": 6, "max_steps": 1, "epochs": 100, "eval_split": 0, "loggers": "none"}
 
 
@@ -122,7 +122,7 @@ def main() -> None:
             dataset = folder / "questions.jsonl"
             rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(60)]
             dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            lab.up(hosts=3, venv=Path(sys.prefix), stay=False)
+            lab.up(hosts=3, venv=Path(sys.prefix), persistent=False)
             play(lab.inventory, "site.yml", "--tags", "storage")
             by_playbook(lab, lab.inventory, "warm", dataset)
             hand, book, skews = [], [], []
@@ -141,7 +141,7 @@ def main() -> None:
                 f"difference {statistics.median(more):.1f} s (goal 3, limit 8); starts at most {max(skews):.2f} s apart (limit 0.5)"
             )
             if a.many:
-                lab.up(hosts=a.many, venv=Path(sys.prefix), stay=False)
+                lab.up(hosts=a.many, venv=Path(sys.prefix), persistent=False)
                 apart_many = [skew(lab, lab.inventory, folder, f"skew{place}") for place in range(3)]
                 print(f"{a.many} hosts: starts {', '.join(f'{s:.2f}' for s in apart_many)} s apart (limit 2)")
     finally:

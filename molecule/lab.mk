@@ -1,4 +1,4 @@
-# The lab: real hosts on this machine, to try the cluster on (docs/lab.md). Needs root on Debian or Ubuntu.
+# The lab: hosts on this machine to try the cluster on (docs/lab.md). Requires root on Debian or Ubuntu.
 VENV ?= .venv
 N ?= 3
 LAB = PYTHONPATH=molecule/resources $(VENV)/bin/python -m testbed
@@ -7,15 +7,15 @@ LAB = PYTHONPATH=molecule/resources $(VENV)/bin/python -m testbed
 
 lab: $(READY)
 	@$(LAB) up --hosts $(N) --venv $(VENV) --inventory inventory/lab.yml
-	@echo "next: ansible-playbook -i inventory/lab.yml site.yml    (make lab-down ends it)"
+	@echo "next: ansible-playbook -i inventory/lab.yml site.yml    (make lab-down stops the lab)"
 
 lab-down:
 	@$(LAB) down --inventory inventory/lab.yml
 
-# Also what the next lab would use again: root file systems and images.
+# Remove all labs and the cached root file systems and disk images.
 lab-clean:
 	@$(LAB) down --all --inventory inventory/lab.yml
-	@$(LAB) forget
+	@$(LAB) clean
 
 lab-ssh:
 	@$(LAB) ssh $(HOST)

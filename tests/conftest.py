@@ -1,4 +1,4 @@
-"""At the end of every test run: what was left out, and why."""
+"""Settings of every test run, and the list of skipped tests for the summary of tools/run-tests."""
 
 from __future__ import annotations
 
@@ -9,31 +9,37 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+# Before torch is imported: two test workers share two cores, and each process trains with one thread.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
 import ansible.module_utils
 import hypothesis
 
 with contextlib.suppress(ImportError):
-    # Before any module of Ansible's: those patch sys.intern, and torch's compiler cannot be imported after that.
+    # Before any Ansible module: Ansible patches sys.intern, and torch's compiler cannot be imported after that.
     import torch._dynamo  # noqa: F401
 
-# A module finds ours beside Ansible's, as it does where Ansible runs it.
+# Modules import plugins/module_utils as ansible.module_utils, as they do on a host.
 ansible.module_utils.__path__.append(str(Path(__file__).resolve().parent.parent / "plugins/module_utils"))
 
-# So that fixtures take down what they put up when the run is told to end.
+# SIGTERM raises KeyboardInterrupt, so that fixtures remove what they created.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-# How long an example takes says something about the machine, not about the code.
-hypothesis.settings.register_profile("ours", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("ours")
+# The duration of an example depends on the machine, not on the code.
+hypothesis.settings.register_profile(
+    "trainyard", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("trainyard")
 
-LEFT_OUT = os.environ.get("TRAINYARD_LEFT_OUT")  # a file that tools/run-all reads when all is over
+SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests prints in its summary
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Append the reasons of skipped tests, with their counts, to the file that TRAINYARD_SKIPPED names."""
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reasons[reason.removeprefix("Skipped: ")] += 1
-    if LEFT_OUT and reasons:
-        with Path(LEFT_OUT).open("a") as file:
+    if SKIPPED and reasons:
+        with Path(SKIPPED).open("a") as file:
             file.writelines(f"{count} x {reason}\n" for reason, count in sorted(reasons.items()))

@@ -98,7 +98,7 @@ class Saver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, or begin to. Raises UserError as write_checkpoint does."""
         self.finish()
-        if self._strategy.in_parts:
+        if self._strategy.sharded_checkpoint:
             if self._world.first_here:
                 with _writing(self._folder, step):
                     _open(self._folder, step)
@@ -108,7 +108,7 @@ class Saver:
             self._parts = step, state, writing
         elif self._world.first_here:
             write_checkpoint(self._folder, step, state, self._strategy.save, self._keep)
-        elif self._strategy.together:
+        elif self._strategy.lockstep:
             self._strategy.save(self._folder)
 
     def written(self) -> bool:

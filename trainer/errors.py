@@ -1,39 +1,48 @@
-"""What a person did or can mend, said in one line; everything else is a bug and keeps its traceback."""
+"""Errors that a user can fix, reported as one line. Every other exception is a bug and keeps its traceback."""
 
 import difflib
 import errno
 from collections.abc import Iterable
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+# torch.save reports any failed write with one of these.
+_TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWriter")
+
 
 class UserError(Exception):
-    """One plain line: what is wrong, where, what to do. Shown without a traceback."""
+    """One line that says what is wrong, where, and what to do. Shown without a traceback."""
 
 
 class DiskError(UserError):
-    """This host's disk is full or cannot be written: another host may well go on."""
+    """The disk of this host is full or not writable. Other hosts may be able to continue."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` for the known name closest to `name`, or an empty string if none is near."""
+    """Return ``; did you mean 'x'?`` for the known name closest to `name`, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TORCH = ("inline_container", "iostream error", "PytorchStreamWriter")  # what torch.save says of any write that failed
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or the name of its type if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
-def disk_trouble(error: BaseException) -> str:
-    """Return in words what a disk refused, or an empty string if `error` is of another kind.
+def disk_failure(error: BaseException) -> str:
+    """Return why a write to a disk failed, or an empty string if `error` is of another kind.
 
-    The Rust writers (safetensors, tokenizers) raise errors of their own that only say ``os error 28``.
+    The Rust writers (safetensors, tokenizers) raise their own errors, which contain only ``os error 28``.
     """
     number = getattr(error, "errno", None)
-    if number in _FULL or any(f"os error {full}" in str(error) for full in _FULL):
+    if number in _DISK_FULL or any(f"os error {full}" in str(error) for full in _DISK_FULL):
         return "no space left on the disk"
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in _TORCH):
-        return "no space left on the disk, or it cannot be written"
-    if number in _CLOSED:
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCH_WRITE_ERRORS):
+        return "the disk is full or not writable"
+    if number in _NO_ACCESS:
         return f"{getattr(error, 'filename', None) or 'the disk'}: {getattr(error, 'strerror', error)}"
     return ""
+
+
+disk_trouble = disk_failure

@@ -1,4 +1,4 @@
-"""From a spec to a model with its trainable part, a tokenizer, and the module that turns a micro-batch into its loss."""
+"""Load the model, its adapters and its tokenizer; compute the loss of a micro-batch."""
 
 import importlib.util
 import os
@@ -12,28 +12,26 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trainer.config.run_spec import RunSpec
-from trainer.errors import UserError
-from trainer.optim import bitsandbytes
+from trainer.data.packing import IGNORED
+from trainer.errors import UserError, first_line
+from trainer.optim import import_bitsandbytes
 
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+_UNSLOTH_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load the model's tokenizer; a missing padding token is made the end token.
+    """Load the tokenizer of a model; the end token is the default padding token.
 
     Raises:
-        UserError: no such model, or no tokenizer in it.
+        UserError: the model does not exist or has no tokenizer.
     """
     if _looks_like_a_path(name) and not Path(name).expanduser().is_dir():
-        raise UserError(f"model: no folder {name}: give 'tiny', a local model folder, or a hub id (org/name)")
+        raise UserError(f"model: no such folder: {name}: set 'tiny', a local model folder, or a hub id (org/name)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise UserError(f"model: cannot load the tokenizer of {name}{offline}: {_first_line(error)}") from None
+        raise UserError(f"model: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -44,79 +42,89 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def base_dtype(spec: RunSpec) -> torch.dtype:
-    """Return of what kind the weights are that are not adapters: what is trained is float32.
+    """Return the dtype of the base model's weights; trained weights are always float32.
 
-    Under bf16-mixed a frozen base is kept in bfloat16, which autocast would make of it anyway.
+    With bf16-mixed a frozen base is stored in bfloat16: autocast would convert it anyway.
     """
-    # DeepSpeed takes weights of one kind only.
+    # DeepSpeed requires all weights to have the same dtype.
     half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed"
     return torch.bfloat16 if half else torch.float32
 
 
 def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
-    """Load the model on `device`, with LoRA unless lora_r is 0. Equal on every rank: the seed makes the fresh weights.
+    """Load the model on `device`, with LoRA unless lora_r is 0. It is equal on every rank: the seed defines new weights.
 
-    Weights are of `base_dtype`, or as they are in its files where the strategy makes that of its part of them.
+    Weights have the dtype `base_dtype`, or that of their files if the strategy converts its shard itself.
 
     Raises:
-        UserError: the model, its backend or its LoRA targets cannot be had.
+        UserError: the model, its backend or its LoRA targets are unavailable.
     """
     torch.manual_seed(spec.seed)
     if spec.backend == "unsloth":
         return _load_unsloth(spec, device)
-    # As they are in its files weights stay there, mapped, until somebody reads them: FSDP takes its part and leaves the rest.
-    how: dict[str, Any] = {"dtype": "auto" if spec.weights_as_kept else base_dtype(spec)}
-    fast = levers(spec, device)
-    if "flash attention" in fast:
-        how["attn_implementation"] = "flash_attention_2"
-    if spec.quantize == "nf4":
-        how |= _four_bits(spec, device)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model, **how)
-    except Exception as error:
-        raise UserError(f"model: cannot load {spec.model}: {_first_line(error)}") from None
-    places = getattr(model.config, "max_position_embeddings", None)
-    if places and spec.seq_length > places:
-        raise UserError(
-            f"seq_length: {spec.model} has {places} positions, got {spec.seq_length}: set seq_length={places}"
-        )
-    if "liger" in fast:
+    kernels = fast_kernels(spec, device)
+    model = _load_pretrained(spec, device, kernels)
+    if "liger" in kernels:
         from transformers.integrations.liger import apply_liger_kernel
 
-        # The loss is summed here, over tokens that have one: liger's own would take the mean.
+        # TokenLoss sums over the tokens with loss; liger's own loss would average.
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     if spec.quantize == "nf4":
-        for part in model.modules():
-            # At the first pass in eval mode it would lay the weights out anew on some CPUs, and round their scales: not
-            # the model any more that is trained, and an error where a width is no multiple of 64.
-            if hasattr(part, "support_avx512bf16_for_cpu"):
-                part.support_avx512bf16_for_cpu = False
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = _prepare_quantized(model)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
         model = add_lora(spec, model)
     if spec.quantize == "none" and not spec.weights_in_parts:
-        # Else it need not fit the device whole: the strategy takes it apart first.
+        # A strategy with sharded weights shards them first: the full model need not fit on the device.
         model.to(device)
     model.train()
     return model
 
 
-def levers(spec: RunSpec, device: torch.device) -> list[str]:
-    """Return which faster kernels this process takes: those that are installed, on CUDA alone, unless kernels=torch."""
+def _load_pretrained(spec: RunSpec, device: torch.device, kernels: list[str]) -> Any:
+    # With dtype "auto" weights stay memory-mapped until they are read: FSDP reads only its shard.
+    options: dict[str, Any] = {"dtype": "auto" if spec.weights_as_kept else base_dtype(spec)}
+    if "flash attention" in kernels:
+        options["attn_implementation"] = "flash_attention_2"
+    if spec.quantize == "nf4":
+        options |= _nf4_options(spec, device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(spec.model, **options)
+    except Exception as error:
+        raise UserError(f"model: cannot load {spec.model}: {first_line(error)}") from None
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions and spec.seq_length > positions:
+        raise UserError(
+            f"seq_length: {spec.model} has {positions} positions, got {spec.seq_length}: set seq_length={positions}"
+        )
+    return model
+
+
+def _prepare_quantized(model: Any) -> Any:
+    for module in model.modules():
+        # On some CPUs the first pass in eval mode would repack the weights and round their scales. The model would then
+        # differ from the trained one, and fail where a width is not a multiple of 64.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
+    """Return the faster kernels that this process uses: the installed ones, on CUDA only; none with kernels=torch."""
     if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
         return []
     if spec.strategy == "deepspeed" and spec.weights_in_parts:
-        return []  # it takes the model from the host's memory, where they cannot be tried with packed samples
-    # Flash attention knows 16-bit numbers only.
-    wanted = {"liger": "liger_kernel"} | ({"flash attention": "flash_attn"} if spec.precision == "bf16-mixed" else {})
+        return []  # DeepSpeed loads the model in host memory, where packed samples cannot be checked with these kernels
+    wanted = {"liger": "liger_kernel"}
+    if spec.precision == "bf16-mixed":  # flash attention supports only 16-bit numbers
+        wanted["flash attention"] = "flash_attn"
     return [name for name, package in wanted.items() if importlib.util.find_spec(package)]
 
 
-def _four_bits(spec: RunSpec, device: torch.device) -> dict[str, Any]:
-    """Return how from_pretrained makes the frozen base NF4, as QLoRA does (https://arxiv.org/abs/2305.14314)."""
-    bitsandbytes("quantize: nf4")
+def _nf4_options(spec: RunSpec, device: torch.device) -> dict[str, Any]:
+    """Return the options of from_pretrained for an NF4 base, as in QLoRA (https://arxiv.org/abs/2305.14314)."""
+    import_bitsandbytes("quantize: nf4")
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -126,8 +134,8 @@ def _four_bits(spec: RunSpec, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 
-def need_compiler(device: torch.device) -> None:
-    """Raise UserError unless torch.compile finds what it needs, before anything is trained."""
+def require_compiler(device: torch.device) -> None:
+    """Check that torch.compile has a C++ compiler if `device` is a CPU. Raises UserError."""
     if device.type == "cuda":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -135,13 +143,11 @@ def need_compiler(device: torch.device) -> None:
     try:
         get_cpp_compiler()
     except Exception:
-        raise UserError(
-            "torch_compile: there is no C++ compiler here: install g++, or set torch_compile=false"
-        ) from None
+        raise UserError("torch_compile: no C++ compiler found: install g++, or set torch_compile=false") from None
 
 
 def lora_config(spec: RunSpec) -> LoraConfig:
-    """Return peft's form of the spec's LoRA fields."""
+    """Return the LoRA fields of the spec as a configuration of peft."""
     targets: Any = "all-linear" if spec.lora_targets == ("all-linear",) else list(spec.lora_targets)
     return LoraConfig(
         r=spec.lora_r,
@@ -153,7 +159,7 @@ def lora_config(spec: RunSpec) -> LoraConfig:
 
 
 def add_lora(spec: RunSpec, model: Any) -> nn.Module:
-    """Return the model with the spec's adapters. Raises UserError: a target is no layer of it."""
+    """Return the model with the adapters of the spec. Raises UserError if a target is not a layer of the model."""
     try:
         adapted: nn.Module = get_peft_model(model, lora_config(spec))
     except ValueError as error:
@@ -161,26 +167,26 @@ def add_lora(spec: RunSpec, model: Any) -> nn.Module:
             {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
         )
         raise UserError(
-            f"lora_targets: {_first_line(error)}; this model's linear layers are {', '.join(layers)}, or say all-linear"
+            f"lora_targets: {first_line(error)}: set all-linear, or linear layers of this model: {', '.join(layers)}"
         ) from None
     return adapted
 
 
 def _load_unsloth(spec: RunSpec, device: torch.device) -> nn.Module:
     if device.type != "cuda":
-        raise UserError("backend: unsloth needs an NVIDIA GPU with CUDA, and there is none here: take backend=peft")
+        raise UserError("backend: unsloth needs an NVIDIA GPU with CUDA, but this host has none: set backend=peft")
     try:
         from unsloth import FastLanguageModel
-    except Exception as error:  # it raises more than ImportError where it finds no GPU it likes
+    except Exception as error:  # without a supported GPU it raises errors other than ImportError
         raise UserError(
-            f"backend: unsloth cannot be had ({_first_line(error)}): install the extra, or backend=peft"
+            f"backend: unsloth is unavailable ({first_line(error)}): pip install 'trainyard[unsloth]', or set backend=peft"
         ) from None
     model, _ = FastLanguageModel.from_pretrained(
         spec.model, max_seq_length=spec.seq_length, load_in_4bit=spec.quantize == "nf4"
     )
     targets = list(spec.lora_targets)
     if targets == ["all-linear"]:
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        targets = list(_UNSLOTH_TARGETS)
     return FastLanguageModel.get_peft_model(
         model,
         r=spec.lora_r,
@@ -193,52 +199,52 @@ def _load_unsloth(spec: RunSpec, device: torch.device) -> nn.Module:
 
 
 class TokenLoss(nn.Module):
-    """A causal language model whose forward gives the *sum* of its tokens' losses, so that shares can be weighed exactly."""
+    """A causal language model whose forward returns the *sum* of the token losses, so that ranks can be weighted exactly."""
 
     def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
         super().__init__()
         self.model = model
         self._run = torch.compile(model) if compiled else model
-        self._places: torch.Tensor | None = None
+        self._loss_positions: torch.Tensor | None = None
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # Flash attention tells packed samples apart by their positions in one long row only.
-        self._one_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
+        # Flash attention separates packed samples by their positions only within a single row.
+        self._single_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
         head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         if head is not None and not compiled:
-            head.register_forward_pre_hook(self._pick)
+            head.register_forward_pre_hook(self._select_loss_positions)
 
-    def _pick(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Hand the model's head only the places that have a loss: logits are the largest tensor of all."""
-        if self._places is None:
+    def _select_loss_positions(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Pass only positions with a loss to the output head: the logits are the largest tensor of a step."""
+        if self._loss_positions is None:
             return hidden
-        return (hidden[0].flatten(0, -2)[self._places][None],)
+        return (hidden[0].flatten(0, -2)[self._loss_positions][None],)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the summed cross entropy of next tokens, a float32 scalar.
+        """Return the summed cross entropy of the next tokens, a float32 scalar.
 
         Args:
-            ids, positions, labels: int64 [rows, T]; labels are -100 where no loss is; positions start again at 0
-                with every packed sample, which is how transformers keeps them apart (it needs ``use_cache=False``).
+            ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
+                every packed sample, by which transformers separates them (this requires ``use_cache=False``).
         """
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()
-        places = (targets != -100).nonzero().squeeze(1)
-        if not len(places):
-            places = places.new_zeros(1)
-        if self._one_row:
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        selected = (targets != IGNORED).nonzero().squeeze(1)
+        if not len(selected):
+            selected = selected.new_zeros(1)
+        if self._single_row:
             ids, positions = ids.view(1, -1), positions.view(1, -1)
-        self._places = places
+        self._loss_positions = selected
         try:
             logits = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits.flatten(0, 1)
         finally:
-            self._places = None
-        if len(logits) == len(targets):  # a model whose head is not called as a module, or a compiled one
-            places = torch.arange(len(targets), device=places.device)
-        return F.cross_entropy(logits.float(), targets[places], ignore_index=-100, reduction="sum")
+            self._loss_positions = None
+        if len(logits) == len(targets):  # the model is compiled, or does not call its head as a module
+            selected = torch.arange(len(targets), device=selected.device)
+        return F.cross_entropy(logits.float(), targets[selected], ignore_index=IGNORED, reduction="sum")
 
 
 @torch.no_grad()
-def keeps_samples_apart(model: nn.Module, vocabulary: int) -> bool:
-    """Find out whether this model keeps packed samples apart: the second one's logits must not know the first."""
+def isolates_packed_samples(model: nn.Module, vocabulary: int) -> bool:
+    """Return whether the model isolates packed samples: the logits of a second sample must not depend on the first."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and the learning rate as a function of the step."""
+"""AdamW with its parameter groups, and the learning rate schedule."""
 
 import importlib
 import math
@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from trainer.config.run_spec import RunSpec
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 
 
 def make_optimizer(spec: RunSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return fused AdamW, or bitsandbytes' with 8-bit moments (https://arxiv.org/abs/2110.02861).
+    """Return fused AdamW, or AdamW of bitsandbytes with 8-bit moments (https://arxiv.org/abs/2110.02861).
 
-    Weight decay goes to matrices only, as is usual (norms and biases have nothing to shrink).
+    Weight decay applies only to matrices, not to norms and biases.
 
     Raises:
-        UserError: adamw8bit cannot be had here.
+        UserError: adamw8bit is unavailable on this host.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
@@ -27,32 +27,35 @@ def make_optimizer(spec: RunSpec, parameters: Iterable[nn.Parameter]) -> torch.o
     ]
     groups = [group for group in groups if group["params"]]
     if spec.optimizer == "adamw8bit":
-        return bitsandbytes("optimizer: adamw8bit").optim.AdamW8bit(groups, lr=spec.lr)
+        return import_bitsandbytes("optimizer: adamw8bit").optim.AdamW8bit(groups, lr=spec.lr)
     return torch.optim.AdamW(groups, lr=spec.lr, fused=True)
 
 
-def bitsandbytes(wish: str) -> Any:
-    """Import bitsandbytes for `wish` ("field: value"), as late as this: few runs want it. It knows CPUs too, slowly.
+def import_bitsandbytes(needed_by: str) -> Any:
+    """Import bitsandbytes, late because few runs need it. It also works on CPUs, slowly.
+
+    Args:
+        needed_by: the field and value of the spec that need it, for the error message.
 
     Raises:
-        UserError: it is not installed, or cannot be used here.
+        UserError: it is not installed or does not work on this host.
     """
     try:
         return importlib.import_module("bitsandbytes")
-    except Exception as error:  # without a fitting CUDA it raises what its libraries raise
-        why = str(error).strip().splitlines() or [type(error).__name__]
+    except Exception as error:  # without a matching CUDA it raises the errors of the libraries that it loads
+        field = needed_by.partition(":")[0]
         raise UserError(
-            f"{wish} needs bitsandbytes ({why[0]}): pip install 'trainyard[gpu]', or leave it out"
+            f"{needed_by} needs bitsandbytes ({first_line(error)}): pip install 'trainyard[gpu]', or remove {field}"
         ) from None
 
 
 def learning_rate(spec: RunSpec, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (from 0) of `steps`: linear warmup, then cosine or linear to 0, or constant."""
-    # At least one: the peak is reached in the first step then.
+    """Return the learning rate of `step` (from 0) of `steps`: linear warmup, then cosine or linear decay to 0, or constant."""
+    # A warmup of one step means that the first step has the peak rate.
     warmup = max(1.0, spec.warmup if spec.warmup >= 1 else spec.warmup * steps)
     if step + 1 < warmup:
         return spec.lr * (step + 1) / warmup
     if spec.schedule == "constant":
         return spec.lr
-    left = 1 - (step + 1 - warmup) / max(1.0, steps - warmup + 1)
-    return spec.lr * (left if spec.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
+    remaining = 1 - (step + 1 - warmup) / max(1.0, steps - warmup + 1)
+    return spec.lr * (remaining if spec.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * remaining)))

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,21 @@ import torch
 
 from trainer import __version__
 from trainer.checkpoint import Saver, agree
-from trainer.config.run_spec import EMBEDDED_DATASET, TINY, RunSpec, changed_fields, read_spec
-from trainer.data.encode import Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
-from trainer.data.order import Order, micro_batches, permutation, share
-from trainer.data.samples import Sample, is_hub_id, read_hub, read_samples
+from trainer.config.run_spec import RunSpec, changed_fields, read_spec
+from trainer.data.encode import Corpus, encoded_dataset, split
+from trainer.data.order import Order, held_out, micro_batches, share
+from trainer.data.packing import collate
+from trainer.data.tiny import with_tiny_model
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.export import merge_adapter, write_card
 from trainer.files import sha256_file, sha256_tree, whole_folder, write_atomic
-from trainer.model import TokenLoss, keeps_samples_apart, load_model, load_tokenizer, need_compiler
+from trainer.model import TokenLoss, isolates_packed_samples, load_model, load_tokenizer, require_compiler
 from trainer.optim import learning_rate
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy
 from trainer.telemetry import Heartbeat, Past, Report, cut_back, share_metrics
 
 _COUNTS = ("loss", "tokens", "trained_tokens", "samples")  # of a step, over its ranks
-_HELD_OUT = 0xE7A1  # keeps the draw of the eval samples apart from that of the epochs
 
 
 class StopAsked:
@@ -83,64 +83,6 @@ def claim(spec: RunSpec, run_dir: Path) -> None:
             )
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(kept, spec.to_yaml())
-
-
-def read_dataset(spec: RunSpec) -> list[Sample]:
-    """Read the samples that the spec names."""
-    if spec.dataset == EMBEDDED_DATASET:
-        raise UserError(f"dataset: {EMBEDDED_DATASET} is made by ansible-playbook train.yml; here, give a JSONL file")
-    if is_hub_id(spec.dataset):
-        return read_hub(spec.dataset, spec.dataset_split)
-    return read_samples(Path(spec.dataset))
-
-
-def prepare_tiny(spec: RunSpec, data_dir: Path, samples: Callable[[], Sequence[Sample]]) -> RunSpec:
-    """Make the tiny model's folder unless it is there, and return the spec with its path as the model."""
-    from trainer.data.tiny import make_tiny
-
-    source = (
-        "fake" if spec.fake_data else sha256_file(Path(spec.dataset)) if Path(spec.dataset).is_file() else spec.dataset
-    )
-    folder = data_dir / "store" / "models" / f"tiny-{Path(source).name[:12]}-{spec.seed}"
-    if not (folder / "config.json").exists():
-        aside = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        make_tiny([] if spec.fake_data else samples(), aside, spec.seed)
-        with contextlib.suppress(OSError):  # somebody else was quicker, with the same files
-            aside.rename(folder)
-    return spec.model_copy(update={"model": str(folder)})
-
-
-def encoded(spec: RunSpec, tokenizer: Any, data_dir: Path) -> Corpus:
-    """Encode the dataset, or take what an earlier start of any run on this host kept of it."""
-    encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on)
-    if spec.fake_data:
-        return _fake(spec, len(tokenizer))
-    path = Path(spec.dataset)
-    source = sha256_file(path) if path.is_file() else f"{spec.dataset}-{spec.dataset_split}".replace("/", "--")
-    cache = data_dir / "store" / "cache" / f"{source[:64]}-{encoder.fingerprint()[:16]}.npz"
-    if path.is_file() and (kept := load_corpus(cache)):
-        return kept
-    corpus = encode_all(read_dataset(spec), encoder)
-    save_corpus(corpus, cache)
-    return corpus
-
-
-def _fake(spec: RunSpec, vocabulary: int) -> Corpus:
-    import numpy as np
-
-    samples = spec.rows_per_step * (spec.max_steps or 32)
-    total = samples * spec.seq_length
-    tokens = np.random.default_rng(spec.seed).integers(0, vocabulary, total, dtype=np.int32)
-    trained: np.ndarray = np.ones(total, dtype=np.bool_)
-    trained[:: spec.seq_length] = False
-    return Corpus(tokens, trained, np.arange(0, total + 1, spec.seq_length, dtype=np.int64))
-
-
-def held_out(spec: RunSpec, samples: int) -> list[int]:
-    """Return the samples that are kept for evaluation, by the seed alone."""
-    # Random tokens teach nothing that could be evaluated.
-    count = min(samples - 1, max(1, round(samples * spec.eval_split))) if spec.eval_split and not spec.fake_data else 0
-    return [int(i) for i in permutation(samples, spec.seed, _HELD_OUT)[:count]]
 
 
 class Batches:
@@ -237,24 +179,23 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     Raises:
         UserError: anything that a person can mend.
     """
-    stop_asked = StopAsked(run_dir)
+    stop_asked, store = StopAsked(run_dir), data_dir / "store"
     beat("starting", note="loading the model")
     if spec.dataset.startswith("~"):
         spec = spec.model_copy(update={"dataset": str(Path(spec.dataset).expanduser())})
-    if spec.model == TINY:
-        asked_for = spec
-        spec = world.once_here(lambda: prepare_tiny(asked_for, data_dir, lambda: read_dataset(asked_for)))
+    tiny_spec = spec
+    spec = world.once_here(lambda: with_tiny_model(tiny_spec, store))
     if spec.torch_compile:
-        need_compiler(world.device)
+        require_compiler(world.device)
     tokenizer = load_tokenizer(spec.model)
-    corpus = world.once_here(lambda: encoded(spec, tokenizer, data_dir))
+    corpus = world.once_here(lambda: encoded_dataset(spec, tokenizer, store))
     data = same_data(corpus, world)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus)))
     model = load_model(spec, world.device)
     module = TokenLoss(model, compiled=spec.torch_compile)
     strategy = make_strategy(spec, world, module)
     with strategy.autocast():
-        if spec.packing and not keeps_samples_apart(model, len(tokenizer)):
+        if spec.packing and not isolates_packed_samples(model, len(tokenizer)):
             raise UserError("packing: this model mixes the samples of a packed row: set packing=false")
     every, world = world, strategy.world
     batches = Batches(spec, world, tokenizer.pad_token_id or 0)
@@ -284,7 +225,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
 
     def restore() -> None:
         nonlocal step, starts
-        newest = agree(checkpoints, world, print, strategy.own)
+        newest = agree(checkpoints, world, print, strategy.per_host_files)
         if not newest:
             return
         strategy.load(newest)
@@ -298,7 +239,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         totals.update(kept["totals"])
         print(f"going on from step {step} of {steps}")
 
-    def standing() -> dict[str, Any]:
+    def checkpoint_state() -> dict[str, Any]:
         about = {"totals": dict(totals), "world_size": world.size, "data": data}
         return {"step": met, "starts": past.starts if past else starts, **about}
 
@@ -316,7 +257,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     here_now: dict[str, Any] = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
     here_now = world.gather(here_now)[0]
     try:
-        if strategy.join(here_now["start"], steps, run_dir, standing, waiting):
+        if strategy.join(here_now["start"], steps, run_dir, checkpoint_state, waiting):
             restore()
     except Stopped:
         if world.first_here:
@@ -343,7 +284,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
     stopping = False
     while step < steps and not stopping:
         started = time.perf_counter()
-        rows = strategy.part(order.step(step))
+        rows = strategy.local_rows(order.step(step))
         loss, place, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
         taken: list[list[int]] = []
         for update in strategy.updates(step, rows):
@@ -378,7 +319,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
                 "seconds": time.perf_counter() - started,
             }
         )
-        if not strategy.meets(step) and step < steps:
+        if not strategy.is_sync_step(step) and step < steps:
             own = walked[-1]["trained_tokens"]
             news: dict[str, Any] = {"loss": float(loss) / own} if own else {}
             beat("training", step=step, steps=steps, note="", **news)
@@ -386,12 +327,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
 
         meeting = time.perf_counter()
         counts = [float(record[name]) for record in walked for name in _COUNTS]
-        strategy.meet(waiting, [float(bool(stop_asked)), float(saver.written()), *counts])
+        strategy.sync(waiting, [float(bool(stop_asked)), float(saver.written()), *counts])
         past.met(strategy.present, met, step)
         busy, whole, spent = [0.0] * world.size, [0.0] * world.size, [0.0] * world.size
         busy[world.rank] = sum(record.pop("seconds") for record in walked) / len(walked)
         whole[world.rank] = busy[world.rank] + (time.perf_counter() - meeting) / len(walked)
-        spent[world.rank] = strategy.spent()
+        spent[world.rank] = strategy.rank_seconds()
         flags = [float(bool(stop_asked)), float(saver.written())]
         told = strategy.sum([*flags, *counts, *busy, *whole, *spent])
         stopping, written, told, times = (
@@ -401,7 +342,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             told[2 + len(counts) :],
         )
         busy, whole, spent = (times[place * world.size :][: world.size] for place in range(3))
-        strategy.learn(spent)
+        strategy.update_shares(spent)
         # The slowest rank's, so that every host's checkpoint says the same.
         seconds = max(whole)
         use = gpu_use(world.device)
@@ -447,13 +388,13 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
             beat("saving")
             report.flush()
             met = step
-            saver.save(step, {name: value for name, value in standing().items() if name != "step"})
+            saver.save(step, {name: value for name, value in checkpoint_state().items() if name != "step"})
         met = step
     saver.finish()
 
     result: dict[str, Any] = {
         "run": spec.run,
-        "status": "finished" if strategy.ended(step == steps, waiting) else "stopped",
+        "status": "finished" if strategy.all_finished(step == steps, waiting) else "stopped",
         "world_size": world.size,
         "strategy": spec.strategy,
         "step": step,
@@ -472,7 +413,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, beat: Hear
         if evaluated != step:
             eval_loss = evaluate(spec, world, strategy, eval_set, batches, beat)
         result["eval_loss"] = eval_loss
-        result |= strategy.finish(totals, eval_loss, lambda: evaluate(spec, world, strategy, eval_set, batches, beat))
+        result |= strategy.merge_replicas(
+            totals, eval_loss, lambda: evaluate(spec, world, strategy, eval_set, batches, beat)
+        )
         if result["eval_loss"] is not None:
             report.scalars({"eval_loss": result["eval_loss"]}, step)
         beat("saving")

@@ -7,8 +7,10 @@ user of the connection: the supervisor uses sudo itself where it has to.
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleError
@@ -60,11 +62,10 @@ class AnsibleTransport:
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
+        words = f"/bin/sh -c {shlex.quote(command)}{' </dev/null' if stdin is None else ''}"
         try:
             # sudoable=False: no terminal, so that the output is only what the command prints.
-            code, out, err = self.connection.exec_command(
-                f"/bin/sh -c {shlex.quote(command)}", in_data=stdin, sudoable=False
-            )
+            code, out, err = self.connection.exec_command(words, in_data=stdin, sudoable=False)
         except AnsibleError as error:
             raise RemoteError(last_line(str(error)) or "unreachable") from error
         return code, out, err
@@ -117,8 +118,7 @@ def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tu
     Raises:
         InventoryError: a source cannot be read, or a host is not described completely.
     """
-    from ansible.cli import CLI
-    from ansible.constants import config
+    from ansible.constants import CONFIG_FILE
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
     from ansible.playbook.play_context import PlayContext
@@ -128,12 +128,12 @@ def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tu
 
     try:
         loader = DataLoader()
-        identities = config.get_config_value("DEFAULT_VAULT_IDENTITY_LIST")
-        loader.set_vault_secrets(CLI.setup_vault_secrets(loader, vault_ids=identities, auto_prompt=False))
+        if CONFIG_FILE:  # the project's group_vars lie beside its ansible.cfg
+            loader.set_basedir(str(Path(CONFIG_FILE).parent))
+        loader.set_vault_secrets(_vault_secrets())
         inventory = InventoryManager(loader=loader, sources=list(sources))
         manager = VariableManager(loader=loader, inventory=inventory)
         hostvars = HostVars(inventory=inventory, variable_manager=manager, loader=loader)
-        manager.set_hostvars(hostvars)
         found = []
         for host in inventory.get_hosts(pattern):
             templar = Templar(loader=loader, variables=manager.get_vars(host=host))
@@ -141,6 +141,24 @@ def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tu
             found.append((make_host(host.name, hostvars[host.name]), transport))
     except AnsibleError as error:
         raise InventoryError(last_line(str(error))) from error
+    return found
+
+
+@functools.cache
+def _vault_secrets() -> list[Any]:
+    """Return the vault's secrets as ansible.cfg names them. Ansible keeps them once per process."""
+    from ansible.cli import CLI
+    from ansible.constants import config
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.parsing.vault import VaultSecretsContext
+    from ansible.plugins.loader import init_plugin_loader
+
+    if VaultSecretsContext.current(optional=True):  # inside ansible-playbook
+        secrets: list[Any] = VaultSecretsContext.current().secrets
+        return secrets
+    init_plugin_loader()
+    identities = config.get_config_value("DEFAULT_VAULT_IDENTITY_LIST")
+    found: list[Any] = CLI.setup_vault_secrets(DataLoader(), vault_ids=identities, auto_prompt=False)
     return found
 
 

@@ -59,7 +59,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpus import answers
-from ansible.module_utils.host_facts import versions
+from ansible.module_utils.package_versions import package_versions
 
 # systemd keeps the file of a transient unit for as long as it runs.
 SERVER = Path("/run/systemd/transient/trainyard-wheels.service")
@@ -116,7 +116,7 @@ def main() -> None:
         "target": str(link.readlink()) if link.is_symlink() else "",
         "marker": marker_of(link),
         "wheels": sorted(path.parent.name for path in wheels.glob("*/lock.txt")),
-        "versions": versions(a["python"], ("trainyard",)),
+        "versions": package_versions(a["python"], ("trainyard",)),
     }
     module.exit_json(changed=False, look=look)
 

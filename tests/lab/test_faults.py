@@ -105,10 +105,10 @@ def test_crash(lab: Lab, hosts: list[Host]) -> None:
 
 def test_fill(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "fill")
-    said = lab.inside(hosts[1], "dd if=/dev/zero of=/home/yard/more bs=64k count=1 2>&1 || true")
+    said = lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 2>&1 || true")
     assert "No space left on device" in said
     faults.undo(lab, hosts[1], "fill")
-    lab.inside(hosts[1], "dd if=/dev/zero of=/home/yard/more bs=64k count=1 && rm /home/yard/more")
+    lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 && rm /home/tester/more")
     faults.inject(lab, hosts[1], "fill", "50")
     free = int(lab.inside(hosts[1], "df --output=avail --block-size=1M / | tail -n 1"))
     assert 45 <= free <= 51
@@ -219,10 +219,10 @@ def test_undo_of_everything_is_harmless_and_complete(lab: Lab, hosts: list[Host]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["explode"], "no fault 'explode': there are block, clone"),
+        (["explode"], "unknown fault 'explode': use one of block, clone"),
         (["shape"], "usage: fault node1 shape RATE"),
         (["shape", "fast"], "shape takes a rate like 100mbit or 1gbit, not 'fast'"),
-        (["cpu", "half"], "'half' is no whole number"),
+        (["cpu", "half"], "'half' is not an integer"),
         (["clone", "node9"], "no host 'node9'"),
         (["block", "1;2"], "block takes a port or a range"),
     ],

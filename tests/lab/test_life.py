@@ -37,7 +37,7 @@ def traces(lab: Lab) -> dict[str, str]:
     links = [line for line in said("ip", "-o", "link").splitlines() if not re.search(r": (trainyard\d|veth)", line)]
     return {
         "mount": "\n".join(line for line in said("mount").splitlines() if " /run/netns" not in line),
-        "ip netns": "\n".join(name for name in said("ip", "netns").splitlines() if "yard" in name),
+        "ip netns": "\n".join(name for name in said("ip", "netns").splitlines() if "trainyard" in name),
         "ip link": "\n".join(line.split(":", 2)[1] for line in links),
         "nft list ruleset": said("nft", "list", "ruleset"),
         "ip_forward": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
@@ -71,7 +71,7 @@ def ends_as(lab: Lab, before: dict[str, str], seconds: float = 20) -> None:
 
 
 def cable_of(lab: Lab) -> str:
-    return f"trainyard{lab.living.net}"
+    return f"trainyard{lab.running.net}"
 
 
 def gone(cable: str) -> bool:
@@ -90,18 +90,18 @@ def test_ten_rounds_leave_the_machine_as_it_was(one: Lab) -> None:
 
 def test_a_second_up_converges(one: Lab) -> None:
     one.up(hosts=2)
-    first = one.living
+    first = one.running
     one.inside(one.host("node1"), "touch /run/same-boot")
     one.power_off(one.host("node2"))
     one.up(hosts=3)
-    assert one.living.holder == first.holder
+    assert one.running.holder == first.holder
     assert [host.name for host in one.hosts if one.init_pid(host)] == ["node1", "node2", "node3"]
     one.inside(one.host("node1"), "test -e /run/same-boot")
     one.up(hosts=1)
     assert [host.name for host in one.hosts] == ["node1"]
     assert "node2" not in one.inventory.read_text() + one.in_lab("ip", "link")
     one.inside(one.host("node1"), "test -e /run/same-boot")
-    with pytest.raises(LabError, match="is up with light hosts"):
+    with pytest.raises(LabError, match="is running with light hosts"):
         one.up(kind="metal")
 
 
@@ -128,9 +128,9 @@ def test_a_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
     before = traces(one)
     with start(one) as begun:
         assert begun.wait(60) == 0, begun.stdout and begun.stdout.read()
-    assert one.living.hosts == 2
+    assert one.running.hosts == 2
     cable = cable_of(one)
-    os.kill(one.living.holder, signal.SIGKILL)
+    os.kill(one.running.holder, signal.SIGKILL)
     # The kernel takes everything but cgroups and files.
     one.wait(lambda: not processes_of(one) and gone(cable), "the lab outlives its holder", 10)
     assert one.state is None
@@ -141,7 +141,7 @@ def test_a_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
 
 def test_a_lab_of_a_test_dies_with_the_test(one: Lab) -> None:
     before = traces(one)
-    code = f"from testbed.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, stay=False); print('up', flush=True); time.sleep(600)"
+    code = f"from testbed.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, persistent=False); print('up', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert any(line == "up\n" for line in owner.stdout)
@@ -154,7 +154,7 @@ def test_two_labs_side_by_side_do_not_see_each_other(one: Lab) -> None:
     try:
         one.up(hosts=1)
         other.up(hosts=1)
-        assert one.living.net != other.living.net
+        assert one.running.net != other.running.net
         here, there = one.host("node1"), other.host("node1")
         assert "0 received" in one.inside(here, f"ping -c 1 -W 1 {there.address}", check=False)
         assert one.inside(here, "cat /etc/machine-id") != other.inside(there, "cat /etc/machine-id")
@@ -169,7 +169,7 @@ def test_a_lab_takes_no_network_that_is_routed_already(one: Lab) -> None:
     subprocess.run(["ip", "route", "add", "blackhole", f"10.231.{free}.128/25"], check=True)
     try:
         one.up(hosts=1)
-        assert one.living.net != free
+        assert one.running.net != free
     finally:
         subprocess.run(["ip", "route", "del", "blackhole", f"10.231.{free}.128/25"], check=True)
 
@@ -193,7 +193,7 @@ def test_nothing_but_registries_can_be_reached_from_a_lab(one: Lab) -> None:
         (["up", "--hosts", "0"], "a lab has 1 to 200 hosts, not 0"),
         (["up", "--venv", "/nonexistent"], "/nonexistent is no Python environment"),
         (["fault", "node1", "cut"], "no lab named"),
-        (["--name", "a/b", "up"], "a lab's name is letters, digits and dashes"),
+        (["--name", "a/b", "up"], "the name of a lab consists of letters, digits and dashes"),
     ],
 )
 def test_a_wrong_command_is_one_plain_line(one: Lab, arguments: list[str], says: str) -> None:
@@ -214,7 +214,7 @@ def test_without_root_it_is_refused_in_one_line(tmp_path: Path) -> None:
     argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c"]
     code = "from testbed import machine; print(machine.why_not())"
     done = subprocess.run([*argv, code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "a lab needs root: it makes namespaces and mounts (run it with sudo)\n"
+    assert done.stdout == "a lab requires root to create namespaces and mounts: run it with sudo\n"
 
 
 def test_the_speed_that_is_promised(one: Lab) -> None:

@@ -13,7 +13,7 @@ from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 
-DATASETS = "/home/yard/trainyard/datasets"
+DATASETS = "/home/tester/trainyard/datasets"
 OUTSIDER = """
 import socket, sys
 for port in sys.argv[2:]:

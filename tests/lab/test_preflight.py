@@ -28,7 +28,7 @@ def fault(name: str, *arguments: str) -> Callable[[Lab, Host], Any]:
 
 
 def unit(name: str, command: str) -> Callable[[Lab, Host], Any]:
-    return inside(f'systemd-run --quiet --collect --unit={name} --uid=yard /bin/bash -c "{command}"')
+    return inside(f'systemd-run --quiet --collect --unit={name} --uid=tester /bin/bash -c "{command}"')
 
 
 # Faults that do not hide one another happen together: one run of preflight names them all.
@@ -55,7 +55,9 @@ TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
         ("somebody's run", unit("lab-run", TORCHRUN), 1, "busy", "torch.distributed.run"),
         (
             "damaged dataset",
-            inside("su yard -c 'mkdir -p ~/trainyard/store/datasets; echo x > ~/trainyard/store/datasets/00ff.jsonl'"),
+            inside(
+                "su tester -c 'mkdir -p ~/trainyard/store/datasets; echo x > ~/trainyard/store/datasets/00ff.jsonl'"
+            ),
             2,
             "checksum",
             "damaged",
@@ -69,7 +71,7 @@ TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
 ]
 UNDO = """systemctl stop lab-load lab-run 2>/dev/null || :
 [ ! -e /var/lib/sudoers.aside ] || mv /var/lib/sudoers.aside /etc/sudoers.d/90-cloud-init-users
-rm -rf /home/yard/trainyard/store/datasets"""
+rm -rf /home/tester/trainyard/store/datasets"""
 
 
 def preflight(inventory: Path, *words: str) -> tuple[int, dict[str, Any]]:

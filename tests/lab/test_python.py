@@ -23,11 +23,11 @@ from run_hosts import until
 from trainyard.python_env.bundle import trainer_version
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 
 
 @dataclass
-class Yard:
+class PythonCluster:
     """Two stock hosts, wheels in a folder, and a package index over that folder which knows who asked it for files."""
 
     lab: Lab
@@ -47,13 +47,13 @@ class Yard:
 
 
 @pytest.fixture(scope="module")
-def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonCluster]:
     folder = tmp_path_factory.mktemp("python")
     wheels = small_wheels(folder / "wheels")
     one = Lab(f"python-{os.getpid()}")
-    one.up(hosts=2, stay=False)
-    here = Yard(one, wheels, folder)
-    server = http.server.ThreadingHTTPServer((f"10.231.{one.living.net}.254", 0), index(here))
+    one.up(hosts=2, persistent=False)
+    here = PythonCluster(one, wheels, folder)
+    server = http.server.ThreadingHTTPServer((f"10.231.{one.running.net}.254", 0), index(here))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"{server.server_address[0]}:{server.server_port}"
     for host in one.hosts:
@@ -64,22 +64,22 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
     one.down()
 
 
-def index(yard: Yard) -> type[http.server.SimpleHTTPRequestHandler]:
+def index(cluster: PythonCluster) -> type[http.server.SimpleHTTPRequestHandler]:
     """A package index: /simple/NAME/ lists that package's wheels, /NAME.whl is one."""
 
     class Index(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments, directory=str(yard.wheels))
+            super().__init__(*arguments, directory=str(cluster.wheels))
 
         def do_GET(self) -> None:
             if not self.path.startswith("/simple/"):
-                yard.asked.append(f"{self.client_address[0]} {self.path}")
+                cluster.asked.append(f"{self.client_address[0]} {self.path}")
                 super().do_GET()
                 return
             name = self.path.split("/")[2]
             found = [
                 one.name
-                for one in yard.wheels.glob("*.whl")
+                for one in cluster.wheels.glob("*.whl")
                 if one.name.split("-")[0].lower() == name.replace("-", "_")
             ]
             body = "".join(f'<a href="/{one}">{one}</a>' for one in found).encode()
@@ -95,43 +95,43 @@ def index(yard: Yard) -> type[http.server.SimpleHTTPRequestHandler]:
     return Index
 
 
-def test_one_host_fetches_for_both(yard: Yard) -> None:
-    one, two = yard.lab.hosts
-    dry = run_playbook("site.yml", yard.inventory(), None, "--tags", "storage,python", "--check")
+def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
+    one, two = cluster.lab.hosts
+    dry = run_playbook("site.yml", cluster.inventory(), None, "--tags", "storage,python", "--check")
     assert dry.rc == 0, dry.stdout
-    assert not yard.asked and "absent" in yard.lab.inside(one, f"test -e {DATA} || echo absent")
+    assert not cluster.asked and "absent" in cluster.lab.inside(one, f"test -e {DATA} || echo absent")
 
-    played = yard.play()
+    played = cluster.play()
     assert played.rc == 0, played.stdout
-    assert len(yard.asked) == len(list(yard.wheels.glob("*.whl"))), "every wheel was fetched once"
-    assert {entry.split()[0] for entry in yard.asked} == {one.address}, "by one host"
+    assert len(cluster.asked) == len(list(cluster.wheels.glob("*.whl"))), "every wheel was fetched once"
+    assert {entry.split()[0] for entry in cluster.asked} == {one.address}, "by one host"
     for host in (one, two):
-        said = yard.python(
+        said = cluster.python(
             host,
             "import trainer.config.run_spec, importlib.metadata as m, sys; print(m.version('trainyard'), sys.prefix)",
         )
         assert said == f"{trainer_version(REPO)} {DATA}/venv"
-    digests = {yard.lab.inside(host, f"sha256sum {DATA}/venv/lock.txt | cut -d' ' -f1") for host in (one, two)}
+    digests = {cluster.lab.inside(host, f"sha256sum {DATA}/venv/lock.txt | cut -d' ' -f1") for host in (one, two)}
     assert len(digests) == 1
     # The server is gone, and the second host keeps no wheels.
-    assert "inactive" in yard.lab.inside(one, "systemctl is-active trainyard-wheels || :")
-    assert yard.lab.inside(two, f"find {DATA}/python -name '*.whl' ! -name 'trainyard-*'") == ""
+    assert "inactive" in cluster.lab.inside(one, "systemctl is-active trainyard-wheels || :")
+    assert cluster.lab.inside(two, f"find {DATA}/python -name '*.whl' ! -name 'trainyard-*'") == ""
 
-    again = yard.play()
+    again = cluster.play()
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
-def test_a_killed_play_converges(yard: Yard) -> None:
-    lock = yard.folder / "lock.txt"
+def test_a_killed_play_converges(cluster: PythonCluster) -> None:
+    lock = cluster.folder / "lock.txt"
     lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==1.0\n")  # another lock, another environment
-    before = yard.lab.inside(yard.lab.hosts[1], f"readlink {DATA}/venv")
-    output = yard.folder / "killed.txt"
+    before = cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv")
+    output = cluster.folder / "killed.txt"
     with output.open("w") as sink:
         play = subprocess.Popen(
             [
                 VENV / "bin/ansible-playbook",
                 "-i",
-                yard.inventory(),
+                cluster.inventory(),
                 "site.yml",
                 "--tags",
                 "storage,python",
@@ -149,59 +149,59 @@ def test_a_killed_play_converges(yard: Yard) -> None:
     finally:
         os.killpg(play.pid, signal.SIGKILL)
         play.wait()
-    assert yard.lab.inside(yard.lab.hosts[1], f"readlink {DATA}/venv") == before, (
+    assert cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv") == before, (
         "the old environment is in use until the end"
     )
 
-    played = yard.play(python_lock=str(lock))
+    played = cluster.play(python_lock=str(lock))
     assert played.rc == 0, played.stdout
-    for host in yard.lab.hosts:
-        assert yard.lab.inside(host, f"readlink {DATA}/venv") != before
-        yard.python(host, "import trainer.config.run_spec")
-        assert len(yard.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, "the one in use and the one before"
-    assert yard.play(python_lock=str(lock)).count("changed") == 0
+    for host in cluster.lab.hosts:
+        assert cluster.lab.inside(host, f"readlink {DATA}/venv") != before
+        cluster.python(host, "import trainer.config.run_spec")
+        assert len(cluster.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, "the one in use and the one before"
+    assert cluster.play(python_lock=str(lock)).count("changed") == 0
 
 
-def test_no_network_at_all(yard: Yard) -> None:
-    lock = yard.folder / "other.txt"
+def test_no_network_at_all(cluster: PythonCluster) -> None:
+    lock = cluster.folder / "other.txt"
     lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==2.0\n")
-    asked = len(yard.asked)
-    lacking = yard.folder / "lacking"
+    asked = len(cluster.asked)
+    lacking = cluster.folder / "lacking"
     lacking.mkdir()
-    for wheel in yard.wheels.glob("*.whl"):
+    for wheel in cluster.wheels.glob("*.whl"):
         if not wheel.name.startswith("annotated"):
             (lacking / wheel.name).symlink_to(wheel)
-    refused = yard.play(python_lock=str(lock), python_wheelhouse=str(lacking))
+    refused = cluster.play(python_lock=str(lock), python_wheelhouse=str(lacking))
     assert refused.rc != 0
     assert f"out of {lacking}: ERROR: " in refused.stdout, refused.stdout
-    played = yard.play(python_lock=str(lock), python_wheelhouse=str(yard.wheels))
+    played = cluster.play(python_lock=str(lock), python_wheelhouse=str(cluster.wheels))
     assert played.rc == 0, played.stdout
-    assert len(yard.asked) == asked
-    for host in yard.lab.hosts:
-        yard.python(host, "import trainer.config.run_spec")
+    assert len(cluster.asked) == asked
+    for host in cluster.lab.hosts:
+        cluster.python(host, "import trainer.config.run_spec")
 
 
-def test_what_differs_is_a_table_and_the_rest_is_taken_away(yard: Yard) -> None:
-    one, two = yard.lab.hosts
-    lock = yard.folder / "other.txt"
-    yard.lab.inside(
+def test_what_differs_is_a_table_and_the_rest_is_taken_away(cluster: PythonCluster) -> None:
+    one, two = cluster.lab.hosts
+    lock = cluster.folder / "other.txt"
+    cluster.lab.inside(
         two, f"sed -i 's/^Version: .*/Version: 1.9/' {DATA}/venv/lib/python3*/site-packages/pydantic-*/METADATA"
     )
     # Another trainer there: its wheel alone is put right, at once.
-    yard.lab.inside(two, f'sed -i \'s/"trainer": "[^"]*/"trainer": "0/\' {DATA}/venv/trainyard.json')
-    played = yard.play(python_lock=str(lock))
+    cluster.lab.inside(two, f'sed -i \'s/"trainer": "[^"]*/"trainer": "0/\' {DATA}/venv/trainyard.json')
+    played = cluster.play(python_lock=str(lock))
     assert played.rc != 0
     table = [line.split() for line in played.stdout.splitlines()]
     assert ["node1", "node2"] in table, played.stdout
     assert any(row[:1] == ["pydantic"] and row[-1] == "1.9" for row in table), played.stdout
     assert played.stats["changed"].get("node1", 0) == 0 and played.stats["changed"]["node2"] > 0
 
-    away = yard.folder / "away.yml"
+    away = cluster.folder / "away.yml"
     role = {"ansible.builtin.include_role": {"name": "python", "tasks_from": "remove"}}
     away.write_text(
         yaml.safe_dump([{"hosts": "cluster", "gather_facts": False, "tasks": [{"name": "Remove", **role}]}])
     )
     for changed in (4, 0):
-        removed = run_playbook(str(away), yard.inventory())
+        removed = run_playbook(str(away), cluster.inventory())
         assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
-    assert yard.lab.inside(one, f"ls {DATA}") == ""
+    assert cluster.lab.inside(one, f"ls {DATA}") == ""

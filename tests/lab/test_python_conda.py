@@ -20,7 +20,7 @@ import pytest
 from lab_hosts import NEEDS_LAB, Lab, inventory_with, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 BASE = Path(sys.base_prefix)
 VERSION = ".".join(map(str, sys.version_info[:3]))
 SHORT = ".".join(map(str, sys.version_info[:2]))
@@ -122,7 +122,7 @@ def test_a_conda_environment_from_a_lock_and_a_channel_of_our_own(tmp_path: Path
     lock.write_text(f"@EXPLICIT\nhttps://channel.invalid/linux-64/{package.name}#{digest}\n")
 
     lab = Lab(f"conda-{os.getpid()}")
-    lab.up(hosts=2, stay=False)
+    lab.up(hosts=2, persistent=False)
     try:
         variables = {
             "python_torch": False,
@@ -152,7 +152,7 @@ def test_a_conda_environment_from_a_lock_and_a_channel_of_our_own(tmp_path: Path
             assert (played.count("changed") > 0) == (least > 0), played.stdout
         for host in lab.hosts:
             code = "import sys, yaml, trainer.config.run_spec; print(sys.version.split()[0], sys.base_prefix)"
-            said = lab.inside(host, f"runuser -u yard -- {DATA}/venv/bin/python -I -c '{code}'").split()
+            said = lab.inside(host, f"runuser -u tester -- {DATA}/venv/bin/python -I -c '{code}'").split()
             assert said[0] == VERSION and said[1].startswith(DATA), said
     finally:
         lab.down()

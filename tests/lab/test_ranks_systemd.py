@@ -23,7 +23,7 @@ from run_hosts import FAKE_RANK, MARK, TOP, until
 from testbed import faults
 
 pytestmark = NEEDS_LAB
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 RUN_DIR = f"{DATA}/runs/r"
 UNIT = "'trainyard-r-*.service'"
 
@@ -47,7 +47,7 @@ class Site:
         script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]
         script += [f"base64 -d > {name} <<'.'\n{base64.encodebytes(data).decode()}." for name, data in files.items()]
         for host in self.lab.hosts:
-            self.lab.inside(host, "\n".join([*script, f"chown -R yard: {DATA}"]))
+            self.lab.inside(host, "\n".join([*script, f"chown -R tester: {DATA}"]))
 
     def plan(self, steps: int = 2000, pause: float = 0.1, torchrun: bool = False) -> list[dict[str, Any]]:
         worker = [f"{RUN_DIR}/fake_rank.py", str(steps), str(pause)]
@@ -157,7 +157,7 @@ def test_a_system_unit_by_sudo(lab: Lab, site: Site) -> None:
     shown = as_user(lab, host, f"systemctl show -p User,KillMode,SubState,MainPID {UNIT}")
     assert "KillMode=mixed" in shown and "SubState=running" in shown
     assert f"MainPID={site.read(host, 'node')['pid']}" in shown
-    assert as_user(lab, host, f"stat -c %U /proc/{worker}") == "yard"
+    assert as_user(lab, host, f"stat -c %U /proc/{worker}") == "tester"
     starts = [site.read(each, "node")["started"] for each in lab.hosts]
     print("start skew:", round(max(starts) - min(starts), 3), "s")
     assert max(starts) - min(starts) < 0.5
@@ -173,7 +173,7 @@ def test_a_system_unit_by_sudo(lab: Lab, site: Site) -> None:
 
 def test_a_user_unit_where_the_user_lingers(lab: Lab, site: Site) -> None:
     for host in lab.hosts:
-        lab.inside(host, "loginctl enable-linger yard")
+        lab.inside(host, "loginctl enable-linger tester")
     try:
         until(lambda: all(lab.inside(h, "ls /run/user/1000/systemd/private || true").strip() for h in lab.hosts))
         playbook = site.run(site.plan(steps=30, pause=0.05), unit_properties=["MemoryMax=4G"])
@@ -185,7 +185,7 @@ def test_a_user_unit_where_the_user_lingers(lab: Lab, site: Site) -> None:
         site.nothing_left()
     finally:
         for host in lab.hosts:
-            lab.inside(host, "loginctl disable-linger yard")
+            lab.inside(host, "loginctl disable-linger tester")
 
 
 @pytest.mark.parametrize("backend", ["process", "systemd"])
@@ -200,7 +200,7 @@ def test_a_run_outlives_the_login_that_started_it(lab: Lab, site: Site, backend:
         subprocess.run(["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "any"], capture_output=True, check=True)
     if backend == "systemd":  # a process of its own is the login's, and would go with it
         for host in lab.hosts:
-            lab.inside(host, "loginctl terminate-user yard || true")
+            lab.inside(host, "loginctl terminate-user tester || true")
     for host in lab.hosts:
         assert site.left(host), f"nothing of the run is left on {host.name}"
     site.at_step(2, step + 10)

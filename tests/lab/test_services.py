@@ -17,7 +17,7 @@ from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
-DATASETS = "/home/yard/trainyard/datasets"
+DATASETS = "/home/tester/trainyard/datasets"
 OLLAMA = shutil.which("ollama")
 
 
@@ -117,7 +117,8 @@ def test_ollama_from_archive_to_models_to_nothing(lab: Lab, hosts: list[Host], k
 
     weights = Path(os.path.realpath(str(OLLAMA))).parents[1] / "tiny.gguf"
     subprocess.run(
-        ["scp", *(str(word) for word in lab.ssh(hosts[0])[1:-1]), weights, f"yard@{hosts[0].address}:/tmp/"], check=True
+        ["scp", *(str(word) for word in lab.ssh(hosts[0])[1:-1]), weights, f"tester@{hosts[0].address}:/tmp/"],
+        check=True,
     )
     at = f"OLLAMA_HOST={hosts[0].address}:11434"
     lab.inside(

@@ -78,7 +78,7 @@ def test_elastic_goes_on_by_itself_and_ends(trial: Trial, lab: Lab) -> None:
 
 
 SLURM = """\
-ClusterName=yard
+ClusterName=lab
 SlurmctldHost=node1
 AuthType=auth/none
 CryptoType=crypto/none

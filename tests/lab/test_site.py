@@ -22,7 +22,7 @@ from run_hosts import until
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 # Two minutes each: ten are a measurement, three a test. Another seed kills at other tasks.
 KILLS = int(os.environ.get("TRAINYARD_KILLS", "3"))
 SEED = int(os.environ.get("TRAINYARD_SEED", "20261121"))
@@ -63,7 +63,7 @@ TOPS = "/etc /home /srv /root /opt /usr/local /var/lib /run/systemd/transient /r
 # dpkg and apt write down packages, which may stay; systemd writes down when timers ran; sudo and Ansible leave a folder.
 OTHERS = (
     "/var/lib/dpkg", "/var/lib/apt", "/var/lib/systemd", "/var/lib/ucf", "/var/lib/sudo", "/var/lib/private",
-    "/home/yard/.ansible", "/root/.ansible", "/home/yard/.cache", "/home/yard/.sudo_as_admin_successful",
+    "/home/tester/.ansible", "/root/.ansible", "/home/tester/.cache", "/home/tester/.sudo_as_admin_successful",
     "/etc/passwd-", "/etc/shadow-", "/etc/group-", "/etc/gshadow-",
     "/var/lib/logrotate", "/run/systemd/transient/session", "/var/lib/pam", "/etc/ld.so.cache",
 )  # fmt: skip
@@ -86,7 +86,7 @@ def packages(lab: Lab, host: Host) -> set[str]:
 def changed_by(packages: set[str]) -> set[str]:
     """What installing these packages changes on a stock host that nobody else touches."""
     lab = Lab(f"control-{os.getpid()}")
-    lab.up(hosts=1, stay=False)
+    lab.up(hosts=1, persistent=False)
     try:
         before = state(lab, lab.hosts[0])
         install = (
@@ -149,7 +149,7 @@ def check_cluster(lab: Lab) -> None:
         assert "stand-in" in lab.inside(host, ask)
         for peer in lab.hosts:
             if peer != host:
-                word = f"runuser -u yard -- ssh -o BatchMode=yes {peer.name} hostname"
+                word = f"runuser -u tester -- ssh -o BatchMode=yes {peer.name} hostname"
                 assert lab.inside(host, word).strip() == peer.name
 
 
@@ -248,7 +248,7 @@ def test_a_killed_run_converges(everything: dict[str, Any], tmp_path: Path) -> N
 def stock_hosts() -> Iterator[Lab]:
     """Two hosts that nobody has touched."""
     lab = Lab(f"killed-{os.getpid()}")
-    lab.up(hosts=2, stay=False)
+    lab.up(hosts=2, persistent=False)
     try:
         yield lab
     finally:
@@ -273,7 +273,9 @@ def test_a_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
 
     joined = run_playbook("playbooks/add_host.yml", bare.inventory, {"host": "node3"})
     assert joined.rc == 0, joined.stdout
-    assert bare.inside(bare.host("node3"), "runuser -u yard -- ssh -o BatchMode=yes node1 hostname").strip() == "node1"
+    assert (
+        bare.inside(bare.host("node3"), "runuser -u tester -- ssh -o BatchMode=yes node1 hostname").strip() == "node1"
+    )
 
     left = run_playbook("playbooks/remove_host.yml", bare.inventory, {"host": "node3"})
     assert left.rc == 0, left.stdout

@@ -29,6 +29,7 @@ def ask(lab: Lab, host: Host, command: str) -> str:
     return subprocess.run([*lab.ssh(host), command], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.smoke
 def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> None:
     lab, hosts = bare, bare.hosts
     for again in (False, True):
@@ -41,7 +42,7 @@ def test_three_hosts_from_bare_to_a_result(bare: Lab, said: dict[str, Any]) -> N
     assert "6 of 6 steps on 3 ranks, 3 hosts" in played.stdout
     digests = set()
     for place, host in enumerate(hosts):
-        run = "/home/yard/trainyard/runs/three"
+        run = "/home/tester/trainyard/runs/three"
         node = json.loads(ask(lab, host, f"cat {run}/state/node.json"))
         assert node["node_rank"] == place and node["ranks"] == [place] and node["status"] == "finished"
         # The heartbeat is the rank's own word, written by a process on that host.
@@ -68,9 +69,9 @@ def test_ranks_follow_the_hosts_that_were_chosen(lab: Lab, hosts: list[Host], sa
     assert played.rc == 0, played.stdout
     assert "on 2 ranks, 2 hosts" in played.stdout
     for place, host in enumerate(hosts[1:]):
-        node = json.loads(ask(lab, host, "cat /home/yard/trainyard/runs/two/state/node.json"))
+        node = json.loads(ask(lab, host, "cat /home/tester/trainyard/runs/two/state/node.json"))
         assert node["node_rank"] == place and node["ranks"] == [place]
-    assert "absent" in ask(lab, hosts[0], "test -e /home/yard/trainyard/runs/two || echo absent")
+    assert "absent" in ask(lab, hosts[0], "test -e /home/tester/trainyard/runs/two || echo absent")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_a_closed_firewall_is_named_before_a_rank_starts(made: Lab, hosts: list[
     assert played.rc != 0
     assert "node2: node1, node3 cannot reach high TCP ports (32768-60999)" in played.stdout
     assert "its firewall is closed" in played.stdout
-    assert "absent" in ask(made, hosts[0], "test -e /home/yard/trainyard/runs/closed || echo absent")
+    assert "absent" in ask(made, hosts[0], "test -e /home/tester/trainyard/runs/closed || echo absent")
 
 
 def test_auto_goes_by_what_the_link_carries(made: Lab, hosts: list[Host], said: dict[str, Any], tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_auto_goes_by_what_the_link_carries(made: Lab, hosts: list[Host], said: 
 
 
 def losses(lab: Lab, host: Host, run: str) -> list[float]:
-    lines = ask(lab, host, f"cat /home/yard/trainyard/runs/{run}/metrics.jsonl").splitlines()
+    lines = ask(lab, host, f"cat /home/tester/trainyard/runs/{run}/metrics.jsonl").splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
@@ -125,7 +126,7 @@ def test_a_strategy_trains_and_resumes_and_follows_ddp(
     played = run_playbook("train.yml", made.inventory, fields)
     assert played.rc == 0, played.stdout
     assert "hv.local_steps is local_steps here: local_steps=2" in played.stdout
-    folder = f"/home/yard/trainyard/runs/{strategy}"
+    folder = f"/home/tester/trainyard/runs/{strategy}"
     kind = "adapter_sha256" if strategy in ("diloco", "averaging") else "model_sha256"
     kept = [json.loads(ask(made, host, f"cat {folder}/result.json")) for host in hosts[:2]]
     assert kept[0][kind] == kept[1][kind]

@@ -14,7 +14,7 @@ from test_train import ask, said  # noqa: F401  a fixture
 from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
-HOME = "/home/yard/trainyard/runs"
+HOME = "/home/tester/trainyard/runs"
 RUN = f"{HOME}/members"
 
 

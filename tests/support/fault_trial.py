@@ -25,11 +25,10 @@ from testbed import faults
 
 from trainer.config.run_spec import RunSpec
 from trainer.data.encode import load_corpus, split
-from trainer.data.order import Order
+from trainer.data.order import Order, held_out
 from trainer.telemetry import Past
-from trainer.train import held_out
 
-DATA = "/home/yard/trainyard"
+DATA = "/home/tester/trainyard"
 CRASHES = ("kill", "torchrun", "supervisor")  # a process dies; the host is there
 LOSSES = ("cut", "power")  # a host is gone
 KINDS = (*CRASHES, *LOSSES, "fill")

@@ -81,7 +81,7 @@ def run_playbook(
 def lab() -> Iterator[Lab]:
     """Three light hosts with the tests' own Python environment. They die with the test run, however it ends."""
     one = Lab(f"test-{os.getpid()}")
-    one.up(hosts=3, venv=VENV, stay=False)
+    one.up(hosts=3, venv=VENV, persistent=False)
     yield one
     one.down()
 
@@ -90,7 +90,7 @@ def lab() -> Iterator[Lab]:
 def bare() -> Iterator[Lab]:
     """Three light hosts that no other test module has touched."""
     one = Lab(f"bare-{os.getpid()}")
-    one.up(hosts=3, venv=VENV, stay=False)
+    one.up(hosts=3, venv=VENV, persistent=False)
     yield one
     one.down()
 
@@ -99,7 +99,7 @@ def bare() -> Iterator[Lab]:
 def metal() -> Iterator[Lab]:
     """Two whole machines that no other test module has touched."""
     one = Lab(f"metal-{os.getpid()}")
-    one.up(hosts=2, kind="metal", stay=False)
+    one.up(hosts=2, kind="metal", persistent=False)
     yield one
     one.down()
 

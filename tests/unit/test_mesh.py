@@ -58,7 +58,7 @@ def test_whoever_does_not_know_the_token_is_a_stranger() -> None:
     ports = free_ports(1)
     for answer in pair(ports, ("one", "another"), limit=3.0):
         [(_, reached)] = answer["reached"].items()
-        assert reached == {str(ports[0]): "somebody else answers"}
+        assert reached == {str(ports[0]): "another program answers"}
 
 
 def test_a_stranger_on_a_port() -> None:
@@ -76,7 +76,7 @@ def test_a_stranger_on_a_port() -> None:
         threading.Thread(target=greet, daemon=True).start()
         first, second = pair(ports)
     assert second["taken"] == [ports[0]] and first["taken"] == []
-    assert first["reached"]["node2"] == {str(ports[0]): "somebody else answers", str(ports[1]): ""}
+    assert first["reached"]["node2"] == {str(ports[0]): "another program answers", str(ports[1]): ""}
     assert second["reached"]["node1"] == {str(ports[0]): "", str(ports[1]): ""}
 
 
@@ -106,5 +106,5 @@ def test_checkup_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_process_cannot_have_more_than_there_is() -> None:
-    assert health.can_have(8)
-    assert not health.can_have(1 << 40)
+    assert health.can_allocate(8)
+    assert not health.can_allocate(1 << 40)

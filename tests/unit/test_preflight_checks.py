@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_is_no_firewall() -> None:
     them = hosts()
     them[2]["mesh"]["taken"] = [29500]
     for source in (them[0], them[1]):
-        source["mesh"]["reached"]["node3"] |= {"29500": "somebody else answers"}
+        source["mesh"]["reached"]["node3"] |= {"29500": "another program answers"}
     [finding] = judge(them)
     assert (finding.check, finding.host) == ("port", "node3")
 

@@ -1,6 +1,7 @@
-"""Samples to tokens: chat template, which tokens carry loss, the cut at seq_length; kept on disk, so a resume is quick."""
+"""Encode samples as tokens: chat template, loss mask, truncation at seq_length, and a cache on disk for fast restarts."""
 
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.samples import Sample
-from trainer.errors import UserError
-from trainer.files import write_atomic
+from trainer.config.run_spec import RunSpec
+from trainer.data.samples import Sample, read_dataset
+from trainer.errors import UserError, first_line
+from trainer.files import sha256_file, write_atomic
 
-# For tokenizers that bring none: no special token needed, and the answer is marked for the loss.
+# The default for tokenizers without a chat template: it needs no special tokens and marks the answer for the loss.
 PLAIN_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}### Response:\n{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{{ '\\n' }}"
@@ -25,13 +27,19 @@ PLAIN_TEMPLATE = (
     "{% else %}### Instruction:\n{{ m['content'] }}\n\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
 )
-_MARKS = re.compile(r"\{%-?\s*generation\b")
-_FORMAT = 2  # of the cache below: raise it when the encoding of a sample changes
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
+_FORMAT = 2  # version of the cached encoding: increment it when the encoding of a sample changes
+_FAKE_STEPS = 32  # steps of a run with fake_data and without max_steps
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded samples end to end: `tokens` int32 and `trained` bool, both [total]; `starts` int64 [samples + 1]."""
+    """Encoded samples, concatenated.
+
+    `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
+    [samples + 1]: where each sample starts, followed by the total. `dropped`, `cut`: the number of samples that were left
+    out because they have no token with loss, and of those that were truncated.
+    """
 
     tokens: np.ndarray
     trained: np.ndarray
@@ -41,56 +49,63 @@ class Corpus:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every sample, int64 [samples]."""
+        """The number of tokens of every sample, int64 [samples]."""
         return np.diff(self.starts)
 
     def digest(self) -> str:
-        """Return what tells this corpus from any other: SHA-256 in hex over its tokens, their loss and its samples."""
+        """Return the SHA-256 (hex) of the tokens, the loss mask and the sample boundaries."""
         total = hashlib.sha256()
         for array in (self.starts, self.tokens, self.trained):
             total.update(array.tobytes())
         return total.hexdigest()
 
     def trained_counts(self) -> np.ndarray:
-        """Tokens that carry loss, of every sample, int64 [samples]."""
+        """Return the number of tokens with loss of every sample, int64 [samples]."""
         return np.diff(np.concatenate([[0], np.cumsum(self.trained)])[self.starts])
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
 
-def _span_mask(tokenizer: Any, messages: Sequence[Any], ids: list[int]) -> list[bool]:
-    """Mark assistant answers by the prefix that asks for them, for templates without ``{% generation %}``."""
+def _prefix_mask(tokenizer: Any, messages: Sequence[Any], ids: list[int]) -> list[bool]:
+    """Return the loss mask of a chat for a template without ``{% generation %}``: [tokens], True in assistant answers.
+
+    An answer spans the tokens between the encoded prompt for it and the encoded chat up to it.
+    """
     mask = [False] * len(ids)
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        # No template takes an empty chat: an answer that comes first is trained on from its header.
-        before: list[int] = []
-        if place:
-            before = tokenizer.apply_chat_template(
-                list(messages[:place]), tokenize=True, add_generation_prompt=True, return_dict=False
+        # Templates reject an empty chat: for an answer in first place the loss includes its header.
+        prompt: list[int] = []
+        if index:
+            prompt = tokenizer.apply_chat_template(
+                list(messages[:index]), tokenize=True, add_generation_prompt=True, return_dict=False
             )
-        upto = tokenizer.apply_chat_template(list(messages[: place + 1]), tokenize=True, return_dict=False)
-        start = next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before))
-        end = next((i for i, (a, b) in enumerate(zip(upto, ids, strict=False)) if a != b), len(upto))
+        answered = tokenizer.apply_chat_template(list(messages[: index + 1]), tokenize=True, return_dict=False)
+        start, end = _common_prefix(prompt, ids), _common_prefix(answered, ids)
         mask[start:end] = [True] * (end - start)
     return mask
 
 
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the index of the first difference, or the length of `one`."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+
+
 class Encoder:
-    """Turns samples into (token ids, which carry loss) with one tokenizer."""
+    """Encodes samples as (token ids, loss mask) with one tokenizer."""
 
     def __init__(self, tokenizer: Any, *, seq_length: int, train_on: str) -> None:
         self.tokenizer, self.seq_length, self.train_on = tokenizer, seq_length, train_on
         if not tokenizer.chat_template:
             tokenizer.chat_template = PLAIN_TEMPLATE
-        # Some models bring several by name: this takes the one that applies.
+        # A model can have several named templates: this selects the default one.
         self._template = tokenizer.get_chat_template()
-        self._marks = bool(_MARKS.search(self._template))
+        self._has_generation_tag = bool(_GENERATION_TAG.search(self._template))
 
     def fingerprint(self) -> str:
-        """Return a digest of all that the encoding of a sample depends on."""
+        """Return the SHA-256 (hex) of everything that the encoding of a sample depends on."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         special = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id}"
@@ -98,7 +113,11 @@ class Encoder:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def __call__(self, sample: Sample) -> tuple[list[int], list[bool]]:
-        """Encode one sample, not cut: ids and mask are of one length."""
+        """Return the token ids and the loss mask of one sample, of equal length and not truncated.
+
+        Raises:
+            UserError: the chat template rejects the sample.
+        """
         if sample.messages:
             ids, mask = self._chat(sample.messages)
         else:
@@ -116,26 +135,25 @@ class Encoder:
 
     def _chat(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
         try:
-            if self._marks:
+            if self._has_generation_tag:
                 out = self.tokenizer.apply_chat_template(
                     list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
                 )
                 return list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
             ids = list(self.tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False))
-            return ids, _span_mask(self.tokenizer, messages, ids)
+            return ids, _prefix_mask(self.tokenizer, messages, ids)
         except Exception as error:
-            # Templates are programs that come with the model: they raise what they like (alternating roles, say).
-            why = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"dataset: the model's chat template refuses a sample: {why[0]}") from None
+            # Templates are programs that belong to the model and can raise anything (for example on repeated roles).
+            raise UserError(f"dataset: the chat template of the model rejects a sample: {first_line(error)}") from None
 
 
 def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
-    """Encode samples, cut them at seq_length, leave out those with no token to train on.
+    """Encode samples, truncate them at seq_length, and leave out those without a token that carries loss.
 
-    The first token of a row is never predicted, so it does not count as trained.
+    The first token of a row is never predicted, so it does not carry loss.
 
     Raises:
-        UserError: no sample is left.
+        UserError: no sample is left, or the chat template rejects one.
     """
     all_ids: list[list[int]] = []
     all_masks: list[list[bool]] = []
@@ -153,8 +171,8 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         all_masks.append(mask)
     if not all_ids:
         raise UserError(
-            f"dataset: none of {dropped} samples has a token to train on within seq_length {encoder.seq_length}: "
-            "raise seq_length, or set train_on=all"
+            f"dataset: none of {dropped} samples has a token with loss within seq_length {encoder.seq_length}: "
+            "increase seq_length, or set train_on=all"
         )
     starts = np.array(list(itertools.accumulate(map(len, all_ids), initial=0)), dtype=np.int64)
     return Corpus(
@@ -166,10 +184,38 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     )
 
 
-def save_corpus(corpus: Corpus, path: Path) -> None:
-    """Keep a corpus on disk, whole or not at all."""
-    import io
+def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
+    """Return random tokens for all steps of the run, one sample of seq_length tokens per row."""
+    samples = spec.rows_per_step * (spec.max_steps or _FAKE_STEPS)
+    total = samples * spec.seq_length
+    tokens = np.random.default_rng(spec.seed).integers(0, vocabulary, total, dtype=np.int32)
+    trained: np.ndarray = np.ones(total, dtype=np.bool_)
+    trained[:: spec.seq_length] = False
+    return Corpus(tokens, trained, np.arange(0, total + 1, spec.seq_length, dtype=np.int64))
 
+
+def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
+    """Return the encoded dataset of the spec, from the cache in `store` if an earlier start on this host left it there.
+
+    Raises:
+        UserError: the dataset is unavailable or invalid, or no sample is left.
+    """
+    encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on)
+    if spec.fake_data:
+        return fake_corpus(spec, len(tokenizer))
+    path = Path(spec.dataset)
+    source = sha256_file(path) if path.is_file() else f"{spec.dataset}-{spec.dataset_split}".replace("/", "--")
+    cache = store / "cache" / f"{source[:64]}-{encoder.fingerprint()[:16]}.npz"
+    # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
+    if path.is_file() and (cached := load_corpus(cache)):
+        return cached
+    corpus = encode_all(read_dataset(spec), encoder)
+    save_corpus(corpus, cache)
+    return corpus
+
+
+def save_corpus(corpus: Corpus, path: Path) -> None:
+    """Write a corpus to `path` atomically."""
     buffer = io.BytesIO()
     counts = np.array([corpus.dropped, corpus.cut], dtype=np.int64)
     np.savez(buffer, tokens=corpus.tokens, trained=corpus.trained, starts=corpus.starts, counts=counts)
@@ -178,55 +224,28 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
 
 
 def load_corpus(path: Path) -> Corpus | None:
-    """Read back what `save_corpus` kept; None if there is nothing, or nothing that can be read (it can be made again)."""
+    """Return the corpus that `save_corpus` wrote, or None if the file is missing or unreadable."""
     try:
-        with np.load(path, allow_pickle=False) as kept:
-            dropped, cut = kept["counts"]
-            return Corpus(kept["tokens"], kept["trained"], kept["starts"], int(dropped), int(cut))
+        with np.load(path, allow_pickle=False) as arrays:
+            dropped, cut = arrays["counts"]
+            return Corpus(arrays["tokens"], arrays["trained"], arrays["starts"], int(dropped), int(cut))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
 
 def split(corpus: Corpus, held_out: Iterable[int]) -> tuple[Corpus, Corpus]:
-    """Return the corpus without the samples in `held_out`, and those alone (order kept)."""
+    """Return the corpus without the samples in `held_out`, and the corpus of only those; both keep the order."""
     out = set(held_out)
 
-    def pick(wanted: list[int]) -> Corpus:
-        spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in wanted]
+    def select(indices: list[int]) -> Corpus:
+        spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in indices]
+        lengths = [span.stop - span.start for span in spans]
         return Corpus(
             np.concatenate([corpus.tokens[:0], *(corpus.tokens[span] for span in spans)]),
             np.concatenate([corpus.trained[:0], *(corpus.trained[span] for span in spans)]),
-            np.concatenate([[0], np.cumsum([span.stop - span.start for span in spans], dtype=np.int64)]).astype(
-                np.int64
-            ),
+            np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
             corpus.dropped,
             corpus.cut,
         )
 
-    return pick([i for i in range(len(corpus)) if i not in out]), pick(sorted(out))
-
-
-def collate(
-    corpus: Corpus, rows: Sequence[Sequence[int]], *, pad: int, length: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lay rows of samples out as one micro-batch.
-
-    Returns:
-        ids, positions, labels: int64 [rows, T]. Positions start again at 0 with every sample, which keeps packed samples apart; labels are -100 where no loss is. T is `length`, or that of the longest row.
-        No rows give one row of padding, without loss.
-    """
-    width = length or max((sum(int(corpus.lengths[i]) for i in row) for row in rows), default=8)
-    ids: np.ndarray = np.full((max(1, len(rows)), width), pad, np.int64)
-    labels = np.full_like(ids, -100)
-    positions = np.zeros_like(ids)
-    for place, row in enumerate(rows or [[]]):
-        end = 0
-        for sample in row:
-            first, last = corpus.starts[sample], corpus.starts[sample + 1]
-            start, end = end, end + int(last - first)
-            ids[place, start:end] = corpus.tokens[first:last]
-            positions[place, start:end] = np.arange(end - start)
-            labels[place, start:end] = np.where(corpus.trained[first:last], ids[place, start:end], -100)
-        # The padding carries on with the last sample: nothing looks at it, and a row of one sample needs no mask then.
-        positions[place, end:] = np.arange(width - end) + (positions[place, end - 1] + 1 if end else 0)
-    return ids, positions, labels
+    return select([i for i in range(len(corpus)) if i not in out]), select(sorted(out))

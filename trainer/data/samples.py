@@ -1,4 +1,4 @@
-"""Samples as people have them: JSONL of Alpaca, chat, prompt/completion or plain text. Needs no torch, no tokenizer."""
+"""Read datasets: JSONL records in Alpaca, chat, prompt/completion or plain text form. Needs no torch and no tokenizer."""
 
 import json
 import re
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.config.run_spec import EMBEDDED_DATASET, RunSpec
+from trainer.errors import UserError, first_line
 
 SHAPES = "messages; instruction and output (input if any); prompt and completion; text"
 ROLES = ("system", "user", "assistant", "tool")
@@ -16,7 +17,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: a chat (`messages`), or pieces of raw text, each with whether it carries loss (`pieces`)."""
+    """One sample: either a chat (`messages`), or pieces of raw text with a flag whether they carry loss (`pieces`)."""
 
     messages: tuple[Mapping[str, str], ...] = ()
     pieces: tuple[tuple[str, bool], ...] = ()
@@ -25,49 +26,50 @@ class Sample:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} is {type(value).__name__}, takes text")
-    return _whole(value, f"{name!r}")
+        raise ValueError(f"{name!r} is {type(value).__name__}, expected a string")
+    return _valid_unicode(value, f"{name!r}")
 
 
-def _whole(text: str, what: str) -> str:
-    """Refuse half a surrogate pair (``\\ud83d`` alone): JSON can say it, no tokenizer takes it."""
+def _valid_unicode(text: str, what: str) -> str:
+    """Return `text`. Raises ValueError for a lone surrogate (``\\ud83d``): JSON can express it, tokenizers reject it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} has half a surrogate pair at character {error.start}: it is not text") from None
+        raise ValueError(f"{what} has a lone surrogate at character {error.start}: it is not valid Unicode") from None
     return text
 
 
 def _messages(value: Any, name: str) -> tuple[dict[str, str], ...]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name!r} takes a list of messages with role and content")
+        raise ValueError(f"{name!r} must be a non-empty list of messages with role and content")
     messages = []
-    for place, message in enumerate(value):
+    for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"message {place} of {name!r} takes role and content, both text")
+            raise ValueError(f"message {index} of {name!r} must have role and content, both strings")
         if message.get("role") not in ROLES:
-            raise ValueError(f"message {place} of {name!r} has role {message.get('role')!r}, takes {', '.join(ROLES)}")
-        content = _whole(message["content"], f"message {place} of {name!r}")
+            role, known = message.get("role"), ", ".join(ROLES)
+            raise ValueError(f"message {index} of {name!r} has role {role!r}, expected one of {known}")
+        content = _valid_unicode(message["content"], f"message {index} of {name!r}")
         messages.append({"role": message["role"], "content": content})
     return tuple(messages)
 
 
 def to_sample(row: Any) -> Sample:
-    """Turn one record of any of the four shapes into a `Sample`.
+    """Convert one record of any of the four supported forms to a `Sample`.
 
     Raises:
-        ValueError: one line that says what the record lacks.
+        ValueError: the record has none of these forms; the message is one line.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"holds a {type(row).__name__}, takes an object with {SHAPES}")
+        raise ValueError(f"is a {type(row).__name__}, expected an object with {SHAPES}")
     if "messages" in row:
         return Sample(messages=_messages(row["messages"], "messages"))
     if "instruction" in row and "output" in row:
-        asked = _text(row, "instruction")
+        prompt = _text(row, "instruction")
         if row.get("input"):
-            asked = f"{asked}\n\n{_text(row, 'input')}"
+            prompt = f"{prompt}\n\n{_text(row, 'input')}"
         return Sample(
-            messages=({"role": "user", "content": asked}, {"role": "assistant", "content": _text(row, "output")})
+            messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": _text(row, "output")})
         )
     if "prompt" in row and "completion" in row:
         if isinstance(row["prompt"], list):
@@ -75,25 +77,25 @@ def to_sample(row: Any) -> Sample:
         return Sample(pieces=((_text(row, "prompt"), False), (_text(row, "completion"), True)))
     if "text" in row:
         return Sample(pieces=((_text(row, "text"), True),))
-    raise ValueError(f"has {', '.join(map(str, row)) or 'nothing'}; takes {SHAPES}")
+    raise ValueError(f"has the keys {', '.join(map(str, row)) or '(none)'}; expected {SHAPES}")
 
 
-def _why(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     return "not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "msg", str(error))
 
 
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, record) of a JSONL file, or (item number, record) of a .json list."""
+    """Yield (line number, record) of a JSONL file, or (item number, record) of a list in a .json file."""
     if path.suffix == ".json":
         try:
             items = json.loads(path.read_bytes())
         except ValueError as error:
-            raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON: {_why(error)}") from None
+            raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON: {_reason(error)}") from None
         except RecursionError:
-            raise UserError(f"{path}:1: not JSON: nested too deep") from None
+            raise UserError(f"{path}:1: not JSON: nested too deeply") from None
         if not isinstance(items, list):
             raise UserError(
-                f"{path}: holds a {type(items).__name__}, takes a list of samples (or one a line, as .jsonl)"
+                f"{path}: contains a {type(items).__name__}, expected a list of samples (or use .jsonl, one sample per line)"
             )
         yield from enumerate(items, 1)
         return
@@ -104,16 +106,16 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except ValueError as error:
-                raise UserError(f"{path}:{number}: not JSON: {_why(error)}") from None
+                raise UserError(f"{path}:{number}: not JSON: {_reason(error)}") from None
             except RecursionError:
-                raise UserError(f"{path}:{number}: not JSON: nested too deep") from None
+                raise UserError(f"{path}:{number}: not JSON: nested too deeply") from None
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read a dataset file; every line is checked.
+    """Read a dataset file and check every line.
 
     Raises:
-        UserError: ``file:line: what is wrong`` for the first bad line, or a word if there is no file or no sample.
+        UserError: the file is missing, unreadable or empty, or a line is invalid (``file:line: reason`` for the first).
     """
     samples = []
     try:
@@ -123,36 +125,39 @@ def read_samples(path: Path) -> list[Sample]:
             except ValueError as error:
                 raise UserError(f"{path}:{number}: {error}") from None
     except FileNotFoundError:
-        raise UserError(f"dataset: no file {path}: give a JSONL file, 'ansible-docs', or a hub id (org/name)") from None
+        raise UserError(
+            f"dataset: no such file: {path}: set a JSONL file, '{EMBEDDED_DATASET}', or a hub id (org/name)"
+        ) from None
     except OSError as error:
         raise UserError(f"dataset: cannot read {path}: {error.strerror}") from None
     if not samples:
-        raise UserError(f"dataset: {path} is empty: it takes one JSON object a line, with {SHAPES}")
+        raise UserError(f"dataset: {path} is empty: expected one JSON object per line, with {SHAPES}")
     return samples
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell whether `name` can only mean a dataset or model on the hub: org/name, and no such path here."""
+    """Return whether `name` can only be a dataset or model on the hub: org/name, and not an existing path."""
     return bool(HUB_ID.fullmatch(name)) and not Path(name).exists() and not name.endswith((".jsonl", ".json"))
 
 
 def read_hub(name: str, split: str) -> list[Sample]:
-    """Read a hub dataset (extra `hub`); HF_HUB_OFFLINE is honoured by the library itself.
+    """Read a dataset of the hub; needs the extra `hub`. The library itself honours HF_HUB_OFFLINE.
 
     Raises:
-        UserError: the extra is missing, the dataset cannot be had, or a record has none of the known shapes.
+        UserError: the extra is not installed, the dataset is unavailable, or a record has no supported form.
     """
     try:
         import datasets
     except ImportError:
         raise UserError(
-            f"dataset: {name} is a hub id, and 'datasets' is not here: pip install 'trainyard[hub]'"
+            f"dataset: {name} is a hub id, but the package 'datasets' is not installed: pip install 'trainyard[hub]'"
         ) from None
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, split=split)
     except Exception as error:
-        line = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"dataset: cannot have {name} ({split}) from the hub or its cache: {line[0]}") from None
+        raise UserError(
+            f"dataset: cannot load {name} ({split}) from the hub or its cache: {first_line(error)}"
+        ) from None
     samples = []
     for number, row in enumerate(rows):
         try:
@@ -162,3 +167,18 @@ def read_hub(name: str, split: str) -> list[Sample]:
     if not samples:
         raise UserError(f"dataset: {name} ({split}) is empty")
     return samples
+
+
+def read_dataset(spec: RunSpec) -> list[Sample]:
+    """Read the samples of the dataset in the spec: a file or a dataset of the hub.
+
+    Raises:
+        UserError: the dataset is unavailable, empty or has an invalid record.
+    """
+    if spec.dataset == EMBEDDED_DATASET:
+        raise UserError(
+            f"dataset: only ansible-playbook train.yml can generate {EMBEDDED_DATASET}: set dataset to a JSONL file"
+        )
+    if is_hub_id(spec.dataset):
+        return read_hub(spec.dataset, spec.dataset_split)
+    return read_samples(Path(spec.dataset))

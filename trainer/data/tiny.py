@@ -1,14 +1,20 @@
-"""model=tiny: a Llama of a few million random weights and a tokenizer trained on the dataset. No network, no torch."""
+"""model=tiny: a Llama with a few million random weights and a tokenizer trained on the dataset. No network, no torch."""
 
+import hashlib
 import json
-from collections.abc import Iterable
+import pkgutil
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.data.samples import Sample
+from trainer.config.run_spec import TINY, RunSpec
+from trainer.data.samples import Sample, read_dataset
+from trainer.files import sha256_file
 
 VOCABULARY = 4096
 CONFIG = {
@@ -51,7 +57,7 @@ def _texts(samples: Iterable[Sample]) -> Iterable[str]:
 
 
 def make_tokenizer(samples: Iterable[Sample]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (at most `VOCABULARY` tokens) on the samples' text."""
+    """Train a byte-level BPE tokenizer with at most `VOCABULARY` tokens on the text of the samples."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,16 +72,16 @@ def make_tokenizer(samples: Iterable[Sample]) -> Tokenizer:
 
 
 def make_weights(seed: int) -> dict[str, np.ndarray]:
-    """Return random float32 weights under the names that transformers' LlamaForCausalLM reads (norms 1, matrices normal)."""
+    """Return random float32 weights by the parameter names of LlamaForCausalLM: norms are 1, matrices are normal."""
     rng = np.random.default_rng(seed)
     hidden, ff, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
     assert isinstance(hidden, int) and isinstance(ff, int) and isinstance(head, int)
     query, value = 6 * head, 2 * head
 
-    def matrix(out: int, into: int, std: float = 0.02) -> np.ndarray:
-        return (rng.standard_normal((out, into), dtype=np.float32) * np.float32(std)).astype(np.float32)
+    def matrix(rows: int, columns: int, std: float = 0.02) -> np.ndarray:
+        return (rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(std)).astype(np.float32)
 
-    # Under LoRA the embedding and the head stay as they are: made large enough that adapters can say something with them.
+    # LoRA does not train the embedding and the head: they are large enough for adapters to have an effect.
     weights = {
         "model.embed_tokens.weight": matrix(VOCABULARY, hidden, 1.0),
         "lm_head.weight": matrix(VOCABULARY, hidden, 0.1),
@@ -99,7 +105,7 @@ def make_weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def make_tiny(samples: Iterable[Sample], folder: Path, seed: int) -> None:
-    """Write the model's folder (config, tokenizer, weights), as transformers reads it. Same samples and seed, same files."""
+    """Write config, tokenizer and weights into `folder`, as transformers reads them. The files depend only on samples and seed."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(samples).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -117,3 +123,62 @@ def make_tiny(samples: Iterable[Sample], folder: Path, seed: int) -> None:
     )
     (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": VOCABULARY}, indent=1))
     save_file(make_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def ensure_tiny_model(store: Path, dataset: Path | None, seed: int, samples: Callable[[], Sequence[Sample]]) -> Path:
+    """Return the folder of the tiny model below `store`/models; create it if it does not exist.
+
+    The folder's name contains the digest of the dataset, the seed and the digest of this module, so a model that was made
+    from another dataset or by another version is never reused.
+
+    Args:
+        dataset: the file that `samples` reads; None if the samples have no file (their text is hashed instead).
+        samples: reads the samples that the tokenizer is trained on; called only if they are needed.
+
+    Raises:
+        UserError: `samples` raises it.
+    """
+    known: Sequence[Sample] | None = None
+    if dataset:
+        source = sha256_file(dataset)[:12]
+    else:
+        known = samples()
+        source = hashlib.sha256("\0".join(_texts(known)).encode()).hexdigest()[:12] if known else "fake"
+    folder = store / "models" / f"tiny-{source}-{seed}-{_recipe_digest()[:6]}"
+    if (folder / "config.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".tmp-{folder.name}-"))
+    try:
+        make_tiny(samples() if known is None else known, aside, seed)
+        aside.chmod(0o755)
+        aside.rename(folder)
+    except OSError:
+        if not (folder / "config.json").exists():
+            raise
+        # Another process created the same files first.
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def with_tiny_model(spec: RunSpec, store: Path) -> RunSpec:
+    """Return the spec with the folder of the tiny model in place of `model: tiny`; any other spec unchanged.
+
+    Raises:
+        UserError: the dataset is unavailable or invalid.
+    """
+    if spec.model != TINY:
+        return spec
+    file = Path(spec.dataset)
+    dataset = file if file.is_file() and not spec.fake_data else None
+
+    def samples() -> list[Sample]:
+        return [] if spec.fake_data else read_dataset(spec)
+
+    return spec.model_copy(update={"model": str(ensure_tiny_model(store, dataset, spec.seed, samples))})
+
+
+def _recipe_digest() -> str:
+    """Return the SHA-256 (hex) of this module's source, also if it is imported from an archive."""
+    return hashlib.sha256(pkgutil.get_data("trainer.data", "tiny.py") or b"").hexdigest()

@@ -274,13 +274,15 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
         return Rows.full(spec), "full rows, every token with loss"
     import tempfile
 
+    from trainer.data.encode import encoded_dataset
     from trainer.data.order import Order
+    from trainer.data.tiny import with_tiny_model
     from trainer.model import load_tokenizer
-    from trainer.train import encoded, prepare_tiny, read_dataset
 
     with tempfile.TemporaryDirectory() as work:
-        there = prepare_tiny(spec, Path(work), lambda: read_dataset(spec)) if spec.model == "tiny" else spec
-        corpus = encoded(there, load_tokenizer(there.model), data_dir if data_dir.is_dir() else Path(work))
+        there = with_tiny_model(spec, Path(work))
+        store = (data_dir if data_dir.is_dir() else Path(work)) / "store"
+        corpus = encoded_dataset(there, load_tokenizer(there.model), store)
     order = Order(
         corpus.lengths,
         seed=spec.seed,
@@ -376,7 +378,7 @@ def plan(
 
         rows, data = rows_of(spec, data_dir)
         where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        device, levers = where.type, model.levers(spec, where)
+        device, levers = where.type, model.fast_kernels(spec, where)
         others, began = _others(), time.monotonic()
         speed = Speed(*measure(spec, rows, where), True)
         busy = (_others() - others) / (time.monotonic() - began)

@@ -37,7 +37,7 @@ class Averaging(DDP):
         self.all, self.world = world.with_patience(), crew
         self._asked = 0.0
 
-    def part(self, rows: Rows) -> Rows:
+    def local_rows(self, rows: Rows) -> Rows:
         return rows[share(len(rows), [len(ranks) for ranks in self.workers.ranks], self.workers.mine)]
 
     def sum(self, values: list[float]) -> list[float]:
@@ -51,11 +51,11 @@ class Averaging(DDP):
             self.all.store.set(_STOP, "1")
         return summed
 
-    def ended(self, finished: bool, waiting: Callable[[], bool]) -> bool:
+    def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
         return not self.all.sum_patiently([float(not finished)], waiting)[0]
 
     @torch.no_grad()
-    def finish(
+    def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
     ) -> dict[str, Any]:
         """Average what was trained, by the tokens that each worker trained on; evaluate the parts and the average."""

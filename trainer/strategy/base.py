@@ -51,25 +51,25 @@ class Strategy(ABC):
     """Owns the module, its optimizer and all that has to be the same on every rank.
 
     The loop calls, for every update of a step: `backward` once a micro-batch, then `step` once. Every rank makes the same
-    calls, a rank without rows too (with a batch that has no loss). After a step at which ranks `meet`, the model is the
+    calls, a rank without rows too (with a batch that has no loss). After a step at which ranks `sync`, the model is the
     same on all of them. A new strategy is a class with these methods, a file beside ddp.py, and a word in
     `RunSpec.strategy`.
     """
 
     # Files of a checkpoint of which every host keeps its own.
-    own: tuple[str, ...] = ()
+    per_host_files: tuple[str, ...] = ()
     # The rows that every rank took in the last step, where they are divided by one plan.
     rows: Sequence[int] = ()
     # Every forward and backward pass is a collective: ranks must take equally many micro-batches, empty ones too.
-    together = False
+    lockstep = False
     # Ranks write a checkpoint in parts, each its own, beside the training (see `save`).
-    in_parts = False
+    sharded_checkpoint = False
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         """`world` is that of all ranks; `self.world` that of those which share steps, records and checkpoints."""
         self.spec, self.world, self.plain = spec, world, module
 
-    def part(self, rows: Rows) -> Rows:
+    def local_rows(self, rows: Rows) -> Rows:
         """Return the rows of a step that the ranks of `self.world` take."""
         return rows
 
@@ -77,19 +77,24 @@ class Strategy(ABC):
         """Return the updates of the optimiser in `step` (from 0): one, of all its rows."""
         return [Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])]
 
-    def meets(self, step: int) -> bool:
+    def is_sync_step(self, step: int) -> bool:
         """Tell whether ranks meet after step number `step` (from 1); after the last one they always do."""
         return True
 
     def join(
-        self, start: str, steps: int, run_dir: Path, standing: Callable[[], dict[str, Any]], waiting: Callable[[], bool]
+        self,
+        start: str,
+        steps: int,
+        run_dir: Path,
+        checkpoint_state: Callable[[], dict[str, Any]],
+        waiting: Callable[[], bool],
     ) -> bool:
         """Find the others before the first step, where several torchruns share a run.
 
         Args:
             start: the name of this start of the run, in hexadecimal digits.
             steps: those of the whole run.
-            standing: returns what a checkpoint of the newest meeting says besides the weights.
+            checkpoint_state: returns what a checkpoint of the newest meeting says besides the weights.
             waiting: may be called while others are awaited; tells whether somebody wants this run to stop.
 
         Returns:
@@ -100,10 +105,10 @@ class Strategy(ABC):
         """
         return False
 
-    def meet(self, waiting: Callable[[], bool], told: list[float]) -> None:  # noqa: B027  most ranks never part
+    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:  # noqa: B027  most ranks never part
         """Make the model the same on all ranks again; `waiting` may be called while slower ranks are awaited.
 
-        `told`: the first numbers that `sum` is going to be asked for.
+        `flags`: the first numbers that `sum` is going to be asked for.
         """
 
     @property
@@ -115,14 +120,14 @@ class Strategy(ABC):
         """Sum the loop's numbers over ranks, after they have met. The first number says who wants to stop."""
         return self.world.sum(values)
 
-    def ended(self, finished: bool, waiting: Callable[[], bool]) -> bool:
+    def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
         """Tell whether all ranks have taken their last step, given whether this one has."""
         return finished
 
-    def finish(
+    def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
     ) -> dict[str, Any]:
-        """Bring together what the ranks have trained, when all have `ended`; return what it adds to the result.
+        """Bring together what the ranks have trained, when `all_finished` holds; return what it adds to the result.
 
         Args:
             totals: the loop's counts for the ranks of `self.world`.
@@ -135,12 +140,12 @@ class Strategy(ABC):
         """Return in what proportion the ranks take `rows` rows: equal here, by measured speed where that can be told."""
         return [1] * self.world.size
 
-    def spent(self) -> float:
+    def rank_seconds(self) -> float:
         """Return the seconds that this rank has computed since the last call, without waiting for others; 0 if unknown."""
         return 0.0
 
-    def learn(self, seconds: list[float]) -> None:  # noqa: B027  not every strategy shares by speed
-        """Take up what every rank has `spent`, after they have met."""
+    def update_shares(self, seconds: list[float]) -> None:  # noqa: B027  not every strategy shares by speed
+        """Take up what every rank has spent, as `rank_seconds` reports it, at a synchronization."""
 
     def autocast(self) -> torch.autocast:
         """Return the context of a forward pass in the spec's precision."""
@@ -149,7 +154,7 @@ class Strategy(ABC):
 
     def rounds(self, rows: int) -> int:
         """Return how many micro-batches every rank takes at least, of `rows` rows over all ranks."""
-        if not self.together:
+        if not self.lockstep:
             return 1
         shares = self.shares(rows)
         most = max(len(range(rows)[share(rows, shares, rank)]) for rank in range(self.world.size))
@@ -186,11 +191,11 @@ class Strategy(ABC):
     def save(self, folder: Path) -> Writing | None:
         """Write all that `load` needs into `folder`; called on the first rank of every host at the same step.
 
-        With `together` it is called on every rank, because what is whole must be put together: the first of a host
-        writes it. With `in_parts` every rank writes what it owns.
+        With `lockstep` it is called on every rank, because what is whole must be put together: the first of a host
+        writes it. With `sharded_checkpoint` every rank writes what it owns.
 
         Returns:
-            With `in_parts`: what is still to be written. Else None, and everything is.
+            With `sharded_checkpoint`: what is still to be written. Else None, and everything is.
         """
 
     @abstractmethod

@@ -89,7 +89,7 @@ class DDP(Strategy):
             yield
             self._forwards.append(time.perf_counter() - start)
 
-    def spent(self) -> float:
+    def rank_seconds(self) -> float:
         if any(isinstance(each, tuple) for each in self._forwards):
             torch.cuda.synchronize(self.world.device)
         total = sum(e[0].elapsed_time(e[1]) / 1e3 if isinstance(e, tuple) else e for e in self._forwards)
@@ -104,7 +104,7 @@ class DDP(Strategy):
         self.rows = [len(rows[share(len(rows), shares, rank)]) for rank in range(self.world.size)]
         return super().updates(step, rows)
 
-    def learn(self, seconds: list[float]) -> None:
+    def update_shares(self, seconds: list[float]) -> None:
         if self.balance:
             self.balance.learn(seconds, self.rows)
 

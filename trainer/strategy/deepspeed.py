@@ -97,7 +97,7 @@ class Cast(nn.Module):
 class DeepSpeedZeRO(Strategy):
     """DeepSpeed's engine on any number of ranks."""
 
-    together = True
+    lockstep = True
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         super().__init__(spec, world, module)

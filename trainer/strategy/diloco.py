@@ -44,14 +44,14 @@ class DiLoCo(Strategy):
     """Replicas with an inner and an outer optimizer. The outer one's state is kept in the host's memory, once a host."""
 
     # The inner optimizer's state is a replica's own; a host that lost it goes on with another replica's.
-    own = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
+    per_host_files = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         super().__init__(spec, world.with_patience(), module)
         parts = self.find(spec, world)
         self.crew = world.part(parts, spec.collective_timeout)
         self.inside = _inside(spec, world, module, self.crew)
-        self.together = self.inside.together
+        self.lockstep = self.inside.lockstep
         firsts = [rank for rank, first in enumerate(world.gather(world.first_here)) if first]
         # Who speaks for a replica, who keeps its outer state on each of its hosts, and who is beside the one that does.
         self.across = world.part([[ranks[0] for ranks in parts]], spec.collective_timeout)
@@ -78,7 +78,12 @@ class DiLoCo(Strategy):
             )
 
     def join(
-        self, start: str, steps: int, run_dir: Path, standing: Callable[[], dict[str, Any]], waiting: Callable[[], bool]
+        self,
+        start: str,
+        steps: int,
+        run_dir: Path,
+        checkpoint_state: Callable[[], dict[str, Any]],
+        waiting: Callable[[], bool],
     ) -> bool:
         self._steps = steps
         return False
@@ -130,10 +135,10 @@ class DiLoCo(Strategy):
         self.seconds, self.taken, self._began = self.seconds + now - self._began, self.taken + 1, now
         return norm
 
-    def meets(self, step: int) -> bool:
+    def is_sync_step(self, step: int) -> bool:
         return step % self.spec.local_steps == 0
 
-    def meet(self, waiting: Callable[[], bool], told: list[float]) -> None:
+    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
         """Take the outer step: the same on every host, to the bit."""
         count, mine = len(self.sizes), self.mine
         numbers = [0.0] * (2 * count)

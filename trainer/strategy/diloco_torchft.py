@@ -112,7 +112,12 @@ class DiLoCoTorchFT(DiLoCo):
     # Joining ----------------------------------------------------------------------------------------------------------
 
     def join(
-        self, start: str, steps: int, run_dir: Path, standing: Callable[[], dict[str, Any]], waiting: Callable[[], bool]
+        self,
+        start: str,
+        steps: int,
+        run_dir: Path,
+        checkpoint_state: Callable[[], dict[str, Any]],
+        waiting: Callable[[], bool],
     ) -> bool:
         """Meet the others: wait for all replicas at the start of a run, for the next meeting of one that goes on.
 
@@ -120,8 +125,8 @@ class DiLoCoTorchFT(DiLoCo):
             UserError: the replicas have unlike states of one step.
             Stopped: somebody wants the run to stop before it came to that.
         """
-        self._name, self._run_dir, self._standing = float(int(start, 16)), run_dir, standing
-        self._at, self._steps = standing()["step"], steps
+        self._name, self._run_dir, self._checkpoint_state = float(int(start, 16)), run_dir, checkpoint_state
+        self._at, self._steps = checkpoint_state()["step"], steps
         told: list[float] = []
         if self.world.rank == 0:
             self._open()
@@ -205,7 +210,7 @@ class DiLoCoTorchFT(DiLoCo):
                 for file in sorted(Path(folder).iterdir())
             }
         metrics = self._run_dir / "metrics.jsonl"
-        return {"files": files, "metrics": metrics.read_text() if metrics.exists() else "", **self._standing()}
+        return {"files": files, "metrics": metrics.read_text() if metrics.exists() else "", **self._checkpoint_state()}
 
     def _heal(self, state: dict[str, Any]) -> None:
         if self._joined:
@@ -247,14 +252,14 @@ class DiLoCoTorchFT(DiLoCo):
         places = deal(turns, self._speeds([self.seen.sizes[n] for n in here], [self.costs[n] for n in here]))
         return [here[place] for place in places]
 
-    def meet(self, waiting: Callable[[], bool], told: list[float]) -> None:
+    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
         """Take the outer step with those who are there."""
         count = self.member.count
         self._at_next = min(self._at + self.spec.local_steps - self._at % self.spec.local_steps, self._steps)
-        told = self.world.sum(told)
+        flags = self.world.sum(flags)
         self.come = self.inside.whole()
-        numbers = self._speak(told, waiting) if self.world.rank == 0 else []
-        numbers = self._pass_on(numbers, 5 * count + count + len(told), waiting)
+        numbers = self._speak(flags, waiting) if self.world.rank == 0 else []
+        numbers = self._pass_on(numbers, 5 * count + count + len(flags), waiting)
         before = self.seen
         self.seen, costs, self._told = self._seen(numbers), numbers[5 * count : 6 * count], numbers[6 * count :]
         self.learned(costs)
@@ -270,7 +275,7 @@ class DiLoCoTorchFT(DiLoCo):
         if before and before.here != self.seen.here:
             self._say()
 
-    def _speak(self, told: list[float], waiting: Callable[[], bool]) -> list[float]:
+    def _speak(self, flags: list[float], waiting: Callable[[], bool]) -> list[float]:
         """Bring the replicas' numbers and their ways together, on the rank that speaks for this one; again until it holds."""
         count = self.member.count
         tokens, cost = self.round()
@@ -280,7 +285,7 @@ class DiLoCoTorchFT(DiLoCo):
             self._meeting = False
             mine = [0.0] * (2 * count)
             mine[self.mine], mine[count + self.mine] = tokens, cost
-            numbers = self._sum(torch.tensor([*mine, *told], dtype=torch.float64)).tolist()
+            numbers = self._sum(torch.tensor([*mine, *flags], dtype=torch.float64)).tolist()
             weight = tokens / max(1.0, sum(numbers[:count]))
             for names in self.chunks(_CHUNK):
                 way = self._sum(self.way(names, weight, torch.device("cpu")))
@@ -359,7 +364,7 @@ class DiLoCoTorchFT(DiLoCo):
             here = self.seen.here
             print(f"replicas from step {self._at} on: {', '.join(map(str, here))} ({len(here)} of {self.member.count})")
 
-    def finish(
+    def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
     ) -> dict[str, Any]:
         """Tell who was there at the end."""

@@ -99,14 +99,14 @@ def _why(error: BaseException) -> str:
 class FSDP(Strategy):
     """Fully sharded data parallel on any number of ranks."""
 
-    together = True
+    lockstep = True
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss, crew: World | None = None) -> None:
         """`crew`: the ranks that share a model, if not all."""
         super().__init__(spec, crew or world, module)
         # Adapters are small: every host keeps them whole, and so it does where replicas have whole ones anyway. Other full
         # weights are written in parts, by the ranks that own them.
-        self.in_parts = not spec.lora_r and crew is None
+        self.sharded_checkpoint = not spec.lora_r and crew is None
         self.model: Any = module.model
         for parameter in self.model.parameters() if spec.lora_r else ():
             if parameter.requires_grad:
@@ -138,7 +138,7 @@ class FSDP(Strategy):
                     part.set_custom_reduce_scatter(exchange.ReduceScatter())
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(spec, self.trained.values())
-        if self.in_parts:
+        if self.sharded_checkpoint:
             # Its threads talk beside the training, so not in the training's group; NCCL cannot do what they need.
             self._group, _ = dist.new_subgroups(mesh.size(mesh.ndim - 1), backend="gloo")
 
@@ -189,7 +189,7 @@ class FSDP(Strategy):
 
     def save(self, folder: Path) -> Parts | None:
         state = self._state()
-        if self.in_parts:
+        if self.sharded_checkpoint:
             writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
             writing = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             return Parts(folder, writing, self.world)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ class FSDP(Strategy):
             moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
             self.optimizer.state[parameter] = {"step": step.to(self.world.device, copy=True), **moments}
         state = self._state()
-        if self.in_parts:
+        if self.sharded_checkpoint:
             dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
             return
         for kind, parts in state.items():

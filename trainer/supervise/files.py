@@ -27,11 +27,28 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
+def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Replace `path` in one step: a reader sees the old file or the new one.
+
+    The new file has `mode` from its creation on, so that a secret is never readable by others.
+
+    Raises OSError, such as for a full disk, and then keeps the old file.
+    """
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, mode)
+            file.write(content)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace `path` atomically. Raises OSError, such as for a full disk, and then keeps the old file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
+    """Replace the object in `path`; see `write_atomic`."""
+    write_atomic(path, json.dumps(value).encode())
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ def main() -> NoReturn:
     verb = sys.argv[1]
     try:
         request: dict[str, Any] = json.loads(sys.stdin.buffer.read())
+        if verb not in VERBS:
+            raise ValueError(f"unknown verb {verb!r}")
         module, name = VERBS[verb]
         function: Callable[[dict[str, Any]], dict[str, Any]] = getattr(importlib.import_module(module), name)
         answer = function(request)

@@ -1,18 +1,14 @@
-"""What can spoil a run on a host, beyond what probe.py asks. Runs on the host, piped to its Python: standard library only.
+"""What can break a run on a host, beyond its facts: CPU and memory limits, other load, names, damaged files.
 
-    python - '{"peers": {"node2": "10.0.0.2"}, "data_dir": ..., "run": ..., "sudo": true, "memory_mib": 768}'
-
-Prints one JSON object on one line (see `look`).
+Standard library only. Measurements take about two seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,143 +16,163 @@ import time
 from pathlib import Path
 from typing import Any
 
-SPIN = 0.6  # s that a busy loop runs, to see how much of a core this host really has
+from trainyard.remote import nvidia_smi
+from trainyard.remote.network import interface_details
+
+BUSY_LOOP = 0.6  # s that a busy loop runs, to measure the share of a core that this host gets
 PAUSE = 0.035  # s
-WATCH = 0.5  # s over which other processes' use of the CPUs is taken
-RESOLVE_LIMIT = 6.0  # s for all names; a dead DNS server takes ten for each
-OURS = b"\0-I\0-S\0-"  # how Python is started for a question (see links.py); one machine may be two hosts
-SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # netdevice(7)
-VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "podman")
+WATCH = 0.5  # s over which the CPU use of other processes is measured
+RESOLVE_LIMIT = 6.0  # s for all names; a dead DNS server takes 10 s per name
+# How Python is started for a request (see trainyard/remote_archive.py); two hosts of an inventory may be one machine.
+REQUEST_FLAGS = b"\0-I\0-S\0-c\0"
+PF_KTHREAD = 0x00200000  # linux/sched.h
+# Runs as root in a mount namespace of its own.
+CGROUP_V1_LIMITS = r"""
+mount -t cgroup -o memory none /mnt && cat /mnt/memory.limit_in_bytes && awk '/^total_rss / {print $2}' /mnt/memory.stat
+umount /mnt; mount -t cgroup -o cpu none /mnt && cat /mnt/cpu.cfs_quota_us /mnt/cpu.cfs_period_us
+"""
+# The child is the first process that the kernel kills for lack of memory.
+ALLOCATE = (
+    "import sys; open('/proc/self/oom_score_adj', 'w').write('1000'); "
+    "block = bytearray(int(sys.argv[1]) << 20); block[::4096] = b'x' * len(block[::4096])"
+)
 
 
-def read(path: str | Path, otherwise: str = "") -> str:
-    """Return a file's text without white space around it, or `otherwise`."""
+def gather(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure this host.
+
+    Args:
+        request: `data_dir`; `run`, the name of a run or an empty string; `peers`, the names of the other hosts;
+            `memory_mib`, what a process must be able to allocate; `sudo`, whether trainyard configures the host as root.
+
+    Returns:
+        See the functions of this module. `clock` has this host's time at the start and at the end, in seconds since the
+        epoch; `memory_had` tells whether the memory could be allocated.
+    """
+    start = time.time()
+    data_dir = Path(request["data_dir"])
+    limits = cgroup_v1_limits() if request["sudo"] else {}
+    room = memory(limits)
+    answer = {
+        "hostname": socket.gethostname(),
+        "kernel": os.uname().release,
+        "devices": interface_details(),
+        "names": resolve([*request["peers"], socket.gethostname()]),
+        "memory": room,
+        "memory_had": room["available_mib"] > request["memory_mib"] and can_allocate(request["memory_mib"]),
+        "quota": quota([limits["cpus"]] if "cpus" in limits else []),
+        "load": os.getloadavg()[0],
+        "busy": busy(),
+        "spin": spin(),
+        "torchruns": torchruns(data_dir / "runs"),
+        "gpu": gpu_state(),
+        "files": files(data_dir, request["run"]),
+        "sudo": sudo() if request["sudo"] else True,
+        "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,
+    }
+    return answer | {"clock": [start, time.time()]}
+
+
+def read(path: str | Path, default: str = "") -> str:
+    """Return a file's text without surrounding white space, or `default` if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except (OSError, ValueError):
-        return otherwise
-
-
-def devices() -> list[dict[str, Any]]:
-    """Return every network device that is up and has an IPv4 address: its name, address, mask, mtu, mbit, wireless."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # no IPv4 address
-                asked = struct.pack("256s", name.encode()[:15])
-                address = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, asked)[20:24]
-                mask = fcntl.ioctl(probe.fileno(), SIOCGIFNETMASK, asked)[20:24]
-                folder = Path("/sys/class/net", name)
-                speed = read(folder / "speed", "0")
-                found.append(
-                    {
-                        "name": name,
-                        "address": socket.inet_ntoa(address),
-                        "mask": socket.inet_ntoa(mask),
-                        "mtu": int(read(folder / "mtu", "0")),
-                        "mbit": int(speed) if speed.isdigit() else 0,
-                        "wireless": (folder / "wireless").exists() or (folder / "phy80211").exists(),
-                        "virtual": name.startswith(VIRTUAL),
-                    }
-                )
-    return found
+        return default
 
 
 def resolve(names: list[str]) -> dict[str, Any]:
-    """Return for each name the IPv4 addresses that this host takes it for ([] for none), and the seconds that it took."""
-    answers: dict[str, list[str]] = {}
-    begun = time.monotonic()
+    """Return `addresses`, the IPv4 addresses of every name ([] for none), and the `seconds` that this took."""
+    found: dict[str, list[str]] = {}
+    start = time.monotonic()
 
     def ask(name: str) -> None:
         try:
-            answers[name] = sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None, socket.AF_INET)})
+            found[name] = sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None, socket.AF_INET)})
         except OSError:
-            answers[name] = []
+            found[name] = []
 
     threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, RESOLVE_LIMIT - (time.monotonic() - begun)))
-    return {"addresses": dict(answers), "seconds": round(time.monotonic() - begun, 2)}
+        thread.join(max(0.0, RESOLVE_LIMIT - (time.monotonic() - start)))
+    return {"addresses": dict(found), "seconds": round(time.monotonic() - start, 2)}
 
 
 def spin() -> dict[str, float]:
-    """Return the share of one core that a busy loop gets, and how often it was stopped for longer than PAUSE.
+    """Return the `share` of one core that a busy loop gets, its longest `gap` in seconds, and its number of `pauses`.
 
-    A quota stops it for tens of milliseconds in every tenth of a second; other processes only for a few at a time.
+    A quota stops the loop for tens of milliseconds in every 100 ms; other processes stop it for a few at a time.
     """
-    begun, used = time.monotonic(), time.process_time()
-    last, gap, pauses = begun, 0.0, 0
-    while (now := time.monotonic()) - begun < SPIN:
+    start, used = time.monotonic(), time.process_time()
+    last, gap, pauses = start, 0.0, 0
+    while (now := time.monotonic()) - start < BUSY_LOOP:
         gap = max(gap, now - last)
         pauses += now - last > PAUSE
         last = now
-    share = (time.process_time() - used) / (time.monotonic() - begun)
+    share = (time.process_time() - used) / (time.monotonic() - start)
     return {"share": round(share, 2), "gap": round(gap, 3), "pauses": pauses}
 
 
-OUTSIDE = r"""
-mount -t cgroup -o memory none /mnt && cat /mnt/memory.limit_in_bytes && awk '/^total_rss / {print $2}' /mnt/memory.stat
-umount /mnt; mount -t cgroup -o cpu none /mnt && cat /mnt/cpu.cfs_quota_us /mnt/cpu.cfs_period_us
-"""
+def cgroup_v1_limits() -> dict[str, float]:
+    """Return the limits of a container by cgroups of version 1, which are not mounted inside the container.
 
-
-def outside() -> dict[str, float]:
-    """Return the limits that a container has from outside by cgroups of version 1, which are mounted nowhere inside.
-
-    Read as root, by a mount that nobody else sees: `memory` and `rss` in bytes, `cpus`; empty where there are none.
+    They are read as root, through a mount that no other process sees: `memory` and `rss` in bytes, `cpus`. Empty if
+    there are none.
     """
     if not Path("/run/systemd/container").exists():
         return {}
+    command = ["sudo", "-n", "unshare", "--mount", "--propagation", "private", "sh", "-c", CGROUP_V1_LIMITS]
     try:
-        argv = ["sudo", "-n", "unshare", "--mount", "--propagation", "private", "sh", "-c", OUTSIDE]
-        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
         limit, rss, share, period = (int(word) for word in done.stdout.split())
     except (OSError, subprocess.TimeoutExpired, ValueError):
         return {}
     return {"memory": limit, "rss": rss} | ({"cpus": share / period} if share > 0 else {})
 
 
-def quota(limits: list[float]) -> float | None:
-    """Return the number of CPUs that a cgroup of ours, or one of `limits`, allows, or None for no limit."""
+def cgroups() -> list[Path]:
+    """Return the folders of this process's cgroup (version 2) and of those above it."""
     for line in read("/proc/self/cgroup").splitlines():
         if line.startswith("0::"):
             folder = Path("/sys/fs/cgroup", line[3:].lstrip("/"))
-            for group in (folder, *folder.parents):
-                words = read(group / "cpu.max").split()
-                if len(words) == 2 and words[0] != "max":
-                    limits.append(int(words[0]) / int(words[1]))
+            return [folder, *folder.parents]
+    return []
+
+
+def quota(limits: list[float]) -> float | None:
+    """Return the number of CPUs that the cgroups and `limits` allow, or None without a limit."""
+    for group in cgroups():
+        words = read(group / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)
 
 
 def memory(limits: dict[str, float]) -> dict[str, int]:
-    """Return the machine's memory, what is available of it and of our cgroup's limit, in MiB."""
+    """Return this host's total memory, and the memory that is available within the limits, in MiB."""
     rows = dict(line.split(":", 1) for line in read("/proc/meminfo").splitlines() if ":" in line)
     total, available = (int(rows.get(name, "0 kB").split()[0]) >> 10 for name in ("MemTotal", "MemAvailable"))
-    for line in read("/proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            folder = Path("/sys/fs/cgroup", line[3:].lstrip("/"))
-            for group in (folder, *folder.parents):
-                limit = read(group / "memory.max")
-                if limit.isdigit():
-                    used = int(read(group / "memory.current", "0"))
-                    available = min(available, max(0, int(limit) - used) >> 20)
+    for group in cgroups():
+        limit = read(group / "memory.max")
+        if limit.isdigit():
+            used = int(read(group / "memory.current", "0"))
+            available = min(available, max(0, int(limit) - used) >> 20)
     if limits.get("memory", 1 << 62) < total << 20:
         total = int(limits["memory"]) >> 20
         available = min(available, max(0, int(limits["memory"] - limits["rss"])) >> 20)
     return {"total_mib": total, "available_mib": available}
 
 
-def can_have(mib: int) -> bool:
-    """Tell whether a process can really have so much memory: limits from outside may be shown nowhere inside.
+def can_allocate(mib: int) -> bool:
+    """Return whether a process can really allocate memory: an outer limit may not be visible inside a container.
 
-    The child that tries is the first that the kernel would kill. One that is merely slow is not refused.
+    An allocation that is merely slow counts as possible.
     """
-    code = "open('/proc/self/oom_score_adj', 'w').write('1000'); b = bytearray(int(__import__('sys').argv[1]) << 20)"
-    code += "; b[::4096] = b'x' * len(b[::4096])"
+    command = [sys.executable, "-I", "-S", "-c", ALLOCATE, str(mib)]
     try:
-        done = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(mib)], capture_output=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, timeout=20)
     except subprocess.TimeoutExpired:
         return True
     except OSError:
@@ -165,30 +181,25 @@ def can_have(mib: int) -> bool:
 
 
 def processes() -> dict[int, tuple[int, str, int]]:
-    """Return CPU time in ticks, name and user of every process but kernel threads and those that ask, as this one does."""
+    """Return CPU time in ticks, name and user of every process, without kernel threads and trainyard's requests."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             head, _, tail = (folder / "stat").read_text().rpartition(")")
             fields = tail.split()
-            if int(fields[6]) & 0x00200000:  # PF_KTHREAD
+            if int(fields[6]) & PF_KTHREAD or REQUEST_FLAGS in (folder / "cmdline").read_bytes():
                 continue
-            if OURS in (folder / "cmdline").read_bytes():
-                continue
-            found[int(folder.name)] = (
-                int(fields[11]) + int(fields[12]),
-                head.partition("(")[2],
-                folder.stat().st_uid,
-            )
+            ticks = int(fields[11]) + int(fields[12])
+            found[int(folder.name)] = (ticks, head.partition("(")[2], folder.stat().st_uid)
     return found
 
 
 def busy() -> list[dict[str, Any]]:
-    """Return who else uses more than a tenth of a core now: pid, name, user and cores."""
-    before, begun = processes(), time.monotonic()
+    """Return the processes that use more than a tenth of a core: `pid`, `name`, `uid` and `cores`."""
+    before, start = processes(), time.monotonic()
     time.sleep(WATCH)
     after = processes()
-    ticks = os.sysconf("SC_CLK_TCK") * (time.monotonic() - begun)
+    ticks = os.sysconf("SC_CLK_TCK") * (time.monotonic() - start)
     found = []
     for pid, (used, name, uid) in after.items():
         cores = (used - before.get(pid, (used, "", 0))[0]) / ticks
@@ -198,7 +209,7 @@ def busy() -> list[dict[str, Any]]:
 
 
 def torchruns(runs: Path) -> list[dict[str, Any]]:
-    """Return the processes of torch's launcher that belong to none of our runs: pid and command."""
+    """Return `pid` and `command` of every torchrun that belongs to no run below `runs`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -210,58 +221,55 @@ def torchruns(runs: Path) -> list[dict[str, Any]]:
 
 
 def gpu_state() -> dict[str, Any]:
-    """Return NVIDIA cards on the bus, what the driver says of them, and who computes on them; empty without a card."""
+    """Return the number of NVIDIA `cards` on the bus, the `gpus` that the driver shows, and the `users` of their memory."""
     cards = 0
     for folder in Path("/sys/bus/pci/devices").glob("*"):
         cards += read(folder / "vendor") == "0x10de" and read(folder / "class").startswith("0x03")
-    gpus, users = [], []
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        ask = ["nvidia-smi", "--format=csv,noheader,nounits"]
-        out = subprocess.run(
-            [*ask, "--query-gpu=name,memory.total,memory.used"], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-        for line in out.splitlines():
-            name, total, used = (field.strip() for field in line.split(","))
-            gpus.append({"name": name, "total_mib": int(total), "used_mib": int(used)})
-        out = subprocess.run(
-            [*ask, "--query-compute-apps=pid,process_name,used_memory"], capture_output=True, text=True, timeout=20
-        ).stdout
-        users = [line.strip() for line in out.splitlines() if "," in line]
-    return {"cards": cards, "gpus": gpus, "users": users}
+    rows = nvidia_smi.query("name", "memory.total", "memory.used")
+    users = nvidia_smi.query("pid", "used_memory", "process_name", subject="compute-apps")
+    return {
+        "cards": cards,
+        "gpus": [
+            {"name": name, "total_mib": nvidia_smi.mib(total), "used_mib": nvidia_smi.mib(used)}
+            for name, total, used in rows
+        ],
+        "users": [f"{pid}, {name}, {used}" for pid, used, name in users],
+    }
 
 
-def digest(path: Path) -> str:
-    """Return a file's SHA-256 in hex."""
-    total = hashlib.sha256()
+def sha256(path: Path) -> str:
+    """Return a file's SHA-256 digest in hex."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            total.update(block)
-    return total.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def files(data_dir: Path, run: str) -> dict[str, Any]:
-    """Return staged datasets whose content is not what their name says, and digests of what has to be equal everywhere.
+    """Return what is wrong with files of the data folder.
 
-    Staged datasets are named by their SHA-256; `datasets` is the folder that the role nfs copies.
+    `spoilt` lists staged datasets whose content does not match the digest in their name. `equal` has digests of the
+    files that must be the same on every host: the datasets that the role nfs copies, and the run's trainer.
     """
     spoilt, equal = [], {}
     for path in sorted((data_dir / "store/datasets").glob("*")):
-        if path.is_file() and not digest(path).startswith(path.name.partition(".")[0]):
+        if path.is_file() and not sha256(path).startswith(path.name.partition(".")[0]):
             spoilt.append(str(path))
     folder = data_dir / "datasets"
-    # What is mounted from the head is the same file, and asking a dead head takes long.
+    # A folder that is mounted from the head holds the head's files, and a dead head takes long to answer.
     if folder.is_dir() and f" {folder} " not in read("/proc/mounts"):
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                equal[f"datasets/{path.relative_to(folder)}"] = digest(path)
+                equal[f"datasets/{path.relative_to(folder)}"] = sha256(path)
     trainer = data_dir / "runs" / run / "trainer.zip"
     if run and trainer.exists():
-        equal[f"runs/{run}/trainer.zip"] = digest(trainer)
+        equal[f"runs/{run}/trainer.zip"] = sha256(trainer)
     return {"spoilt": spoilt, "equal": equal}
 
 
 def sudo() -> bool:
-    """Tell whether this user is root or may be without a password."""
+    """Return whether this user is root or can use sudo without a password."""
     if os.geteuid() == 0:
         return True
     try:
@@ -269,29 +277,3 @@ def sudo() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
-
-
-def gather(a: dict[str, Any]) -> dict[str, Any]:
-    """Return what this host is; times are seconds since the epoch by its own clock, at the start and the end."""
-    begun = time.time()
-    data_dir = Path(a["data_dir"])
-    limits = outside() if a["sudo"] else {}
-    room = memory(limits)
-    answer = {
-        "hostname": socket.gethostname(),
-        "kernel": os.uname().release,
-        "devices": devices(),
-        "names": resolve([*a["peers"], socket.gethostname()]),
-        "memory": room,
-        "memory_had": room["available_mib"] > a["memory_mib"] and can_have(a["memory_mib"]),
-        "quota": quota([limits["cpus"]] if "cpus" in limits else []),
-        "load": os.getloadavg()[0],
-        "busy": busy(),
-        "spin": spin(),
-        "torchruns": torchruns(data_dir / "runs"),
-        "gpu": gpu_state(),
-        "files": files(data_dir, a["run"]),
-        "sudo": sudo() if a["sudo"] else True,
-        "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,
-    }
-    return answer | {"clock": [begun, time.time()]}

@@ -1,10 +1,7 @@
-"""Does every host reach every other as ranks will? Runs on all hosts at once, piped to their Pythons: standard library only.
+"""The connectivity mesh: whether every host reaches every other host as ranks will. Standard library only.
 
-    python - '{"name": "node1", "address": "10.0.0.1", "device": "eth0", "peers": {"node2": "10.0.0.2"}, "ports": [29500], ...}'
-
-Every host listens on the same few ports at its cluster address and connects to them on all others. Both ends prove that
-they know the token, so that a stranger's server on the port does not pass for a peer.
-Prints one JSON object on one line (see `Pairs.result`).
+The program runs on all hosts at once. Every host listens on the same ports at its cluster address and connects to them
+on all its peers. Both ends prove that they know a token, so that another server on the port does not pass for a peer.
 """
 
 from __future__ import annotations
@@ -14,38 +11,89 @@ import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-HELLO = 64  # bytes: the token, and who speaks
-STREAM = 2 << 20  # bytes that a worker sends to the head at most, and gets back, to see how fast the line is
-LARGE = 128 << 10  # bytes in one go: more than a path takes that drops large packets silently
+from trainyard.remote.network import interface_mtu
+
+TOKEN_SIZE = 64  # bytes that both ends of a connection send first
+COMMAND_SIZE = 16  # bytes of a command on a connection
+STREAM = 2 << 20  # bytes that a worker sends to the head at most, and receives, to measure the bandwidth
+LARGE = 128 << 10  # bytes; too many for a path that silently drops large packets
 PINGS = 20
+CONNECT_LIMIT = 3.0  # s for a peer that accepted a connection to send its token
 
 
-class Pairs:
-    """One host's part. `limit` is in seconds, from the start: hosts start within a second or two of each other."""
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure the connections of this host to its peers.
 
-    def __init__(self, a: dict[str, Any]) -> None:
-        self.a = a
-        self.deadline = time.monotonic() + a["limit"]
-        self.mtu = mtu_of(a["device"])
-        self.token = a["token"].encode().ljust(HELLO)[:HELLO]
+    Args:
+        request: `name` and `address` of this host; `device`, its network interface; `names` of all hosts; `head`, one
+            of them; `peers`, {name: address} of the other hosts; `ports` to listen on; `token`, known to all hosts;
+            `limit`, the seconds for everything: hosts start within a second or two of each other.
+
+    Returns:
+        `mtu` of the interface in bytes; `taken`, the ports on which this host could not listen; `reached`, {peer:
+        {port: "" or an error}}; `lines`, {peer: {`latency_ms`, `mbit` (to the head), `ping_small` and `ping_large`,
+        `stalled`: an error}}.
+    """
+    return Mesh(request).run()
+
+
+class Mesh:
+    """One host's part of the measurement."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.name: str = request["name"]
+        self.names: list[str] = request["names"]
+        self.address: str = request["address"]
+        self.head: str = request["head"]
+        self.peers: dict[str, str] = request["peers"]
+        self.ports: list[int] = request["ports"]
+        self.limit: float = request["limit"]
+        self.deadline = time.monotonic() + self.limit
+        self.mtu = interface_mtu(request["device"])
+        self.token = request["token"].encode().ljust(TOKEN_SIZE)[:TOKEN_SIZE]
         self.taken: list[int] = []
-        self.reached: dict[str, dict[str, str]] = {name: {} for name in a["peers"]}  # peer: {port: "" or what is wrong}
-        self.lines: dict[str, dict[str, Any]] = {name: {} for name in a["peers"]}
-        self.done: set[str] = set()  # peers that said that they need us no more
-        self.one_at_a_time = threading.Lock()
+        self.reached: dict[str, dict[str, str]] = {name: {} for name in self.peers}
+        self.lines: dict[str, dict[str, Any]] = {name: {} for name in self.peers}
+        self.done: set[str] = set()  # peers that need this host no longer
+        self.one_stream = threading.Lock()
 
-    # What others ask of us
+    def run(self) -> dict[str, Any]:
+        """Measure, serve the peers until they are done or the time is up, and return the result; see `measure`."""
+        self.listen()
+        threads = [
+            threading.Thread(target=work, args=(name, address), daemon=True)
+            for name, address in self.peers.items()
+            for work in self.measurements()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(self.time_left())
+        while self.time_left() and not set(self.peers) <= self.done:
+            time.sleep(0.05)
+        return {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}
+
+    def measurements(self) -> tuple[Callable[[str, str], None], ...]:
+        """Return what this host measures for each peer, at once; each takes the peer's name and address."""
+        return self.measure_peer, self.ping_packets
+
+    def time_left(self) -> float:
+        """Return the seconds until the deadline, 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    # Serving the peers
 
     def listen(self) -> None:
-        family = socket.AF_INET6 if ":" in self.a["address"] else socket.AF_INET
-        for port in self.a["ports"]:
+        """Listen on all ports, and note those that are taken."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        for port in self.ports:
             server = socket.socket(family, socket.SOCK_STREAM)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                server.bind((self.a["address"], port))
+                server.bind((self.address, port))
                 server.listen(256)
             except OSError:
                 self.taken.append(port)
@@ -53,157 +101,138 @@ class Pairs:
             threading.Thread(target=self.accept, args=(server,), daemon=True).start()
 
     def accept(self, server: socket.socket) -> None:
+        """Serve every connection in a thread of its own."""
         while True:
             peer, _ = server.accept()
-            threading.Thread(target=self.answer, args=(peer,), daemon=True).start()
+            threading.Thread(target=self.serve, args=(peer,), daemon=True).start()
 
-    def answer(self, peer: socket.socket) -> None:
+    def serve(self, peer: socket.socket) -> None:
+        """Answer the commands of a peer that knows the token: `ping`, `send BYTES` and `bye NUMBER`."""
         with contextlib.suppress(OSError, EOFError), peer:
-            peer.settimeout(max(1.0, self.deadline - time.monotonic()))
+            peer.settimeout(max(1.0, self.time_left()))
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if take(peer, HELLO) != self.token:
+            if receive(peer, TOKEN_SIZE) != self.token:
                 return
             peer.sendall(self.token)
             while True:
-                word = take(peer, 16).strip().decode()
-                if word == "ping":
+                command = receive(peer, COMMAND_SIZE).strip().decode()
+                if command == "ping":
                     peer.sendall(b"x")
-                elif word.startswith("bye "):
-                    self.done.add(self.a["names"][int(word[4:])])
-                elif word.startswith("send "):
-                    # Lines are measured one after another, or they would share the head's.
-                    with self.one_at_a_time:
+                elif command.startswith("bye "):
+                    self.done.add(self.names[int(command[4:])])
+                elif command.startswith("send "):
+                    # One stream at a time: simultaneous ones would share the head's bandwidth.
+                    with self.one_stream:
                         peer.sendall(b"g")
-                        size = int(word[5:])
-                        take(peer, size)
+                        size = int(command[5:])
+                        receive(peer, size)
                         peer.sendall(bytes(size))
-                        take(peer, 1)
+                        receive(peer, 1)
 
-    # What we ask of others
+    # Measuring the peers
 
-    def reach(self, name: str, address: str) -> None:
-        good = None
-        for port in self.a["ports"]:
-            link, wrong = self.connect(address, port)
-            self.reached[name][str(port)] = wrong
-            if link and not good:
-                good = link
-            elif link:
-                link.close()
-        if good:
-            with good:
+    def measure_peer(self, name: str, address: str) -> None:
+        """Try every port of a peer, and measure the first connection."""
+        connection = None
+        for port in self.ports:
+            opened, error = self.connect(address, port)
+            self.reached[name][str(port)] = error
+            if opened and not connection:
+                connection = opened
+            elif opened:
+                opened.close()
+        if connection:
+            with connection:
                 try:
-                    self.measure(name, good)
+                    self.measure_connection(name, connection)
                 except (OSError, EOFError) as error:
-                    self.lines[name]["stalled"] = str(error) or "the connection was closed"
+                    self.lines[name]["stalled"] = str(error) or "the peer closed the connection"
                 with contextlib.suppress(OSError):
-                    good.sendall(f"bye {self.a['names'].index(self.a['name'])}".encode().ljust(16))
+                    send_command(connection, f"bye {self.names.index(self.name)}")
 
     def connect(self, address: str, port: int) -> tuple[socket.socket | None, str]:
-        """Try until it works or the time is up: the peer may not have started yet."""
-        wrong = "no answer"
-        # Half of the time is for this, the rest for what follows.
-        until = self.deadline - self.a["limit"] / 2
+        """Try until it works or the time is up, for the peer may not have started yet; return a connection or an error."""
+        error = "no answer"
+        deadline = self.deadline - self.limit / 2  # the other half is for the measurements
         while True:
             try:
-                link = socket.create_connection((address, port), timeout=max(0.3, until - time.monotonic()))
+                connection = socket.create_connection((address, port), max(0.3, deadline - time.monotonic()))
             except TimeoutError:
                 return None, "no answer"
-            except OSError as error:
-                wrong = (error.strerror or str(error)).lower()
+            except OSError as refusal:
+                error = (refusal.strerror or str(refusal)).lower()
             else:
-                try:
-                    link.settimeout(max(1.0, min(3.0, self.deadline - time.monotonic())))
-                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    link.sendall(self.token)
-                    if take(link, HELLO) == self.token:
-                        return link, ""
-                    link.close()
-                    return None, "somebody else answers"
-                except (OSError, EOFError):
-                    link.close()
-                    return None, "somebody else answers"
-            if time.monotonic() > until:
-                return None, wrong
+                return self.authenticate(connection)
+            if time.monotonic() > deadline:
+                return None, error
             time.sleep(0.05)
 
-    def measure(self, name: str, link: socket.socket) -> None:
+    def authenticate(self, connection: socket.socket) -> tuple[socket.socket | None, str]:
+        """Exchange the token on a new connection; return the connection, or an error and close it."""
+        with contextlib.suppress(OSError, EOFError):
+            connection.settimeout(max(1.0, min(CONNECT_LIMIT, self.time_left())))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(self.token)
+            if receive(connection, TOKEN_SIZE) == self.token:
+                return connection, ""
+        connection.close()
+        return None, "another program answers"
+
+    def measure_connection(self, name: str, connection: socket.socket) -> None:
+        """Measure latency, a large transfer, and the bandwidth to the head. Raises OSError or EOFError."""
         times = []
         for _ in range(PINGS):
-            begun = time.perf_counter()
-            link.sendall(b"ping".ljust(16))
-            take(link, 1)
-            times.append(time.perf_counter() - begun)
+            start = time.perf_counter()
+            send_command(connection, "ping")
+            receive(connection, 1)
+            times.append(time.perf_counter() - start)
         self.lines[name]["latency_ms"] = round(sorted(times)[PINGS // 2] * 1e3, 3)
-        # Small packets pass where large ones vanish: then this never ends.
-        link.settimeout(max(1.0, self.deadline - time.monotonic()))
-        seconds, size = self.there_and_back(link, LARGE), LARGE
-        if name == self.a["head"]:
-            # More, as long as it takes no second, nor more than this line's share of the time: the head's lines take turns.
-            while size < STREAM and 4 * seconds < min(1.0, self.a["limit"] / 3 / len(self.a["peers"])):
+        # Where small packets pass and large ones are dropped, the next transfer times out.
+        connection.settimeout(max(1.0, self.time_left()))
+        seconds, size = self.transfer(connection, LARGE), LARGE
+        if name == self.head:
+            # Grow while a transfer takes less than a second, and less than this host's share of the head's time.
+            share = min(1.0, self.limit / 3 / len(self.peers))
+            while size < STREAM and 4 * seconds < share:
                 size = min(STREAM, 4 * size)
-                seconds = self.there_and_back(link, size)
+                seconds = self.transfer(connection, size)
             self.lines[name]["mbit"] = round(2 * size * 8e-6 / seconds, 1)
 
-    def there_and_back(self, link: socket.socket, size: int) -> float:
-        """Return the seconds that `size` bytes take to the peer, and as many back."""
-        link.sendall(f"send {size}".encode().ljust(16))
-        take(link, 1)
-        begun = time.perf_counter()
-        link.sendall(bytes(size))
-        take(link, size)
-        seconds = time.perf_counter() - begun
-        link.sendall(b"e")
+    def transfer(self, connection: socket.socket, size: int) -> float:
+        """Return the seconds for `size` bytes to the peer and as many back."""
+        send_command(connection, f"send {size}")
+        receive(connection, 1)
+        start = time.perf_counter()
+        connection.sendall(bytes(size))
+        receive(connection, size)
+        seconds = time.perf_counter() - start
+        connection.sendall(b"e")
         return seconds
 
-    def large_packets(self, name: str, address: str) -> None:
-        """Send one packet of the full size of our device, not to be fragmented, to the peer; note whether it comes back."""
+    def ping_packets(self, name: str, address: str) -> None:
+        """Send a small packet and one of the interface's full size, without fragmentation; note whether replies arrive."""
         header = 48 if ":" in address else 28
         for key, size in (("small", 56), ("large", self.mtu - header)):
-            argv = ["ping", "-n", "-c", "2", "-i", "0.2", "-W", "1", "-M", "do", "-s", str(size), address]
+            command = ["ping", "-n", "-c", "2", "-i", "0.2", "-W", "1", "-M", "do", "-s", str(size), address]
             try:
-                done = subprocess.run(argv, capture_output=True, timeout=10, check=False)
+                done = subprocess.run(command, capture_output=True, timeout=10, check=False)
             except (OSError, subprocess.TimeoutExpired):
                 return
             self.lines[name][f"ping_{key}"] = done.returncode == 0
 
-    def result(self) -> dict[str, Any]:
-        """Return the device's `mtu`; ports `taken` here; `reached`: {peer: {port: "" or what is wrong}}; `lines`: {peer:
-        {latency_ms, mbit, ping_small, ping_large, stalled}}."""
-        self.listen()
-        threads = []
-        for name, address in self.a["peers"].items():
-            for work in (self.reach, self.large_packets):
-                threads.append(threading.Thread(target=work, args=(name, address), daemon=True))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, self.deadline - time.monotonic()))
-        # Who could reach us may still be at it.
-        while time.monotonic() < self.deadline and not set(self.a["peers"]) <= self.done:
-            time.sleep(0.05)
-        return {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}
+
+def send_command(connection: socket.socket, text: str) -> None:
+    """Send one command to a peer."""
+    connection.sendall(text.encode().ljust(COMMAND_SIZE))
 
 
-def mtu_of(device: str) -> int:
-    """Return a device's MTU in bytes; Ethernet's, where there is no such device."""
-    try:
-        return int(Path("/sys/class/net", device or "none", "mtu").read_text())
-    except (OSError, ValueError):
-        return 1500
-
-
-def take(link: socket.socket, size: int) -> bytes:
-    """Return exactly `size` bytes. Raises EOFError when the other side closes before."""
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Return exactly `size` bytes. Raises EOFError if the peer closes the connection before."""
     parts = []
     while size:
-        part = link.recv(min(size, 1 << 18))
+        part = connection.recv(min(size, 1 << 18))
         if not part:
             raise EOFError
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
-
-
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    return Pairs(request).result()

@@ -1,9 +1,6 @@
-"""The host's side of staging: which files have to travel, and putting them in place whole. Standard library only.
+"""The host's side of staging: find the files that are missing, and put the ones that have arrived in their place.
 
-    {"files": {"/path": "sha256", ...}, "arrived": {"/path": "/aside"}, "contents": {"/path": [mode, base64]},
-     "cache": "/path", "incoming": "/folder", "check": false}      ->  {"lacking": [...]} or {"lacking": [], "changed": [...]}
-
-The question follows this program on stdin, after a line that ends it (see plugins/action/stage.py).
+Standard library only.
 """
 
 from __future__ import annotations
@@ -15,84 +12,107 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainer.supervise.files import write_atomic
+
 
 class Digests:
-    """SHA-256 of files, remembered by size, times and inode: a model of many gigabytes is read once, not at every start."""
+    """SHA-256 digests of files, cached by size, times and inode: a model of many gigabytes is read only once."""
 
     def __init__(self, cache: Path) -> None:
+        """Read the cache; a missing or damaged one is empty."""
         self._cache = cache
         try:
             self._known: dict[str, list[Any]] = json.loads(cache.read_bytes())
         except (OSError, ValueError):
             self._known = {}
-        self._news = False
+        self._changed = False
 
     def of(self, path: Path) -> str:
-        """Return the file's SHA-256 in hex, or an empty string if it cannot be read."""
+        """Return the file's digest in hex, or an empty string if it cannot be read."""
         try:
             with path.open("rb") as file:
-                mark = _mark(os.fstat(file.fileno()))
-                if (known := self._known.get(str(path))) and known[:-1] == mark:
+                identity = _identity(os.fstat(file.fileno()))
+                if (known := self._known.get(str(path))) and known[:-1] == identity:
                     return str(known[-1])
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError:
             return ""
-        self._known[str(path)] = [*mark, digest]
-        self._news = True
+        self._known[str(path)] = [*identity, digest]
+        self._changed = True
         return digest
 
     def keep(self) -> None:
-        """Write what is new beside the files; a full disk costs only the memory of it."""
-        if not self._news:
+        """Write the cache if it has changed. A full disk is no error: the digests are computed again."""
+        if not self._changed:
             return
         self._known = {path: known for path, known in self._known.items() if Path(path).exists()}
-        aside = self._cache.with_name(f".tmp-{self._cache.name}-{os.getpid()}")
         try:
             self._cache.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(self._known))
-            aside.replace(self._cache)
+            write_atomic(self._cache, json.dumps(self._known).encode())
         except OSError:
-            aside.unlink(missing_ok=True)
+            return
 
 
-def _mark(seen: os.stat_result) -> list[int]:
-    # ctime too: it moves with every write, and nobody can set it back.
-    return [seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino]
+def _identity(stat: os.stat_result) -> list[int]:
+    # ctime changes with every write, and no program can set it back.
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def receive(question: dict[str, Any]) -> dict[str, Any]:
-    """Put what arrived in its place; say what is lacking still, or write the small contents and say what changed."""
+def receive(request: dict[str, Any]) -> dict[str, Any]:
+    """Put the files that have arrived in their place; if none is missing, write the small files as well.
+
+    Args:
+        request: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `contents`, {path: [mode, content in
+            base64]}; `cache`, the file of known digests; `incoming`, a folder for files to come; `check`, change nothing.
+
+    Returns:
+        `lacking`, the paths that are missing or differ; `changed`, the paths that were (or with `check` would be)
+        written, unless files are lacking. `{"error": ...}` for a damaged file, or one that cannot be written.
+    """
     os.umask(0o022)
-    digests = Digests(Path(question["cache"]))
-    changed = []
     try:
-        for path, aside in question["arrived"].items():
-            with Path(aside).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != question["files"][path]:
-                Path(aside).unlink(missing_ok=True)
-                return {"error": f"{path} arrived damaged: run it again"}
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(aside).replace(path)
-            changed.append(path)
-        lacking = [path for path, wanted in question["files"].items() if digests.of(Path(path)) != wanted]
-        if question["check"]:
-            return {"lacking": lacking, "changed": lacking}
-        digests.keep()
-        if lacking:
-            Path(question["incoming"]).mkdir(parents=True, exist_ok=True)
-            return {"lacking": lacking}
-        for path, (mode, content) in question["contents"].items():
-            target, data = Path(path), base64.b64decode(content)
-            if target.exists() and target.read_bytes() == data and target.stat().st_mode & 0o777 == mode:
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-                file.write(data)
-            aside.chmod(mode)
-            aside.replace(target)
-            changed.append(path)
+        return place(request)
     except OSError as error:
         return {"error": f"cannot write {error.filename}: {error.strerror}"}
+    except ValueError as error:
+        return {"error": str(error)}
+
+
+def place(request: dict[str, Any]) -> dict[str, Any]:
+    """Carry out `receive`. Raises ValueError for a damaged file, OSError for one that cannot be written."""
+    digests = Digests(Path(request["cache"]))
+    changed = []
+    for path, temporary in request["arrived"].items():
+        install(Path(temporary), Path(path), request["files"][path])
+        changed.append(path)
+    lacking = [path for path, digest in request["files"].items() if digests.of(Path(path)) != digest]
+    if request["check"]:
+        return {"lacking": lacking, "changed": lacking}
+    digests.keep()
+    if lacking:
+        Path(request["incoming"]).mkdir(parents=True, exist_ok=True)
+        return {"lacking": lacking}
+    for path, (mode, content) in request["contents"].items():
+        if write_if_changed(Path(path), base64.b64decode(content), mode):
+            changed.append(path)
     return {"lacking": [], "changed": changed}
+
+
+def install(temporary: Path, target: Path, digest: str) -> None:
+    """Move a file that has arrived to its place. Raises ValueError, and removes it, if it does not have its digest."""
+    with temporary.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != digest:
+        temporary.unlink(missing_ok=True)
+        raise ValueError(f"{target} arrived damaged; run the same command again")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary.replace(target)
+
+
+def write_if_changed(target: Path, content: bytes, mode: int) -> bool:
+    """Write a file unless it has this content and mode; return whether it was written."""
+    if target.exists() and target.read_bytes() == content and target.stat().st_mode & 0o777 == mode:
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(target, content, mode)
+    return True

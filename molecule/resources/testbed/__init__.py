@@ -1,1 +1,1 @@
-"""Real hosts on one machine: each with its own systemd, sshd, address, disk and firewall. See docs/lab.md."""
+"""A lab: hosts with systemd, sshd, an address and a disk of their own on this machine (docs/lab.md)."""

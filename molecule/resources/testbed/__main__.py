@@ -1,4 +1,4 @@
-"""The lab's commands. `python -m testbed --help`, or the targets of molecule/lab.mk."""
+"""The command line of the lab: `python -m testbed --help`, or the targets of molecule/lab.mk."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 
 from . import faults, machine
-from .lab import Lab, names
+from .lab import Lab, lab_names
 from .machine import LabError
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run one command; return its exit code."""
     options = _parser().parse_args(arguments)
-    # Also where the shell had it ignored, as it does for what runs in the background.
+    # A shell ignores SIGINT for background processes: handle it there too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # SIGTERM unwinds as Ctrl+C does: a half-made lab is taken down.
+    # SIGTERM unwinds the stack as Ctrl+C does: an unfinished lab is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         options.run(Lab(options.name), options)
@@ -34,38 +35,38 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def up(lab: Lab, options: argparse.Namespace) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     lab.up(options.hosts, options.kind, options.venv and options.venv.absolute())
     if options.inventory:
-        # A link would break for whoever may not read the cache; the file is small.
+        # A copy, not a link: the user may not read the cache.
         shutil.copy(lab.inventory, options.inventory)
         os.chown(options.inventory, int(os.environ.get("SUDO_UID", 0)), int(os.environ.get("SUDO_GID", 0)))
     print(
         f"lab {lab.name!r}: {', '.join(f'{host.name} {host.address}' for host in lab.hosts[:8])}"
-        f"{' ...' if len(lab.hosts) > 8 else ''}; up after {time.monotonic() - begun:.1f} s"
+        f"{' ...' if len(lab.hosts) > 8 else ''}; up after {time.monotonic() - start:.1f} s"
     )
     print(f"inventory: {options.inventory or lab.inventory}")
 
 
 def down(lab: Lab, options: argparse.Namespace) -> None:
     machine.require("light")
-    for name in names() if options.all else [lab.name]:
+    for name in lab_names() if options.all else [lab.name]:
         Lab(name).down()
     if options.inventory:
         options.inventory.unlink(missing_ok=True)
 
 
-def forget(lab: Lab, options: argparse.Namespace) -> None:
-    if names():
-        raise LabError(f"labs are up ({', '.join(names())}): take them down first")
+def clean(lab: Lab, options: argparse.Namespace) -> None:
+    if lab_names():
+        raise LabError(f"labs are running ({', '.join(lab_names())}): take them down first")
     shutil.rmtree(machine.CACHE / "roots", ignore_errors=True)
 
 
 def status(lab: Lab, options: argparse.Namespace) -> None:
-    for name in names():
+    for name in lab_names():
         one = Lab(name)
         if not one.state:
-            print(f"{name}: dead (down --name {name} clears it away)")
+            print(f"{name}: dead, run --name {name} down to remove its files")
             continue
         for host in one.hosts:
             print(f"{name}: {host.name} {host.address} {'on' if one.init_pid(host) else 'off'}")
@@ -90,48 +91,50 @@ def ssh(lab: Lab, options: argparse.Namespace) -> None:
 
 def list_faults(lab: Lab, options: argparse.Namespace) -> None:
     for name, fault in faults.FAULTS.items():
-        print(f"{name + ' ' + fault.usage:<32} {fault.does}")
+        print(f"{name + ' ' + fault.usage:<32} {fault.description}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="testbed", description="Real hosts on this machine: systemd, sshd, address, disk."
+        prog="testbed", description="Hosts on this machine with systemd, sshd, an address and a disk of their own."
     )
-    parser.add_argument("--name", default="lab", help="which lab (%(default)s)")
+    parser.add_argument("--name", default="lab", help="name of the lab (%(default)s)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    one = commands.add_parser("up", help="bring up a lab, or bring it to this number of hosts")
-    one.add_argument("-n", "--hosts", type=int, default=3, help="how many (%(default)s)")
-    one.add_argument("--kind", choices=["light", "metal"], default="light", help="metal: whole machines under qemu")
-    one.add_argument("--venv", type=Path, help="Python environment that light hosts see, read-only, at the same path")
-    one.add_argument("--inventory", type=Path, help="where to write the inventory, too")
+    one = commands.add_parser("up", help="start a lab, or change its number of hosts")
+    one.add_argument("-n", "--hosts", type=int, default=3, help="number of hosts (%(default)s)")
+    one.add_argument(
+        "--kind", choices=["light", "metal"], default="light", help="light: namespaces; metal: qemu (%(default)s)"
+    )
+    one.add_argument("--venv", type=Path, help="Python environment that light hosts mount read-only at the same path")
+    one.add_argument("--inventory", type=Path, help="also write the inventory to this file")
     one.set_defaults(run=up)
 
-    one = commands.add_parser("down", help="take a lab down, or clear away what is left of a dead one")
-    one.add_argument("--all", action="store_true", help="every lab")
-    one.add_argument("--inventory", type=Path, help="the inventory to remove, too")
+    one = commands.add_parser("down", help="stop a lab and remove its files")
+    one.add_argument("--all", action="store_true", help="all labs")
+    one.add_argument("--inventory", type=Path, help="also remove this inventory file")
     one.set_defaults(run=down)
 
-    commands.add_parser("forget", help="remove the cached root file systems").set_defaults(run=forget)
-    commands.add_parser("status", help="which labs and hosts there are").set_defaults(run=status)
-    commands.add_parser("faults", help="which faults there are").set_defaults(run=list_faults)
+    commands.add_parser("clean", help="remove the cached root file systems").set_defaults(run=clean)
+    commands.add_parser("status", help="list labs and hosts").set_defaults(run=status)
+    commands.add_parser("faults", help="list faults").set_defaults(run=list_faults)
 
-    one = commands.add_parser("fault", help="let a fault happen on a host")
+    one = commands.add_parser("fault", help="inject a fault on a host")
     one.add_argument("host")
     one.add_argument("fault")
     one.add_argument("arguments", nargs="*")
     one.set_defaults(run=fault)
 
-    one = commands.add_parser("undo", help="take faults back: those named, or all")
+    one = commands.add_parser("undo", help="undo the named faults, or all")
     one.add_argument("host")
     one.add_argument("faults", nargs="*")
     one.set_defaults(run=undo)
 
-    one = commands.add_parser("reboot", help="reboot a host in an orderly way")
+    one = commands.add_parser("reboot", help="reboot a host")
     one.add_argument("host")
     one.set_defaults(run=reboot)
 
-    one = commands.add_parser("ssh", help="log in on a host, or run a command there")
+    one = commands.add_parser("ssh", help="log in to a host, or run a command on it")
     one.add_argument("host")
     one.add_argument("command", nargs=argparse.REMAINDER)
     one.set_defaults(run=ssh)

@@ -1,9 +1,9 @@
 #!/bin/sh
-# One boot of a light host, in three steps: its cable, its cgroup, its file systems; then systemd is its PID 1.
-# Started by host.sh, whose environment it needs.
+# Boot a light host in three steps: network cable, cgroup, file systems. Then systemd runs as its PID 1.
+# host.sh starts it with its environment.
 set -eu
 case $1 in
-  cable) # in the host's new network namespace; 1 is the lab's holder
+  cable) # in the host's new network namespace; PID 1 is the holder of the lab
     ip link add "$NIC" address "$MAC" type veth peer name "$NAME" netns 1
     nsenter --net=/proc/1/ns/net ip link set "$NAME" master br0 up
     exec unshare --mount --uts --ipc --pid --fork --kill-child --propagation private sh "$0" cgroup
@@ -18,7 +18,7 @@ cd "$ROOT"
 mount -t proc -o nosuid,nodev,noexec proc proc
 mount -t sysfs -o nosuid,nodev,noexec sysfs sys
 mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 sys/fs/cgroup
-# The kernel is the machine's: a host may set what is its own (the network), not what is everybody's.
+# All hosts share the kernel: a host may change its own settings (the network), not the global ones.
 mount --bind proc/sys proc/sys
 mount --bind proc/sys/net proc/sys/net
 mount -o remount,bind,ro proc/sys
@@ -47,7 +47,7 @@ for folder in $BINDS; do
   mkdir -p "./$folder"
   mount --bind "$folder" "./$folder"
   mount -o remount,bind,ro "./$folder"
-  # The host's user has to get there, under /root too.
+  # The user of the host needs access to the folder, also below /root.
   parent=$(dirname "./$folder")
   while [ "$parent" != . ]; do
     chmod o+x "$parent"
@@ -57,6 +57,6 @@ done
 
 pivot_root . .
 umount -l .
-# "container" tells systemd not to set the clock, load modules or touch what is the machine's; the capabilities see to it.
+# "container" tells systemd not to set the clock, load modules or change global settings; the capabilities enforce it.
 exec env -i container=lab PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
   setpriv --bounding-set=-sys_time,-sys_module,-sys_rawio,-mknod,-syslog /sbin/init

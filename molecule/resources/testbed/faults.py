@@ -1,4 +1,4 @@
-"""What goes wrong in a cluster, one function a fault, each with its undo. An undo may be called at any time and again."""
+"""Faults of a lab host: one function injects a fault, another undoes it. An undo is idempotent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from . import machine
 from .lab import Host, Lab
 from .machine import LabError
 
-KEEP = "/var/lib/lab-fault"  # on the host: what a fault has put aside
+SAVED = "/var/lib/lab-fault"  # on the host: the files that a fault replaced
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: `usage` are its arguments, `does` says what it does."""
+    """A fault: `usage` names its arguments, `description` says what it does."""
 
     usage: str
-    does: str
-    do: Callable[..., None]
+    description: str
+    inject: Callable[..., None]
     undo: Callable[[Lab, Host], None]
 
 
@@ -28,7 +28,7 @@ def cut(lab: Lab, host: Host) -> None:
     lab.in_lab("ip", "link", "set", host.name, "down")
 
 
-def mend(lab: Lab, host: Host) -> None:
+def uncut(lab: Lab, host: Host) -> None:
     lab.in_lab("ip", "link", "set", host.name, "up", check=False)
 
 
@@ -66,23 +66,23 @@ def crash(lab: Lab, host: Host) -> None:
     lab.power_off(host)
 
 
-def boot(lab: Lab, host: Host) -> None:
+def uncrash(lab: Lab, host: Host) -> None:
     lab.boot(host)
 
 
-def fill(lab: Lab, host: Host, leave: str = "0") -> None:
+def fill(lab: Lab, host: Host, free_mib: str = "0") -> None:
     lab.inside(
         host,
-        f"""mkdir -p {KEEP}
+        f"""mkdir -p {SAVED}
         free=$(df --output=avail --block-size=1 / | tail -n 1)
-        fallocate -l $((free - {_number(leave)} * 1048576)) {KEEP}/full || :
-        # What the file system's own bookkeeping left over.
-        [ {_number(leave)} != 0 ] || cat /dev/zero >> {KEEP}/full 2>/dev/null || :""",
+        fallocate -l $((free - {_number(free_mib)} * 1048576)) {SAVED}/full || :
+        # Fill the blocks that fallocate cannot take.
+        [ {_number(free_mib)} != 0 ] || cat /dev/zero >> {SAVED}/full 2>/dev/null || :""",
     )
 
 
-def drain(lab: Lab, host: Host) -> None:
-    lab.inside(host, f"rm -f {KEEP}/full")
+def unfill(lab: Lab, host: Host) -> None:
+    lab.inside(host, f"rm -f {SAVED}/full")
 
 
 def cpu(lab: Lab, host: Host, percent: str = "50") -> None:
@@ -96,7 +96,7 @@ def cpu(lab: Lab, host: Host, percent: str = "50") -> None:
         (group / "cpu.cfs_quota_us").write_text(str(quota))
 
 
-def full_cpu(lab: Lab, host: Host) -> None:
+def uncpu(lab: Lab, host: Host) -> None:
     top, unified = machine.cgroup_of("cpu")
     group = top / f"trainyard-{lab.name}" / host.name
     (group / ("cpu.max" if unified else "cpu.cfs_quota_us")).write_text("max 100000" if unified else "-1")
@@ -108,7 +108,7 @@ def memory(lab: Lab, host: Host, mib: str) -> None:
     (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(_number(mib) << 20))
 
 
-def full_memory(lab: Lab, host: Host) -> None:
+def unmemory(lab: Lab, host: Host) -> None:
     top, unified = machine.cgroup_of("memory")
     group = top / f"trainyard-{lab.name}" / host.name
     (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text("max" if unified else "-1")
@@ -118,10 +118,10 @@ def skew(lab: Lab, host: Host, package: str, version: str, python: str = "") -> 
     python = python or json.loads((lab.folder / "boot.json").read_text())["python"]
     if not re.fullmatch(r"[\w.-]+", package) or not re.fullmatch(r"[\w.+!-]+", version):
         raise LabError(f"skew takes a package and a version, not {package!r} {version!r}")
-    # The environment may be read-only: the changed files are laid over it.
+    # The environment may be read-only: changed copies of its files are mounted over them.
     lab.inside(
         host,
-        f"""mkdir -p {KEEP}/skew
+        f"""mkdir -p {SAVED}/skew
         {python} - {package} {version} <<'PYTHON'
 import hashlib, importlib.metadata, pathlib, subprocess, sys
 package, version = sys.argv[1:]
@@ -132,21 +132,21 @@ for file in [file for file in modules if len(file.parts) == 2]:
     real = pathlib.Path(found.locate_file(file)).resolve()
     if real_version not in (text := real.read_text()):
         continue
-    fake = pathlib.Path("{KEEP}/skew", hashlib.sha256(str(real).encode()).hexdigest())
+    fake = pathlib.Path("{SAVED}/skew", hashlib.sha256(str(real).encode()).hexdigest())
     fake.write_text(text.replace(real_version, version))
     subprocess.run(["mount", "--bind", fake, real], check=True)
-    with open("{KEEP}/skew/list", "a") as listing:
+    with open("{SAVED}/skew/list", "a") as listing:
         print(real, file=listing)
 PYTHON""",
     )
 
 
-def level(lab: Lab, host: Host) -> None:
+def unskew(lab: Lab, host: Host) -> None:
     lab.inside(
         host,
-        f"""[ -e {KEEP}/skew/list ] || exit 0
-        while read -r file; do umount "$file" 2>/dev/null || :; done < {KEEP}/skew/list
-        rm -r {KEEP}/skew""",
+        f"""[ -e {SAVED}/skew/list ] || exit 0
+        while read -r file; do umount "$file" 2>/dev/null || :; done < {SAVED}/skew/list
+        rm -r {SAVED}/skew""",
     )
 
 
@@ -159,34 +159,34 @@ def port(lab: Lab, host: Host, number: str) -> None:
     lab.inside(host, f'systemd-run --quiet --collect --unit=lab-port-{taken} /usr/bin/python3 -c "{code}"')
     lab.wait(
         lambda: lab.inside(host, f"ss --no-header --listening --tcp --numeric 'sport = {taken}'") != "",
-        f"port {taken} of {host.name} cannot be taken (it is somebody else's?)",
+        f"cannot listen on port {taken} of {host.name}: another process may use it",
     )
 
 
-def free_port(lab: Lab, host: Host) -> None:
+def unport(lab: Lab, host: Host) -> None:
     lab.inside(host, "systemctl stop 'lab-port-*'")
 
 
 def hosts(lab: Lab, host: Host) -> None:
-    nobody = "\n".join(f"10.231.{host.net}.253 {peer.name}" for peer in lab.hosts if peer != host)
+    unused = "\n".join(f"10.231.{host.net}.253 {peer.name}" for peer in lab.hosts if peer != host)
     lab.inside(
         host,
-        f"""mkdir -p {KEEP}
-        [ -e {KEEP}/hosts ] || cp -a /etc/hosts {KEEP}/hosts
+        f"""mkdir -p {SAVED}
+        [ -e {SAVED}/hosts ] || cp -a /etc/hosts {SAVED}/hosts
         cat > /etc/hosts <<'HOSTS'
 127.0.0.1 localhost
 127.0.1.1 {host.name}
-{nobody}
+{unused}
 HOSTS""",
     )
 
 
-def restore_hosts(lab: Lab, host: Host) -> None:
-    lab.inside(host, f"[ ! -e {KEEP}/hosts ] || {{ cat {KEEP}/hosts > /etc/hosts; rm {KEEP}/hosts; }}")
+def unhosts(lab: Lab, host: Host) -> None:
+    lab.inside(host, f"[ ! -e {SAVED}/hosts ] || {{ cat {SAVED}/hosts > /etc/hosts; rm {SAVED}/hosts; }}")
 
 
 def nic(lab: Lab, host: Host) -> None:
-    _light(lab, "nic")
+    _require_light(lab, "nic")
     pid = lab.init_pid(host)
     lab.in_lab(
         *("sh", "-euc"),
@@ -200,7 +200,7 @@ def nic(lab: Lab, host: Host) -> None:
     )
 
 
-def no_nic(lab: Lab, host: Host) -> None:
+def unnic(lab: Lab, host: Host) -> None:
     lab.in_lab("ip", "link", "del", f"{host.name}b", check=False)
 
 
@@ -208,22 +208,22 @@ def clone(lab: Lab, host: Host, source: str) -> None:
     identity = lab.inside(lab.host(source), "cat /etc/machine-id").strip()
     lab.inside(
         host,
-        f"""mkdir -p {KEEP}
-        [ -e {KEEP}/machine-id ] || cp -a /etc/machine-id {KEEP}/machine-id
+        f"""mkdir -p {SAVED}
+        [ -e {SAVED}/machine-id ] || cp -a /etc/machine-id {SAVED}/machine-id
         chmod u+w /etc/machine-id
         echo {identity} > /etc/machine-id""",
     )
 
 
 def unclone(lab: Lab, host: Host) -> None:
-    lab.inside(host, f"[ ! -e {KEEP}/machine-id ] || mv {KEEP}/machine-id /etc/machine-id")
+    lab.inside(host, f"[ ! -e {SAVED}/machine-id ] || mv {SAVED}/machine-id /etc/machine-id")
 
 
 def block(lab: Lab, host: Host, ports: str) -> None:
     if not re.fullmatch(r"\d+(-\d+)?", ports):
         raise LabError(f"block takes a port or a range like 32768-60999, not {ports!r}")
     rule = f"tcp dport {ports} drop"
-    # A table of its own, so that ufw neither sees nor undoes it.
+    # A separate table, so that ufw neither shows nor removes it.
     lab.inside(
         host,
         f"""nft -f - <<'RULES'
@@ -240,60 +240,58 @@ def mtu(lab: Lab, host: Host, size: str) -> None:
     lab.inside(host, f"ip link set {host.nic} mtu {_number(size)}")
 
 
-def full_mtu(lab: Lab, host: Host) -> None:
+def unmtu(lab: Lab, host: Host) -> None:
     lab.inside(host, f"ip link set {host.nic} mtu 1500")
 
 
 FAULTS = {
-    "block": Fault("PORT[-PORT]", "drop what comes in for these TCP ports", block, unblock),
-    "clone": Fault("HOST", "give it the machine-id of HOST", clone, unclone),
-    "cpu": Fault("[PERCENT]", "let it have this much of one core (50)", cpu, full_cpu),
-    "crash": Fault("", "pull its plug; undo boots it, its disk as it was", crash, boot),
-    "cut": Fault("", "pull its network cable", cut, mend),
-    "fill": Fault("[LEAVE]", "fill its disk but for LEAVE MiB (0)", fill, drain),
-    "hosts": Fault(
-        "", "its /etc/hosts sends the names of its peers to an address that nobody has", hosts, restore_hosts
-    ),
-    "memory": Fault("MIB", "let it have this much memory; beyond it the kernel kills", memory, full_memory),
-    "mtu": Fault("BYTES", "its NIC takes packets up to this size only", mtu, full_mtu),
-    "nic": Fault("", "a second NIC, on a network where none of its peers is", nic, no_nic),
-    "pause": Fault("", "stop it dead, connections open, until undone", pause, unpause),
-    "port": Fault("PORT", "a stranger listens on this TCP port", port, free_port),
-    "shape": Fault("RATE", "limit its link, both ways: 100mbit, 1gbit", shape, unshape),
-    "skew": Fault("PACKAGE VERSION [PYTHON]", "another version of a Python package", skew, level),
+    "block": Fault("PORT[-PORT]", "drop incoming packets for these TCP ports", block, unblock),
+    "clone": Fault("HOST", "copy the machine-id of HOST", clone, unclone),
+    "cpu": Fault("[PERCENT]", "limit its CPU time to this percentage of one core (50)", cpu, uncpu),
+    "crash": Fault("", "power failure; undo boots it with the same disk", crash, uncrash),
+    "cut": Fault("", "disconnect its network cable", cut, uncut),
+    "fill": Fault("[MIB]", "fill its disk except for MIB mebibytes (0)", fill, unfill),
+    "hosts": Fault("", "map the names of its peers to an unused address in /etc/hosts", hosts, unhosts),
+    "memory": Fault("MIB", "limit its memory; beyond the limit the kernel kills processes", memory, unmemory),
+    "mtu": Fault("BYTES", "set the MTU of its NIC", mtu, unmtu),
+    "nic": Fault("", "add a second NIC on a network without its peers", nic, unnic),
+    "pause": Fault("", "freeze all its processes, with connections open", pause, unpause),
+    "port": Fault("PORT", "listen on this TCP port", port, unport),
+    "shape": Fault("RATE", "limit its link in both directions: 100mbit, 1gbit", shape, unshape),
+    "skew": Fault("PACKAGE VERSION [PYTHON]", "change the version of a Python package", skew, unskew),
 }
 
 
 def inject(lab: Lab, host: Host, name: str, *arguments: str) -> None:
-    """Let a fault happen. Raises LabError when there is none of that name, or its arguments are not right."""
+    """Inject a fault. Raises LabError if the name is unknown or the arguments are wrong."""
     fault = _fault(name)
     required = len([word for word in fault.usage.split() if not word.startswith("[")])
     if not required <= len(arguments) <= len(fault.usage.split()):
-        raise LabError(f"usage: fault {host.name} {name} {fault.usage}: {fault.does}")
-    fault.do(lab, host, *arguments)
+        raise LabError(f"usage: fault {host.name} {name} {fault.usage}: {fault.description}")
+    fault.inject(lab, host, *arguments)
 
 
 def undo(lab: Lab, host: Host, *names: str) -> None:
-    """Take faults back, all of them unless told which, the ones that keep others from being undone first."""
+    """Undo the named faults, or all. Faults that prevent other undos are undone first."""
     first = ["pause", "cut", "memory", "cpu", "crash", "fill"]
     for name in names or [*first, *(name for name in FAULTS if name not in first)]:
-        if name == "nic" and lab.living.kind == "metal":
+        if name == "nic" and lab.running.kind == "metal":
             continue
         _fault(name).undo(lab, host)
 
 
 def _fault(name: str) -> Fault:
     if name not in FAULTS:
-        raise LabError(f"no fault {name!r}: there are {', '.join(FAULTS)}")
+        raise LabError(f"unknown fault {name!r}: use one of {', '.join(FAULTS)}")
     return FAULTS[name]
 
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"\d+", text):
-        raise LabError(f"{text!r} is no whole number")
+        raise LabError(f"{text!r} is not an integer")
     return int(text)
 
 
-def _light(lab: Lab, name: str) -> None:
-    if lab.living.kind != "light":
-        raise LabError(f"{name} can be had on light hosts only")
+def _require_light(lab: Lab, name: str) -> None:
+    if lab.running.kind != "light":
+        raise LabError(f"{name} works on light hosts only, lab {lab.name!r} has {lab.running.kind} hosts")

@@ -1,12 +1,12 @@
-"""The first process of a lab. Everything of a lab lives in its namespaces and ends with it.
+"""The first process of a lab. Every process of the lab runs in its namespaces and ends with it.
 
-It is PID 1 of a PID namespace: when it goes, even by kill -9, the kernel ends every process of the lab, and with them go the
-mount namespace (overlays, disks), the network namespace (bridge, NAT) and the cable to the machine. What the kernel does not
-take away, the cgroups, it removes itself on its way out; `down` does so when it was killed.
+It is PID 1 of a PID namespace. When it ends, even by kill -9, the kernel kills every process of the lab. The mount namespace
+(overlays, disks), the network namespace (bridge, NAT) and the cable to this machine end with them. The kernel does not remove the
+cgroups: the holder removes them when it exits, and `down` removes them if the holder was killed.
 
 Usage: unshare --mount --net --pid --fork --kill-child --mount-proc python -m testbed.holder OWNER_FD FOLDER CGROUP...
-OWNER_FD is a pipe: its end means that whoever wanted this lab has died; a byte means that the lab may outlive them.
-FOLDER is the lab's: nobody is left to remove it when the owner died.
+OWNER_FD is a pipe. A byte on it means that the lab may outlive the process that started it; its end means that this process died.
+FOLDER is the folder of the lab, which the holder removes if that process died.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .machine import remove_cgroups, restore_limits
 
 
 def main(owner: int, folder: Path, cgroups: list[Path]) -> None:
+    """Hold the namespaces until a signal arrives or the owner dies, then end all processes and remove the cgroups."""
     stop_read, stop_write = os.pipe()
     os.set_blocking(stop_write, False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
@@ -44,7 +45,7 @@ def main(owner: int, folder: Path, cgroups: list[Path]) -> None:
                 break
             reap(block=False)
     for group in cgroups:
-        # A paused host cannot die.
+        # A frozen process cannot be killed.
         for frozen in group.glob("*/cgroup.freeze"):
             frozen.write_text("0")
     with contextlib.suppress(ProcessLookupError):
@@ -61,7 +62,7 @@ def main(owner: int, folder: Path, cgroups: list[Path]) -> None:
 
 
 def reap(block: bool) -> None:
-    """Take the exit of every child that has ended; with `block`, until there is none left."""
+    """Collect the exit status of every ended child; with `block`, wait until no child is left."""
     while True:
         try:
             if os.waitpid(-1, 0 if block else os.WNOHANG)[0] == 0:

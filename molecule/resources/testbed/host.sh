@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs one light host for as long as it lives, in the lab's namespaces: disk, then boot after boot, as its systemd asks.
-# LAB (folder of the lab), NAME, NIC, MAC, LOWER (shared root), CGROUPS, BINDS (folders to show read-only) are in the environment.
+# Run one light host in the namespaces of the lab: mount its disk, and boot it again after every reboot.
+# Environment: LAB (folder of the lab), NAME, NIC, MAC, LOWER (shared root), CGROUPS, BINDS (folders to mount read-only).
 set -eu
 here=$(dirname "$0")
 disk=$LAB/$NAME/disk
@@ -15,10 +15,10 @@ if [ ! -s "$ROOT/etc/machine-id" ]; then
   cp -a --remove-destination "$LAB/files/." "$LAB/$NAME/files/." "$ROOT/"
 fi
 while :; do
-  # What is left of the cable after a crash.
+  # The veth of a crashed boot.
   ip link del "$NAME" 2>/dev/null || :
   code=0
   unshare --net sh "$here/boot.sh" cable || code=$?
-  # In a PID namespace reboot(2) ends the init with SIGHUP, and poweroff with SIGINT.
+  # In a PID namespace reboot(2) ends init with SIGHUP, poweroff with SIGINT.
   [ "$code" = 129 ] || exit "$code"
 done

@@ -1,4 +1,4 @@
-"""The inventory that a lab writes: the same variables as inventory/hosts.example.yml, filled in."""
+"""The inventory of a lab: the variables of inventory/hosts.example.yml with their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write(lab: Lab, venv: Path | None) -> None:
-    """Write `lab.inventory`."""
+    """Write `lab.inventory`; `venv` is the environment that the hosts use, if any."""
     hosts = lab.hosts
     variables = {
         "ansible_user": root.USER,
@@ -22,13 +22,13 @@ def write(lab: Lab, venv: Path | None) -> None:
         "ansible_ssh_common_args": (
             f"-o UserKnownHostsFile={lab.known_hosts} -o StrictHostKeyChecking=yes -o IdentitiesOnly=yes"
         ),
-        # Connections are kept in the lab's folder: `down` ends them, or they would wait for hosts that are gone.
+        # Persistent connections live in the folder of the lab: `down` closes them before the hosts end.
         "ansible_control_path_dir": str(lab.folder / "cp"),
         "ansible_python_interpreter": "/usr/bin/python3",
-        "cluster_data_dir": f"/home/{root.USER}/trainyard",
+        "cluster_data_dir": root.DATA_DIR,
     }
     if venv:
-        # This machine's own, read-only: site.yml proves it and leaves it alone.
+        # The environment of this machine, read-only: site.yml checks it and does not change it.
         variables["cluster_python"] = str(venv / "bin/python")
         variables["python_env"] = "as-is"
     cluster = {
@@ -38,5 +38,5 @@ def write(lab: Lab, venv: Path | None) -> None:
     head = {"hosts": {hosts[0].name: None}}
     workers = {"hosts": {host.name: None for host in hosts[1:]}}
     document = {"all": {"children": {"cluster": cluster, "head": head, "workers": workers}}}
-    text = f"---\n# Written by the lab {lab.name!r}; it goes when the lab goes.\n"
+    text = f"---\n# Written by the lab {lab.name!r}, and removed with it.\n"
     lab.inventory.write_text(text + yaml.safe_dump(document, sort_keys=False))

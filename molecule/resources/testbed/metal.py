@@ -1,4 +1,4 @@
-"""What whole machines need besides the shared root: a disk image of it, and to know whether KVM can be used."""
+"""Hosts under qemu: the disk image of the shared root file system, and whether KVM works on this machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from .machine import LabError, run
 from .root import locked
 
-SIZE = "8G"  # of a machine's disk; sparse
+SIZE = "8G"  # of a disk image; sparse
 
 
 def image(root: Path) -> Path:
-    """The disk image of a root, beside it; made where it is not there yet."""
+    """Return the disk image beside a root file system; create it if it is missing."""
     file = root.with_name(f"{root.name}.img")
     with locked(file.with_suffix(".img.lock")):
         if not file.exists():
-            print("making the machines' disk image (once)", flush=True)
+            print("creating the disk image of the hosts (once)", flush=True)
             unfinished = file.with_suffix(".img.unfinished")
             unfinished.unlink(missing_ok=True)
             run("mke2fs", "-q", "-t", "ext4", "-m", "0", "-d", root, unfinished, SIZE)
@@ -27,9 +27,9 @@ def image(root: Path) -> Path:
 
 
 def accel(root: Path) -> str:
-    """ "kvm" where this machine's KVM runs the root's kernel as far as its first process, else "tcg" (emulation).
+    """Return "kvm" if this machine's KVM boots the kernel of the root file system to its first process, else "tcg" (emulation).
 
-    That /dev/kvm is there does not tell: inside some virtual machines a stock kernel hangs under it.
+    The presence of /dev/kvm is not enough: inside some virtual machines a stock kernel hangs under it.
     """
     known = root.with_name(f"{root.name}.accel")
     if known.exists():
@@ -43,17 +43,17 @@ def _kvm_boots(root: Path, seconds: float = 10.0) -> bool:
     try:
         kernel, initrd = (next((root / "boot").glob(f"{name}-*")) for name in ("vmlinuz", "initrd.img"))
     except StopIteration:
-        raise LabError(f"{root}/boot has no kernel: remove {root} to have it built again") from None
+        raise LabError(f"{root}/boot has no kernel: remove {root} to rebuild it") from None
     argv = ["qemu-system-x86_64", "-accel", "kvm", "-cpu", "host", "-m", "512", "-nodefaults", "-display", "none"]
     argv += ["-serial", "stdio", "-no-reboot", "-kernel", str(kernel), "-initrd", str(initrd)]
     argv += ["-append", "console=ttyS0 panic=-1 break=top"]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as qemu:
         assert qemu.stdout is not None
         os.set_blocking(qemu.stdout.fileno(), False)
-        deadline, said = time.monotonic() + seconds, b""
-        while time.monotonic() < deadline and qemu.poll() is None and b"Run /init" not in said:
-            said += qemu.stdout.read() or b""
+        deadline, output = time.monotonic() + seconds, b""
+        while time.monotonic() < deadline and qemu.poll() is None and b"Run /init" not in output:
+            output += qemu.stdout.read() or b""
             time.sleep(0.05)
-        said += qemu.stdout.read() or b""
+        output += qemu.stdout.read() or b""
         qemu.kill()
-    return b"Run /init" in said
+    return b"Run /init" in output

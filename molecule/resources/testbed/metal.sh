@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs one whole machine under qemu, in the lab's namespaces, until it is switched off. A reboot is qemu's own business.
-# LAB (folder of the lab), NAME, MAC, LOWER (the root that its disk is a copy of), ACCEL, CGROUPS are in the environment.
+# Run one host under qemu in the namespaces of the lab until it is switched off. qemu handles reboots.
+# Environment: LAB (folder of the lab), NAME, MAC, LOWER (root file system that its disk is copied from), ACCEL, CGROUPS.
 set -eu
 disk=$LAB/$NAME/disk.img
 if [ ! -e "$disk" ]; then
@@ -14,7 +14,7 @@ fi
 ip link del "$NAME" 2>/dev/null || :
 ip tuntap add "$NAME" mode tap
 ip link set "$NAME" master br0 up
-# no_timer_check: an emulated kernel that gets too little CPU takes its timer for broken, and panics.
+# no_timer_check: an emulated kernel with too little CPU time considers its timer broken and panics.
 for group in $CGROUPS; do echo 0 > "$group/cgroup.procs"; done
 exec qemu-system-x86_64 -accel "$ACCEL" -cpu max -m 1024 -smp 1 -nodefaults -display none -serial stdio \
   -kernel "$(ls "$LOWER"/boot/vmlinuz-*)" -initrd "$(ls "$LOWER"/boot/initrd.img-*)" \

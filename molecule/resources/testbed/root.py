@@ -1,4 +1,4 @@
-"""The root file system that all hosts of a lab share: made once by mmdebstrap, kept by a hash of its recipe."""
+"""The root file system that all hosts of a lab share: mmdebstrap builds it once, and the digest of its recipe names it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from pathlib import Path
 
 from .machine import CACHE, LabError, apt_options, apt_sources, os_release
 
-USER = "yard"
+USER = "tester"  # the user that Ansible logs in as, with sudo
+DATA_DIR = f"/home/{USER}/trainyard"  # cluster_data_dir of every host
 
-# What a server has after its installer has left, and no more.
+# The packages of a server after its installer has finished.
 PACKAGES = """
     systemd-sysv systemd udev dbus dbus-user-session libpam-systemd openssh-server sudo ca-certificates
     python3 python3-apt iproute2 iputils-ping netplan.io nftables ufw procps kmod less logrotate
 """
-# NFS comes with the image: to install it inside an emulated machine takes minutes. It is not running.
+# The image includes NFS, not started: installing it inside an emulated machine takes minutes.
 METAL = "linux-image-cloud-amd64 initramfs-tools nfs-kernel-server nfs-common"
+
+RECIPE = "2"  # increment after a change of the build that the other parts of the digest do not show
 
 CUSTOMIZE = f"""
 set -eu
@@ -34,7 +37,7 @@ echo 'LANG=C.UTF-8' > "$1/etc/default/locale"
 rm -f "$1"/etc/ssh/ssh_host_*
 : > "$1/etc/machine-id"
 inside "$1" 'systemctl enable systemd-networkd'
-# No host of the lab fetches anything of its own accord.
+# A lab host downloads nothing on its own.
 inside "$1" 'systemctl mask apt-daily.timer apt-daily-upgrade.timer systemd-timesyncd.service'
 inside "$1" 'systemctl set-default multi-user.target'
 if [ -e "$1/usr/sbin/exportfs" ]; then inside "$1" 'systemctl disable nfs-server.service rpcbind.service rpcbind.socket'; fi
@@ -42,24 +45,24 @@ if [ -e "$1/usr/sbin/exportfs" ]; then inside "$1" 'systemctl disable nfs-server
 
 
 def packages(kind: str) -> str:
-    """The packages of a root of this kind ("light" or "metal"), with commas between them."""
+    """Return the packages of a root file system of this kind ("light" or "metal"), separated by commas."""
     return ",".join(f"{PACKAGES} {METAL if kind == 'metal' else ''}".split())
 
 
 def build(kind: str) -> Path:
-    """The folder of the root for hosts of this kind; made where it is not there yet (half a minute).
+    """Return the folder of the root file system for hosts of this kind; build it if it is missing (30 s).
 
-    Raises LabError with mmdebstrap's last lines when it fails.
+    Raises LabError with the last lines of mmdebstrap if the build fails.
     """
     codename = os_release()["VERSION_CODENAME"]
     sources = apt_sources(codename)
     options = apt_options()
-    recipe = "\n".join([codename, sources, *options, packages(kind), CUSTOMIZE])
+    recipe = "\n".join([RECIPE, codename, sources, *options, packages(kind), CUSTOMIZE])
     root = CACHE / "roots" / f"{codename}-{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     root.parent.mkdir(parents=True, exist_ok=True)
     with locked(root.with_suffix(".lock")):
         if not root.exists():
-            print(f"building the hosts' root file system ({codename}, once)", flush=True)
+            print(f"building the root file system of the hosts ({codename}, once)", flush=True)
             _mmdebstrap(codename, sources, options, packages(kind), root)
     return root
 
@@ -74,7 +77,7 @@ def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, r
     argv = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={include}"]
     argv += [f"--aptopt={option}" for option in options]
     argv += [f"--customize-hook={hook}", codename, str(unfinished), str(listing)]
-    # The machine's own mounts are left alone: what mmdebstrap mounts stays in a mount namespace that ends with it.
+    # A mount namespace of its own: the mounts of mmdebstrap end with it, and this machine's mounts stay unchanged.
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", *argv],
         env={**os.environ, "LC_ALL": "C.UTF-8"},
@@ -87,17 +90,19 @@ def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, r
     listing.unlink()
     if done.returncode:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise LabError(f"mmdebstrap could not build the hosts' root: {done.stdout.strip()[-800:]}")
+        raise LabError(f"mmdebstrap cannot build the root file system of the hosts: {done.stdout.strip()[-800:]}")
+    # The root has no package lists. Ansible's cache_valid_time goes by this time stamp: it must not look like a recent update.
+    os.utime(unfinished / "var/lib/apt/lists", (0, 0))
     unfinished.rename(root)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, a file that is made for it and removed after it."""
+    """Hold an exclusive lock on `path`, a file that exists only while the lock is held."""
     while True:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Whoever held it before has removed it: then this is a lock on nothing, and somebody may hold a new one.
+            # The previous holder removed the file: this lock excludes nobody, and another process may hold a new file.
             if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
                 continue
             try:

@@ -17,9 +17,9 @@ from test_numerics import assert_equal_work, batch, corpus, loss_and_gradient, s
 from trainer_runs import TOP, WIDE, Here, llama
 
 from trainer.config.run_spec import make_spec
-from trainer.data.order import best_fit
+from trainer.data.packing import best_fit
 from trainer.errors import UserError
-from trainer.model import TokenLoss, levers, load_model
+from trainer.model import TokenLoss, fast_kernels, load_model
 from trainer.planner.cost import Layout, wire_bytes
 from trainer.planner.model_shape import shape_of
 
@@ -51,7 +51,7 @@ def test_one_long_row_is_exact(corpus: Any) -> None:  # noqa: F811
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
     expected = loss_and_gradient(model, [batch(corpus, rows)])
     module = TokenLoss(model)
-    module._one_row = True
+    module._single_row = True
     module.zero_grad()
     loss = module(*batch(corpus, rows))
     loss.backward()
@@ -62,12 +62,12 @@ def test_one_long_row_is_exact(corpus: Any) -> None:  # noqa: F811
 def test_kernels_are_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec({"precision": "bf16-mixed"}, "here")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else None)
-    assert levers(spec, CPU) == []
-    assert levers(spec, torch.device("cuda", 0)) == ["liger"]
-    assert levers(spec.model_copy(update={"kernels": "torch"}), torch.device("cuda", 0)) == []
+    assert fast_kernels(spec, CPU) == []
+    assert fast_kernels(spec, torch.device("cuda", 0)) == ["liger"]
+    assert fast_kernels(spec.model_copy(update={"kernels": "torch"}), torch.device("cuda", 0)) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert levers(spec, torch.device("cuda", 0)) == ["liger", "flash attention"]
-    assert levers(make_spec({}, "here"), torch.device("cuda", 0)) == ["liger"]  # no flash attention in 32 bits
+    assert fast_kernels(spec, torch.device("cuda", 0)) == ["liger", "flash attention"]
+    assert fast_kernels(make_spec({}, "here"), torch.device("cuda", 0)) == ["liger"]  # no flash attention in 32 bits
 
 
 @pytest.mark.parametrize("fields", [{"optimizer": "adamw8bit"}, {"quantize": "nf4"}])

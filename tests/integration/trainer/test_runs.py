@@ -19,7 +19,8 @@ from trainer_runs import TOP, Here, chat, lines, records, until, write_jsonl
 
 from trainer.checkpoint import whole_checkpoints
 from trainer.config.run_spec import make_spec
-from trainer.train import StopAsked, held_out
+from trainer.data.order import held_out
+from trainer.train import StopAsked
 
 FEW = {"max_steps": 6}
 INTERRUPTED = "interrupted; started again, the run goes on from its newest checkpoint"
@@ -140,7 +141,7 @@ def test_torch_compile_without_a_compiler(here: Here, tmp_path: Path, monkeypatc
     cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "none"),))
     assert here(torch_compile=True, **FEW) == 1
-    assert error(here) == "torch_compile: there is no C++ compiler here: install g++, or set torch_compile=false"
+    assert error(here) == "torch_compile: no C++ compiler found: install g++, or set torch_compile=false"
 
 
 DATASETS = {
@@ -371,13 +372,13 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"dataset": "none.jsonl"}, "dataset: no file none.jsonl"),
+        ({"dataset": "none.jsonl"}, "dataset: no such file: none.jsonl"),
         (
             {"dataset": "ansible-docs"},
-            "dataset: ansible-docs is made by ansible-playbook train.yml; here, give a JSONL",
+            "dataset: only ansible-playbook train.yml can generate ansible-docs: set dataset to a JSONL",
         ),
         ({"dataset": "org/name"}, "dataset: "),
-        ({"model": "./none"}, "model: no folder ./none: give 'tiny', a local model folder, or a hub id"),
+        ({"model": "./none"}, "model: no such folder: ./none: set 'tiny', a local model folder, or a hub id"),
         ({"model": "org/none"}, "model: cannot load the tokenizer of org/none (offline: HF_HUB_OFFLINE is set)"),
         ({"lora_targets": "qq_proj"}, "lora_targets: "),
         ({"backend": "unsloth"}, "backend: unsloth needs an NVIDIA GPU"),

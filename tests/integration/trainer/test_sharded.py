@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_hosts import free_port
 from safetensors.torch import load_file
-from test_levers import ALONE, CPU, MAY
+from test_fast_kernels import ALONE, CPU, MAY
 from test_torchrun import assert_every_sample_once, weights
 from trainer_runs import TOP, WIDE, Cluster, Here, llama
 

@@ -17,9 +17,8 @@ from trainer_runs import Cluster, Here, lines, losses, records, until, write_jso
 from trainer.checkpoint import whole_checkpoints
 from trainer.config.run_spec import read_spec
 from trainer.data.encode import load_corpus, split
-from trainer.data.order import Order
+from trainer.data.order import Order, held_out
 from trainer.files import sha256_file
-from trainer.train import held_out
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Datasets as people have them: all shapes, and a plain ``file:line`` for what is none."""
+"""Reading datasets: every supported form of a record, and ``file:line`` errors for anything else."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "conte
         ({"text": "ünï 猫 🚂"}, Sample(pieces=(("ünï 猫 🚂", True),))),
     ],
 )
-def test_every_shape(row: dict[str, Any], sample: Sample, tmp_path: Path) -> None:
+def test_every_form(row: dict[str, Any], sample: Sample, tmp_path: Path) -> None:
     assert to_sample(row) == sample
     assert read_samples(write_jsonl(tmp_path / "d.jsonl", [row])) == [sample]
 
@@ -44,28 +44,31 @@ def test_every_shape(row: dict[str, Any], sample: Sample, tmp_path: Path) -> Non
         (b"nonsense", "not JSON"),
         (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
         (b'{"text": "\xff"}', "not JSON: not UTF-8 text"),
-        (b'{"text": "\\ud83d"}', "'text' has half a surrogate pair at character 0"),
-        (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "message 0 of 'messages' has half a surrogate"),
-        (b"[" * 200_000, "not JSON: nested too deep"),
+        (b'{"text": "\\ud83d"}', "'text' has a lone surrogate at character 0"),
+        (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "message 0 of 'messages' has a lone surrogate"),
+        (b"[" * 200_000, "not JSON: nested too deeply"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
-        (b"[]", "holds a list, takes an object with messages; instruction and output"),
-        (b"null", "holds a NoneType"),
-        (b"{}", "has nothing; takes messages"),
-        (b'{"question": "a", "answer": "b"}', "has question, answer; takes messages"),
-        (b'{"text": 7}', "'text' is int, takes text"),
-        (b'{"instruction": "a", "output": null}', "'output' is NoneType, takes text"),
-        (b'{"instruction": "a", "input": 7, "output": "b"}', "'input' is int, takes text"),
-        (b'{"messages": []}', "'messages' takes a list of messages"),
-        (b'{"messages": "hi"}', "'messages' takes a list of messages"),
-        (b'{"messages": ["hi"]}', "message 0 of 'messages' takes role and content"),
-        (b'{"messages": [{"role": "user", "content": null}]}', "message 0 of 'messages' takes role and content"),
-        (b'{"messages": [{"role": "bot", "content": "a"}]}', "has role 'bot', takes system, user, assistant, tool"),
-        (b'{"messages": [{"role": [], "content": "a"}]}', "has role [], takes system"),
-        (b'{"prompt": [], "completion": []}', "'prompt' takes a list of messages"),
-        (b'{"prompt": "a", "completion": ["b"]}', "'completion' is list, takes text"),
+        (b"[]", "is a list, expected an object with messages; instruction and output"),
+        (b"null", "is a NoneType"),
+        (b"{}", "has the keys (none); expected messages"),
+        (b'{"question": "a", "answer": "b"}', "has the keys question, answer; expected messages"),
+        (b'{"text": 7}', "'text' is int, expected a string"),
+        (b'{"instruction": "a", "output": null}', "'output' is NoneType, expected a string"),
+        (b'{"instruction": "a", "input": 7, "output": "b"}', "'input' is int, expected a string"),
+        (b'{"messages": []}', "'messages' must be a non-empty list of messages"),
+        (b'{"messages": "hi"}', "'messages' must be a non-empty list of messages"),
+        (b'{"messages": ["hi"]}', "message 0 of 'messages' must have role and content"),
+        (b'{"messages": [{"role": "user", "content": null}]}', "message 0 of 'messages' must have role and content"),
+        (
+            b'{"messages": [{"role": "bot", "content": "a"}]}',
+            "has role 'bot', expected one of system, user, assistant, tool",
+        ),
+        (b'{"messages": [{"role": [], "content": "a"}]}', "has role [], expected one of system"),
+        (b'{"prompt": [], "completion": []}', "'prompt' must be a non-empty list of messages"),
+        (b'{"prompt": "a", "completion": ["b"]}', "'completion' is list, expected a string"),
     ],
 )
-def test_a_bad_line_is_named(line: bytes, why: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported_by_number(line: bytes, why: str, tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
     with pytest.raises(UserError) as caught:
@@ -84,7 +87,7 @@ def test_a_bad_line_is_named(line: bytes, why: str, tmp_path: Path) -> None:
     ],
     ids=["no last newline", "BOM and CRLF", "empty lines"],
 )
-def test_files_from_elsewhere(data: bytes, tmp_path: Path) -> None:
+def test_files_of_other_platforms(data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(data)
     assert [sample.pieces[0][0] for sample in read_samples(file)] == ["a", "b"]
@@ -96,9 +99,9 @@ def test_a_json_list(tmp_path: Path) -> None:
     assert len(read_samples(file)) == 2
     for text, why in (
         ('[{"text": "a"},\n {"text"}]', f"{file}:2: not JSON"),
-        ('{"text": "a"}', f"{file}: holds a dict, takes a list of samples"),
-        ('[{"text": "a"}, {"txt": "b"}]', f"{file}:2: has txt; takes"),
-        ("[" * 200_000, f"{file}:1: not JSON: nested too deep"),
+        ('{"text": "a"}', f"{file}: contains a dict, expected a list of samples"),
+        ('[{"text": "a"}, {"txt": "b"}]', f"{file}:2: has the keys txt; expected"),
+        ("[" * 200_000, f"{file}:1: not JSON: nested too deeply"),
         ("[]", "is empty"),
     ):
         file.write_text(text)
@@ -114,18 +117,18 @@ def test_a_json_list(tmp_path: Path) -> None:
 def test_an_empty_file(data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(data)
-    with pytest.raises(UserError, match=r"d\.jsonl is empty: it takes one JSON object a line"):
+    with pytest.raises(UserError, match=r"d\.jsonl is empty: expected one JSON object per line"):
         read_samples(file)
 
 
-def test_no_file_and_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"dataset: no file .*none\.jsonl: give a JSONL file"):
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"dataset: no such file: .*none\.jsonl: set a JSONL file"):
         read_samples(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match=r"dataset: cannot read .*: Is a directory"):
         read_samples(tmp_path)
 
 
-def test_utf16_is_refused_plainly(tmp_path: Path) -> None:
+def test_utf16_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
     with pytest.raises(UserError, match=r"d\.jsonl:1: not JSON"):
@@ -149,7 +152,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_any_json_is_a_sample_or_a_plain_word(value: Any) -> None:
+def test_any_json_is_a_sample_or_a_one_line_error(value: Any) -> None:
     try:
         sample = to_sample(json.loads(json.dumps(value)))
     except ValueError as error:
@@ -176,4 +179,4 @@ def test_hub_ids(name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert is_hub_id(name) is hub
     if hub:
         (tmp_path / name).mkdir(parents=True)
-        assert not is_hub_id(name), "a path that is there wins"
+        assert not is_hub_id(name), "an existing path takes precedence"

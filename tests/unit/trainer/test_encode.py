@@ -1,4 +1,4 @@
-"""Tokens and which of them carry loss."""
+"""Encoding samples: token ids, loss mask, truncation, cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_runs import chat, records
 
-from trainer.data.encode import PLAIN_TEMPLATE, Corpus, Encoder, collate, encode_all, load_corpus, save_corpus, split
+from trainer.data.encode import PLAIN_TEMPLATE, Corpus, Encoder, encode_all, load_corpus, save_corpus, split
+from trainer.data.packing import collate
 from trainer.data.samples import Sample, to_sample
 from trainer.data.tiny import TEMPLATE
 from trainer.errors import UserError
 
-# As Qwen's and Llama's are: no marks, something after every answer.
+# As those of Qwen and Llama: no generation tags, and text after every answer.
 UNMARKED = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -36,7 +37,7 @@ def encoder(tokenizer: Any, template: Any = None, seq_length: int = 512, train_o
 
 
 def trained_text(tokenizer: Any, sample: Sample, **how: Any) -> tuple[str, str]:
-    """Return all text, and that of the tokens with loss."""
+    """Return the whole text, and the text of the tokens with loss."""
     ids, mask = encoder(tokenizer, **how)(sample)
     assert len(ids) == len(mask)
     return tokenizer.decode(ids), tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag])
@@ -45,7 +46,7 @@ def trained_text(tokenizer: Any, sample: Sample, **how: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "template", [TEMPLATE, TEMPLATE.replace("{% gen", "{%- gen"), TEMPLATE.replace("{% gen", "{%gen")]
 )
-def test_loss_is_on_marked_answers_only(tokenizer: Any, template: str) -> None:
+def test_only_marked_answers_carry_loss(tokenizer: Any, template: str) -> None:
     text, trained = trained_text(tokenizer, TALK, template=template)
     assert text == (
         "<|begin|><|user|>the cat runs<|assistant|>a red tree<|end|><|user|>the moon ä<|assistant|>猫 sits 🚂<|end|>"
@@ -53,7 +54,7 @@ def test_loss_is_on_marked_answers_only(tokenizer: Any, template: str) -> None:
     assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
-def test_without_marks_the_prefix_tells_what_the_answer_is(tokenizer: Any) -> None:
+def test_without_generation_tags_the_prompt_prefix_delimits_the_answer(tokenizer: Any) -> None:
     _, trained = trained_text(tokenizer, TALK, template=UNMARKED)
     assert trained == "a red tree<|end|>\n猫 sits 🚂<|end|>\n"
 
@@ -105,33 +106,33 @@ def test_several_templates_by_name(tokenizer: Any) -> None:
     assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
-def test_what_a_template_refuses_is_one_line(tokenizer: Any) -> None:
+def test_a_template_error_is_one_line(tokenizer: Any) -> None:
     system = Sample(messages=({"role": "system", "content": "be brief"}, *TALK.messages))
     with pytest.raises(UserError) as caught:
         encoder(tokenizer, ALTERNATING)(system)
-    assert str(caught.value) == "dataset: the model's chat template refuses a sample: System role not supported"
+    assert str(caught.value) == "dataset: the chat template of the model rejects a sample: System role not supported"
 
 
 def test_cut_and_dropped_are_counted(tokenizer: Any) -> None:
     long = chat("the cat", " ".join(["runs"] * 100))
-    unseen = chat(" ".join(["runs"] * 100), "a tree")  # the answer lies past the cut
+    unseen = chat(" ".join(["runs"] * 100), "a tree")  # the answer starts after the truncation
     corpus = encode_all([TALK, long, unseen], encoder(tokenizer, seq_length=48))
     assert (len(corpus), corpus.cut, corpus.dropped) == (2, 2, 1)
     assert corpus.lengths.max() == 48
     assert all(corpus.trained_counts() > 0)
     with pytest.raises(
-        UserError, match="none of 1 samples has a token to train on within seq_length 48: raise seq_length"
+        UserError, match="none of 1 samples has a token with loss within seq_length 48: increase seq_length"
     ):
         encode_all([unseen], encoder(tokenizer, seq_length=48))
 
 
-def test_the_first_token_of_a_sample_never_counts(tokenizer: Any) -> None:
+def test_the_first_token_of_a_sample_never_carries_loss(tokenizer: Any) -> None:
     corpus = encode_all([Sample(pieces=(("the cat", True),))] * 2, encoder(tokenizer, train_on="all"))
     assert not corpus.trained[corpus.starts[:-1]].any()
     assert corpus.trained_counts().tolist() == (corpus.lengths - 1).tolist()
 
 
-def test_the_fingerprint_knows_all_that_encoding_depends_on(tokenizer: Any) -> None:
+def test_the_fingerprint_covers_everything_that_encoding_depends_on(tokenizer: Any) -> None:
     other_end = copy.deepcopy(tokenizer)
     other_end.eos_token = "<|user|>"
     prints = [
@@ -150,7 +151,7 @@ def corpus(tokenizer: Any) -> Corpus:
     return encode_all([to_sample(row) for row in records(30)], encoder(tokenizer, seq_length=48))
 
 
-def test_a_corpus_comes_back_from_the_disk(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_corpus_survives_a_round_trip_to_disk(corpus: Corpus, tmp_path: Path) -> None:
     save_corpus(corpus, tmp_path / "new" / "c.npz")
     back = load_corpus(tmp_path / "new" / "c.npz")
     assert back is not None
@@ -161,7 +162,7 @@ def test_a_corpus_comes_back_from_the_disk(corpus: Corpus, tmp_path: Path) -> No
     assert (back.cut, back.dropped) == (corpus.cut, corpus.dropped)
 
 
-def test_the_digest_knows_one_token_and_one_mark(corpus: Corpus) -> None:
+def test_the_digest_changes_with_any_element(corpus: Corpus) -> None:
     for change in ("tokens", "trained", "starts"):
         other = copy.deepcopy(corpus)
         array = getattr(other, change)
@@ -170,7 +171,7 @@ def test_the_digest_knows_one_token_and_one_mark(corpus: Corpus) -> None:
 
 
 @given(st.sets(st.integers(0, 29)))
-def test_split_parts_the_samples(corpus: Corpus, out: set[int]) -> None:
+def test_split_separates_the_samples(corpus: Corpus, out: set[int]) -> None:
     kept, held = split(corpus, out)
     assert (len(kept), len(held)) == (30 - len(out), len(out))
     wanted = [*(i for i in range(30) if i not in out)], sorted(out)
@@ -198,14 +199,14 @@ def test_collate_lays_samples_out(corpus: Corpus, rows: list[list[int]], fixed: 
             assert labels[place, here].tolist() == wanted.tolist()
             end += last - first
         assert (ids[place, end:] == 2).all() and (labels[place, end:] == -100).all()
-        # One run of positions a sample: the padding is no sample of its own.
+        # Positions restart once per sample: the padding is not a separate sample.
         assert (positions[place] == 0).sum() == max(1, len(row))
     if not rows:
         assert (labels == -100).all()
 
 
 @pytest.mark.parametrize("damage", ["missing", "half", "flipped", "other"])
-def test_a_damaged_cache_is_no_cache(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_ignored(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "c.npz"
     corpus = Corpus(np.arange(64, dtype=np.int32), np.ones(64, dtype=np.bool_), np.array([0, 64]))
     save_corpus(corpus, path)

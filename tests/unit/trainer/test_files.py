@@ -1,4 +1,4 @@
-"""Files that a reader never sees half of."""
+"""Atomic writes and digests of files."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_text_and_bytes_and_mode(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_the_old_file_stays_if_the_new_one_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_file_remains_if_the_new_one_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_atomic(tmp_path / "a", "old")
 
     def refuse(_: int) -> None:
@@ -32,7 +32,7 @@ def test_the_old_file_stays_if_the_new_one_cannot_be_written(tmp_path: Path, mon
     assert names(tmp_path) == ["a"]
 
 
-def test_sums(tmp_path: Path) -> None:
+def test_digests(tmp_path: Path) -> None:
     (tmp_path / "x" / "y").mkdir(parents=True)
     (tmp_path / "x" / "a").write_bytes(b"abc")
     (tmp_path / "x" / "y" / "b").write_bytes(b"")
@@ -41,4 +41,4 @@ def test_sums(tmp_path: Path) -> None:
     before = sha256_tree(tmp_path / "x")
     assert before == sha256_tree(tmp_path / "x")
     (tmp_path / "x" / "y" / "b").rename(tmp_path / "x" / "y" / "c")
-    assert sha256_tree(tmp_path / "x") != before, "names count"
+    assert sha256_tree(tmp_path / "x") != before, "file names are part of the digest"

@@ -1,4 +1,4 @@
-"""What the numbers must be: packing is exact, and how ranks share the work changes nothing."""
+"""Numerics: packing is exact, and the distribution of rows over ranks does not change the gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from trainer_runs import records
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config.run_spec import make_spec
-from trainer.data.encode import Corpus, Encoder, collate, encode_all
-from trainer.data.order import best_fit, micro_batches, share
+from trainer.data.encode import Corpus, Encoder, encode_all
+from trainer.data.order import micro_batches, share
+from trainer.data.packing import best_fit, collate
 from trainer.data.samples import to_sample
 from trainer.distributed.world import World
-from trainer.model import TokenLoss, keeps_samples_apart, load_model
+from trainer.model import TokenLoss, isolates_packed_samples, load_model
 from trainer.optim import make_optimizer
 from trainer.strategy import Batch, make_strategy
 
@@ -41,7 +42,7 @@ def small_model(kind: str, attention: str = "sdpa", spread: float = 0.02) -> Any
 def corpus(tokenizer: Any) -> Corpus:
     samples = [to_sample(row) for row in records(24)]
     made = encode_all(samples, Encoder(tokenizer, seq_length=64, train_on="answer"))
-    np.mod(made.tokens, 256, out=made.tokens)  # for models of 256 words
+    np.mod(made.tokens, 256, out=made.tokens)  # for models with a vocabulary of 256
     return made
 
 
@@ -86,22 +87,22 @@ def test_the_loss_is_that_of_transformers(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("spread", [0.02, 0.2])
-def test_models_that_keep_samples_apart_are_known(kind: str, spread: float) -> None:
+def test_models_that_isolate_packed_samples_pass_the_check(kind: str, spread: float) -> None:
     model = small_model(kind, spread=spread).train()
-    assert keeps_samples_apart(model, 256)
-    assert keeps_samples_apart(model.to(torch.bfloat16), 256)
+    assert isolates_packed_samples(model, 256)
+    assert isolates_packed_samples(model.to(torch.bfloat16), 256)
     assert model.training
 
 
 class Mixing(nn.Module):
-    """A model that looks at what came before, whatever the positions say: as one without packing support does."""
+    """A model that ignores positions, so that samples of a row attend to each other, as without packing support."""
 
     def __init__(self, inner: Any, amount: float = 1.0) -> None:
         super().__init__()
         self.inner, self.amount = inner, amount
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
-        # One run of positions: the second sample attends to the first.
+        # Consecutive positions: the second sample attends to the first.
         straight = torch.arange(input_ids.shape[1])[None]
         return self.inner(input_ids=input_ids, position_ids=straight, use_cache=False)
 
@@ -109,8 +110,8 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_models_that_mix_samples_are_caught(kind: str, spread: float, dtype: torch.dtype) -> None:
-    assert not keeps_samples_apart(Mixing(small_model(kind, spread=spread).to(dtype)), 256)
+def test_models_that_mix_samples_fail_the_check(kind: str, spread: float, dtype: torch.dtype) -> None:
+    assert not isolates_packed_samples(Mixing(small_model(kind, spread=spread).to(dtype)), 256)
 
 
 @pytest.mark.parametrize("shares", [[1], [1, 1], [3, 1], [1, 2, 4], [0, 1]])
@@ -138,7 +139,7 @@ def test_any_share_of_the_rows_gives_the_same_gradient(
     assert_equal_work((total, gradients or []), reference)
 
 
-def test_a_step_clips_and_tells_the_norm_before(corpus: Corpus, model_folder: Any) -> None:
+def test_a_step_clips_and_returns_the_norm_before_clipping(corpus: Corpus, model_folder: Any) -> None:
     norms = {}
     for limit in (0.0, 1e-3):
         spec = make_spec({"seq_length": 64, "model": str(model_folder), "lora_r": 4, "max_grad_norm": limit}, "")
@@ -153,13 +154,13 @@ def test_a_step_clips_and_tells_the_norm_before(corpus: Corpus, model_folder: An
         )
         norms[limit] = strategy.step(1e-3), seen[0]
         hook.remove()
-        assert all(float(p.grad.abs().max()) == 0 for p in trained), "cleared for the next step"
+        assert all(float(p.grad.abs().max()) == 0 for p in trained), "gradients are cleared for the next step"
     assert norms[0.0][0] == pytest.approx(norms[0.0][1], rel=1e-5)
     assert norms[1e-3][0] == pytest.approx(norms[0.0][0], rel=1e-5)
     assert norms[1e-3][1] == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_what_is_trained_is_float32_and_a_frozen_base_is_not_in_the_optimizer(model_folder: Any) -> None:
+def test_trained_weights_are_float32_and_a_frozen_base_is_not_in_the_optimizer(model_folder: Any) -> None:
     spec = make_spec({"seq_length": 64, "model": str(model_folder), "precision": "bf16-mixed"}, "")
     model = load_model(spec, CPU)
     kinds = {p.requires_grad: p.dtype for p in model.parameters()}
@@ -175,7 +176,7 @@ def test_what_is_trained_is_float32_and_a_frozen_base_is_not_in_the_optimizer(mo
     assert {(p.requires_grad, p.dtype) for p in full.parameters()} == {(True, torch.float32)}
 
 
-def test_fresh_adapters_are_equal_everywhere(model_folder: Any) -> None:
+def test_new_adapters_are_equal_on_every_rank(model_folder: Any) -> None:
     spec = make_spec({"seq_length": 64, "model": str(model_folder)}, "")
     torch.rand(7)
     one = load_model(spec, CPU).state_dict()

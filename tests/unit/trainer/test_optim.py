@@ -1,4 +1,4 @@
-"""The learning rate over a run, and which parameters shrink."""
+"""The learning rate schedule, and the parameters with weight decay."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ def test_warmup_then_decay(warmup: float) -> None:
         assert values[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert flat[9:] == [1.0] * 91
     assert linear[9:] == pytest.approx([1 - place / 91 for place in range(91)])
-    assert cosine[54] == pytest.approx(0.5, abs=0.02), "half way down"
+    assert cosine[54] == pytest.approx(0.5, abs=0.02), "half of the peak"
     assert 0 < cosine[-1] < linear[-1] < 0.02
 
 
-def test_no_warmup_begins_at_the_peak() -> None:
+def test_no_warmup_starts_at_the_peak() -> None:
     assert curve(10, warmup=0)[0] == curve(10, warmup=1)[0] == 1.0
 
 
@@ -37,7 +37,7 @@ def test_no_warmup_begins_at_the_peak() -> None:
     st.sampled_from(["cosine", "linear", "constant"]),
     st.floats(0, 0.999) | st.integers(0, 400).map(float),
 )
-def test_every_step_learns_and_none_more_than_the_peak(steps: int, schedule: str, warmup: float) -> None:
+def test_the_rate_is_positive_and_never_above_the_peak(steps: int, schedule: str, warmup: float) -> None:
     values = curve(steps, schedule=schedule, warmup=warmup)
     assert all(0 < value <= 1 + 1e-12 for value in values)
     peak = values.index(max(values))
@@ -45,14 +45,14 @@ def test_every_step_learns_and_none_more_than_the_peak(steps: int, schedule: str
     assert values[peak:] == sorted(values[peak:], reverse=True)
 
 
-def test_weight_decay_is_for_matrices_that_are_trained() -> None:
+def test_weight_decay_applies_to_trained_matrices() -> None:
     part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     part[2].requires_grad_(False)
     optimizer = make_optimizer(make_spec({"weight_decay": 0.1}, ""), part.parameters())
     assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.1), (3, 0.0)]
 
 
-def test_decay_shrinks_what_has_no_gradient_to_speak_of() -> None:
+def test_decay_applies_without_a_gradient() -> None:
     part = nn.Linear(2, 2)
     before = part.weight.detach().clone(), part.bias.detach().clone()
     optimizer = make_optimizer(make_spec({"weight_decay": 0.5, "lr": 0.1}, ""), part.parameters())

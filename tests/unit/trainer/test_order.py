@@ -1,4 +1,4 @@
-"""The order of samples: pure, whole, and exactly best-fit decreasing."""
+"""The order of samples: deterministic and complete; packing is exactly best-fit decreasing."""
 
 from collections import Counter
 
@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.order import Order, best_fit, micro_batches, permutation, share
+from trainer.data.order import Order, micro_batches, permutation, share
+from trainer.data.packing import best_fit
 
 lengths_lists = st.lists(st.integers(1, 24), min_size=1, max_size=60)
 
 
 def naive_best_fit(lengths: list[int], capacity: int, order: list[int]) -> list[list[int]]:
-    """Best-fit decreasing as textbooks have it; of equally full bins the one that came to be so last."""
+    """Textbook best-fit decreasing; among equally full bins it takes the one that changed last."""
     bins: list[list[int]] = []
     left: list[int] = []
     touched: list[int] = []
@@ -33,7 +34,7 @@ def naive_best_fit(lengths: list[int], capacity: int, order: list[int]) -> list[
 
 
 @given(st.integers(0, 200), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=3))
-def test_a_permutation_is_one_and_depends_on_its_key_alone(n: int, key: list[int]) -> None:
+def test_a_permutation_depends_only_on_its_key(n: int, key: list[int]) -> None:
     drawn = permutation(n, *key)
     np.random.default_rng(7).random(100)
     assert sorted(drawn.tolist()) == list(range(n))
@@ -41,7 +42,7 @@ def test_a_permutation_is_one_and_depends_on_its_key_alone(n: int, key: list[int
 
 
 def test_permutations_do_not_change_between_versions_and_machines() -> None:
-    # Known values: a run that was begun elsewhere must go on here.
+    # Known values: a run that started on another machine must resume on this one.
     assert permutation(8, 1, 0, 0).tolist() == [2, 0, 1, 4, 5, 6, 7, 3]
     assert permutation(1000, 1, 0, 0).tolist() != permutation(1000, 1, 1, 0).tolist()
     assert permutation(1000, 1, 0, 0).tolist() != permutation(1000, 2, 0, 0).tolist()
@@ -60,10 +61,10 @@ def test_best_fit_is_exactly_best_fit_decreasing(lengths: list[int], capacity: i
     assert best_fit(lengths, capacity, order) == naive_best_fit(lengths, capacity, order)
 
 
-def test_best_fit_refuses_what_fits_nowhere() -> None:
-    with pytest.raises(ValueError, match="item 1 has length 9, takes 1 to 8"):
+def test_best_fit_rejects_items_that_fit_nowhere() -> None:
+    with pytest.raises(ValueError, match="item 1 has length 9, expected 1 to 8"):
         best_fit([8, 9], 8, [0, 1])
-    with pytest.raises(ValueError, match="takes 1 to 8"):
+    with pytest.raises(ValueError, match="expected 1 to 8"):
         best_fit([0], 8, [0])
 
 
@@ -90,13 +91,13 @@ def test_every_epoch_has_every_sample_once_and_steps_cover_all_rows_once(
     steps = [order.step(step) for step in range(order.steps)]
     assert [row for step in steps for row in step] == straight
     assert all(len(step) == rows for step in steps[:-1]) and 1 <= len(steps[-1]) <= rows
-    # Pure: any step, asked of a fresh order, alone.
+    # Deterministic: a new instance returns any step on its own.
     last = Order(given_lengths, seed=seed, capacity=capacity, packing=packing, epochs=epochs, rows=rows)
     assert last.step(order.steps - 1) == steps[-1]
     assert order.step(order.steps) == []
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     lengths = np.arange(1, 65)
     order = Order(lengths, seed=1, capacity=64, packing=True, epochs=3, rows=4)
     other = Order(lengths, seed=2, capacity=64, packing=True, epochs=3, rows=4)
@@ -113,7 +114,7 @@ def test_shares_cover_every_row_once_and_keep_their_proportion(rows: int, shares
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
-def test_micro_batches_cut_and_are_never_none(rows: int, size: int) -> None:
+def test_micro_batches_cover_the_rows_and_are_never_empty_lists(rows: int, size: int) -> None:
     mine = [[row] for row in range(rows)]
     parts = micro_batches(mine, size)
     assert [row for part in parts for row in part] == mine

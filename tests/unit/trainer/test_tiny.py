@@ -1,15 +1,18 @@
-"""model=tiny: the same samples and seed give the same files, on every host."""
+"""model=tiny: the same samples and seed give the same files on every host; the cache never returns a stale model."""
 
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from trainer_runs import TOP, records, write_jsonl
 
-from trainer.data.samples import to_sample
-from trainer.data.tiny import VOCABULARY, make_tiny, make_tokenizer, make_weights
+from trainer.data import tiny
+from trainer.data.samples import Sample, to_sample
+from trainer.data.tiny import VOCABULARY, ensure_tiny_model, make_tiny, make_tokenizer, make_weights
 from trainer.files import sha256_tree
 
 CODE = (
@@ -21,7 +24,7 @@ CODE = (
 def test_another_process_makes_the_same_files(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "d.jsonl", records(300))
     for place in ("a", "b"):
-        # Other hash seeds, other numbers of threads.
+        # Different hash seeds and numbers of threads.
         environment = os.environ | {"PYTHONPATH": str(TOP), "PYTHONHASHSEED": str(ord(place))}
         environment |= {"RAYON_NUM_THREADS": "1" if place == "a" else "4", "TOKENIZERS_PARALLELISM": "true"}
         subprocess.run([sys.executable, "-c", CODE, str(data), str(tmp_path / place)], env=environment, check=True)
@@ -30,7 +33,7 @@ def test_another_process_makes_the_same_files(tmp_path: Path) -> None:
     assert sha256_tree(tmp_path / "a") != sha256_tree(tmp_path / "c")
 
 
-def test_it_is_a_model_that_transformers_reads_whole(tmp_path: Path) -> None:
+def test_transformers_loads_the_model_without_missing_weights(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_tiny([to_sample(row) for row in records(50)], tmp_path, 1)
@@ -42,13 +45,65 @@ def test_it_is_a_model_that_transformers_reads_whole(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("Grüße, 猫 🚂!\n\t\x00")["input_ids"]) == "Grüße, 猫 🚂!\n\t\x00"
 
 
-def test_no_text_at_all_still_gives_a_tokenizer() -> None:
+def test_an_empty_dataset_gives_a_tokenizer() -> None:
     tokenizer = make_tokenizer([])
     assert 256 < tokenizer.get_vocab_size() < VOCABULARY
     assert tokenizer.decode(tokenizer.encode("any text ä").ids) == "any text ä"
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+def test_weights_depend_only_on_the_seed() -> None:
     one, again, other = make_weights(1), make_weights(1), make_weights(2)
     assert all(np.array_equal(one[name], again[name]) for name in one)
     assert not np.array_equal(one["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_the_cache_depends_on_dataset_seed_and_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_jsonl(tmp_path / "d.jsonl", records(20))
+    reads: list[Path] = []
+
+    def samples() -> list[Sample]:
+        reads.append(data)
+        return [to_sample(row) for row in records(20)]
+
+    first = ensure_tiny_model(tmp_path, data, 1, samples)
+    assert first.parent == tmp_path / "models" and (first / "model.safetensors").exists()
+    assert ensure_tiny_model(tmp_path, data, 1, samples) == first and len(reads) == 1, "made once"
+    other_seed = ensure_tiny_model(tmp_path, data, 2, samples)
+    write_jsonl(data, records(20, seed=2))
+    other_data = ensure_tiny_model(tmp_path, data, 1, samples)
+    monkeypatch.setattr(tiny, "_recipe_digest", lambda: "other recipe")
+    other_recipe = ensure_tiny_model(tmp_path, data, 1, samples)
+    made = {first, other_seed, other_data, other_recipe}
+    assert len(made) == 4 and len(reads) == 4
+    assert set((tmp_path / "models").iterdir()) == made, "nothing half written is left"
+
+
+def test_the_cache_without_a_dataset_file_depends_on_the_text(tmp_path: Path) -> None:
+    fake = ensure_tiny_model(tmp_path, None, 1, list)
+    hub = ensure_tiny_model(tmp_path, None, 1, lambda: [to_sample(row) for row in records(20)])
+    other = ensure_tiny_model(tmp_path, None, 1, lambda: [to_sample(row) for row in records(20, seed=2)])
+    assert len({fake, hub, other}) == 3 and "tiny-fake-1-" in fake.name
+
+
+def test_a_failure_leaves_no_files(tmp_path: Path) -> None:
+    def samples() -> list[Sample]:
+        raise ValueError("no samples")
+
+    data = write_jsonl(tmp_path / "d.jsonl", records(1))
+    with pytest.raises(ValueError, match="no samples"):
+        ensure_tiny_model(tmp_path, data, 1, samples)
+    assert not list((tmp_path / "models").iterdir())
+
+
+def test_the_recipe_is_known_in_an_archive(tmp_path: Path) -> None:
+    archive = tmp_path / "trainer.zip"
+    with zipfile.ZipFile(archive, "w") as target:
+        for file in (TOP / "trainer").rglob("*.py"):
+            target.write(file, str(file.relative_to(TOP)))
+    code = "import trainer.data.tiny as tiny; print(tiny.__file__, tiny._recipe_digest())"
+    environment = os.environ | {"PYTHONPATH": str(archive)}
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
+    file, digest = said.stdout.split()
+    assert file.startswith(str(archive)) and digest == tiny._recipe_digest()

@@ -1,0 +1,34 @@
+# Included by the Makefile: make bench NAME=speed [ARGS='--rounds 5'] runs the module benchmarks/NAME.py.
+BENCHMARKS := start faults site speed wire plan memory discovery replicas balance environment
+NAME ?=
+# TRL and SOLLOL have environments of their own: they bring many packages.
+TRL := .venv.bench
+SOLLOL := .venv.sollol
+BENCH_NEEDS_speed := $(TRL)/.ready
+BENCH_ARGS_speed := --trl $(TRL)/bin/python
+BENCH_NEEDS_discovery := $(SOLLOL)/.ready
+BENCH_ARGS_discovery := --sollol $(SOLLOL)/bin/python
+
+.PHONY: bench
+ifeq ($(filter $(NAME),$(BENCHMARKS)),)
+bench:
+	@echo "usage: make bench NAME=NAME [ARGS='...'] with one of these names; ARGS=--help describes a benchmark's options"
+	@for name in $(BENCHMARKS); do printf '  %-12s %s\n' $$name "$$(sed -n '1s/^"""//p' benchmarks/$$name.py)"; done
+	@test -z "$(NAME)" || { echo "error: unknown benchmark '$(NAME)'" >&2; exit 2; }
+else
+bench: $(READY) $(BENCH_NEEDS_$(NAME))
+	@$(RUN) HF_HUB_OFFLINE=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support:$(CURDIR)/molecule/resources" \
+	  python -m benchmarks.$(NAME) $(BENCH_ARGS_$(NAME)) $(ARGS)
+endif
+
+$(TRL)/.ready: pyproject.toml constraints.txt | $(READY)
+	@test -x $(TRL)/bin/python || $(VENV)/bin/python -m venv $(TRL)
+	@$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/trainyard.pth"
+	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt trl
+	@touch $@
+
+$(SOLLOL)/.ready: | $(READY)
+	@test -x $(SOLLOL)/bin/python || $(VENV)/bin/python -m venv $(SOLLOL)
+	@$(SOLLOL)/bin/python -m pip install --disable-pip-version-check --quiet sollol==0.9.66
+	@touch $@

@@ -1,4 +1,0 @@
-.PHONY: bench-site
-
-bench-site: $(READY)
-	@$(VENV)/bin/python benchmarks/site.py $(ARGS)

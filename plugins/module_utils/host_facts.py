@@ -1,1 +1,0 @@
-../../trainyard/remote/host_facts.py

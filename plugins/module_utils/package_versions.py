@@ -1,0 +1,1 @@
+../../trainyard/remote/package_versions.py

@@ -1,0 +1,328 @@
+"""The same requests over every transport: a local process, OpenSSH, and Ansible's connection plugins."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from run_hosts import free_port, until
+
+from trainyard import openssh
+from trainyard.ansible_adapter import AnsibleTransport, inventory_hosts
+from trainyard.connection import FanOut, Host, HostConnection, InventoryError, Login, RemoteError, Transport
+from trainyard.openssh import LocalTransport, OpenSSHTransport
+from trainyard.remote_archive import remote_archive, remote_command, remote_input
+
+HOSTILE = 'it\'s "quoted" $HOME `id` \\ ; * \t\n\u00e9'  # every character that a shell may treat specially
+
+
+@dataclass(frozen=True)
+class Server:
+    """An sshd that listens on 127.0.0.1, and the login that it accepts."""
+
+    login: Login
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    program = shutil.which("sshd") or "/usr/sbin/sshd"
+    if not Path(program).exists() or not shutil.which("ssh"):
+        pytest.skip("needs ssh and sshd (packages openssh-client, openssh-server)")
+    folder = tmp_path_factory.mktemp("sshd")
+    folder.chmod(0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    port = free_port()
+    shutil.copy(folder / "user.pub", folder / "authorized_keys")
+    host_key = " ".join((folder / "host.pub").read_text().split()[:2])
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {host_key}\n")
+    options = ["UsePAM=no", "StrictModes=no", "PidFile=none", "ListenAddress=127.0.0.1", "PasswordAuthentication=no"]
+    options += [f"HostKey={folder}/host", f"AuthorizedKeysFile={folder}/authorized_keys", "PermitRootLogin=yes"]
+    options += ["Subsystem=sftp internal-sftp"]
+    with contextlib.suppress(OSError):
+        Path("/run/sshd").mkdir(exist_ok=True)
+    arguments = [program, "-D", "-e", "-f", "/dev/null", "-p", str(port)]
+    log = (folder / "log").open("wb")
+    process = subprocess.Popen([*arguments, *(f"-o{option}" for option in options)], stderr=log)
+
+    def listens() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+        return False
+
+    until(listens, 20, "sshd")
+    known = ("-o", f"UserKnownHostsFile={folder}/known_hosts", "-o", "GlobalKnownHostsFile=/dev/null")
+    yield Server(Login("127.0.0.1", getpass.getuser(), port, str(folder / "user"), known), folder)
+    process.terminate()
+    process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def control_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache folder of this test's own, with a short path; shared connections end with the test."""
+    with tempfile.TemporaryDirectory(prefix="ty-") as cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        yield
+        for control in [*Path(cache).glob("trainyard/ssh/*"), *tmp_path.glob("cp/*")]:
+            subprocess.run(["ssh", "-o", f"ControlPath={control}", "-O", "exit", "x"], capture_output=True, check=False)
+
+
+def ansible_transport(folder: Path, **variables: Any) -> tuple[Host, AnsibleTransport]:
+    inventory = folder / "inventory.yml"
+    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": {"node1": variables}}}))
+    [found] = inventory_hosts([str(inventory)])
+    return found
+
+
+def ssh_variables(login: Login, folder: Path) -> dict[str, Any]:
+    return {
+        "ansible_host": login.address,
+        "ansible_user": login.user,
+        "ansible_port": login.port,
+        "ansible_ssh_private_key_file": login.key_file,
+        "ansible_ssh_common_args": " ".join(login.extra_arguments),
+        "ansible_ssh_control_path_dir": str(folder / "cp"),
+    }
+
+
+@pytest.fixture(params=["local", "ssh", "ansible-local", "ansible-ssh"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    if request.param == "local":
+        return LocalTransport()
+    if request.param == "ansible-local":
+        return ansible_transport(tmp_path, ansible_connection="local")[1]
+    login = request.getfixturevalue("server").login
+    if request.param == "ssh":
+        return OpenSSHTransport(login)
+    return ansible_transport(tmp_path, **ssh_variables(login, tmp_path))[1]
+
+
+@pytest.fixture
+def connection(transport: Transport, tmp_path: Path) -> HostConnection:
+    return HostConnection(Host("node1", "127.0.0.1", str(tmp_path), sys.executable), transport)
+
+
+def test_a_command_has_input_output_and_an_exit_code(transport: Transport) -> None:
+    assert transport.execute("cat; echo oops >&2; exit 7", b"in\0put\xff")[:2] == (7, b"in\0put\xff")
+    assert b"oops" in transport.execute("echo oops >&2")[2]
+    assert transport.kind == {"LocalTransport": "local", "OpenSSHTransport": "ssh"}.get(
+        type(transport).__name__, "ansible"
+    )
+
+
+def test_a_command_without_input_reads_an_empty_one(transport: Transport) -> None:
+    assert transport.execute("cat")[1] == b""
+
+
+def test_quoting_survives_every_shell_in_between(transport: Transport) -> None:
+    assert transport.execute(f"printf %s {shlex.quote(HOSTILE)}")[1].decode() == HOSTILE
+
+
+def test_large_input_and_output(transport: Transport) -> None:
+    data = bytes(range(256)) * (3 << 12)  # 3 MiB, more than any pipe holds
+    assert transport.execute("cat", data)[1] == data
+
+
+def test_files_travel_both_ways(transport: Transport, tmp_path: Path) -> None:
+    data = bytes(range(256)) * 5000
+    source, there, back = tmp_path / "a b'c.bin", tmp_path / "there $x'y.bin", tmp_path / "back.bin"
+    source.write_bytes(data)
+    transport.put(str(source), str(there))
+    transport.fetch(str(there), str(back))
+    assert there.read_bytes() == back.read_bytes() == data
+
+
+def test_a_file_that_cannot_travel_is_one_line(transport: Transport, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RemoteError, match=r"^cannot copy \S+/file to \S+/nowhere/file: .*\S$") as error:
+        transport.put(str(tmp_path / "file"), str(tmp_path / "nowhere/file"))
+    assert "\n" not in str(error.value)
+    with pytest.raises(RemoteError, match=r"^cannot fetch \S+/missing: .*\S$") as error:
+        transport.fetch(str(tmp_path / "missing"), str(tmp_path / "copy"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_verb_answers_and_leaves_no_file(connection: HostConnection, tmp_path: Path) -> None:
+    run = tmp_path / "runs/r"
+    (run / "logs").mkdir(parents=True)
+    (run / "plan.json").write_text("[1]")
+    (run / "logs/rank0.log").write_text("12345")
+    before = sorted(tmp_path.rglob("*"))
+    request = {"folder": str(run), "text": ["plan.json", "none"], "sizes": ["logs/*"], "sha256": ["*.json"]}
+    assert connection.call("read_files", request) == {
+        "text": {"plan.json": "[1]", "none": None},
+        "sizes": {"logs/rank0.log": 5},
+        "sha256": {"plan.json": hashlib.sha256(b"[1]").hexdigest()},
+    }
+    assert connection.call("run_status", {"run_dir": str(run), "logs_from": {"rank0.log": -1}})["status"] == "none"
+    assert connection.call("run_list", {"data_dir": str(tmp_path)})["runs"] == []
+    assert connection.call("run_stop", {"run_dir": str(run)}) == {"status": "none", "killed": 0}
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cp" not in path.parts] == []
+
+
+def test_errors_of_a_verb_are_one_line(connection: HostConnection) -> None:
+    with pytest.raises(RemoteError, match=r"^KeyError: 'folder'$"):
+        connection.call("read_files", {})
+    with pytest.raises(RemoteError, match=r"^unknown verb 'nonsense'$"):
+        connection.call("nonsense", {})
+    with pytest.raises(RemoteError, match=r"/nonexistent/python.*(not found|No such file)"):
+        connection.call("run_list", {"data_dir": "/nonexistent"}, python="/nonexistent/python")
+
+
+def test_a_request_is_not_in_any_command_line(connection: HostConnection, tmp_path: Path) -> None:
+    """`mesh` waits for its peer, so its processes can be looked at meanwhile."""
+    request = {
+        "name": "a", "names": ["a", "b"], "address": "127.0.0.1", "head": "a", "ports": [free_port()],
+        "peers": {"b": "127.0.0.1"}, "token": "hunter2hunter2", "limit": 3.0, "device": "lo",
+    }  # fmt: skip
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(connection.call("mesh", request)))
+    thread.start()
+    seen = until(lambda: [line for line in command_lines() if b"\0mesh" in line], 10, "the program")
+    assert not any(b"hunter2" in line for line in command_lines()) and seen
+    thread.join(20)
+    assert answers and answers[0]["taken"] == []
+
+
+def command_lines() -> list[bytes]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.append((entry / "cmdline").read_bytes())
+    return found
+
+
+def test_an_unreachable_host_is_said_so(server: Server, tmp_path: Path) -> None:
+    closed = Login("127.0.0.1", port=free_port(), extra_arguments=server.login.extra_arguments)
+    for transport in (OpenSSHTransport(closed), ansible_transport(tmp_path, **ssh_variables(closed, tmp_path))[1]):
+        with pytest.raises(RemoteError, match="refused") as error:
+            transport.execute("true")
+        assert "\n" not in str(error.value)
+
+
+def test_an_unknown_host_key_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "known_hosts").write_text("")
+    known = ("-o", f"UserKnownHostsFile={tmp_path}/known_hosts", "-o", "GlobalKnownHostsFile=/dev/null")
+    login = Login("127.0.0.1", server.login.user, server.login.port, server.login.key_file, known)
+    with pytest.raises(RemoteError, match="Host key verification failed"):
+        OpenSSHTransport(login).execute("true")
+    assert (tmp_path / "known_hosts").read_text() == "", "it is not accepted in passing either"
+
+
+def test_requests_share_one_ssh_connection(server: Server) -> None:
+    transport = OpenSSHTransport(server.login)
+    first = server_pid(transport)
+    assert server_pid(transport) == first
+
+
+def server_pid(transport: Transport) -> bytes:
+    """The sshd process that serves the transport: the parent of its shell."""
+    return transport.execute("echo $PPID")[1]
+
+
+def test_no_shared_connection_where_its_socket_has_no_room(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 60)))
+    assert openssh.multiplexing() == ()
+    assert OpenSSHTransport(server.login).execute("echo yes")[1] == b"yes\n"
+
+
+def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
+    """Templates and the group's variables are resolved as in a play."""
+    inventory = tmp_path / "hosts.yml"
+    hosts = {
+        "node1": {"ansible_connection": "local", "cluster_address": "10.0.0.1"},
+        "node2": {**ssh_variables(server.login, tmp_path), "cluster_address": "10.0.0.2", "cluster_managed": False},
+    }
+    variables = {
+        "base": "/srv",
+        "cluster_data_dir": "{{ base }}/{{ inventory_hostname }}/",
+        "cluster_python": "{{ base }}/venv/bin/python",
+        "cluster_processes": 2,
+        "ansible_python_interpreter": "/usr/bin/python3.11",
+    }
+    inventory.write_text(
+        yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}, "other": {"hosts": {"x": {}}}})
+    )
+    (first, _), (second, transport) = inventory_hosts([str(inventory)])
+    assert first == Host(
+        "node1", "10.0.0.1", "/srv/node1", "/srv/venv/bin/python", processes=2, system_python="/usr/bin/python3.11"
+    )
+    assert (second.name, second.managed, second.login) == ("node2", False, server.login)
+    assert transport.execute("echo there")[1] == b"there\n"
+    first.check()
+    with pytest.raises(InventoryError, match="x: cluster_address is ''"):
+        inventory_hosts([str(inventory)], "x")[0][0].check()
+    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": {"x": {"cluster_processes": "two"}}}}))
+    with pytest.raises(InventoryError, match=r"^x: cluster_processes is 'two'"):
+        inventory_hosts([str(inventory)])
+
+
+def test_vault_values_of_an_inventory(tmp_path: Path) -> None:
+    """In a process of its own: Ansible keeps the secrets of a vault once per process."""
+    (tmp_path / "password").write_text("open sesame\n")
+    environment = {**os.environ, "ANSIBLE_VAULT_PASSWORD_FILE": str(tmp_path / "password")}
+    vault = [Path(sys.executable).with_name("ansible-vault"), "encrypt_string", "--name", "ansible_user", "ali"]
+    secret = subprocess.run(vault, env=environment, capture_output=True, text=True, check=True).stdout
+    variables = textwrap.indent(secret, " " * 6)
+    (tmp_path / "hosts.yml").write_text(f"cluster:\n  hosts:\n    node1:\n{variables}")
+    program = "import sys; from trainyard.ansible_adapter import inventory_hosts as found\n"
+    program += "print(found([sys.argv[1]])[0][0].login.user)"
+    command = [sys.executable, "-c", program, tmp_path / "hosts.yml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "ali\n"
+
+
+def test_many_hosts_at_once() -> None:
+    """A host that hangs has no answer within the limit, one that fails has its error, and nobody waits for another."""
+
+    def answer(after: float, error: str = "") -> Callable[[], dict[str, Any]]:
+        def work() -> dict[str, Any]:
+            time.sleep(after)
+            if error:
+                raise RemoteError(error)
+            return {"after": after}
+
+        return work
+
+    start = time.monotonic()
+    asked = FanOut({"hangs": answer(30), "fails": answer(0.1, "no"), "answers": answer(0.2)}).wait(1.0)
+    assert time.monotonic() - start < 2
+    assert asked.answers == {"answers": {"after": 0.2}}
+    assert asked.errors == {"hangs": "no answer within 1 s", "fails": "no"}
+    start = time.monotonic()
+    asked = FanOut({"lost": answer(30), "answers": answer(0.2)}).wait(20, doubtful=["lost"], grace=0.3)
+    assert time.monotonic() - start < 2 and set(asked.errors) == {"lost"}
+
+
+def test_the_archive_is_the_same_every_time_and_needs_a_bare_python() -> None:
+    first = remote_archive()
+    remote_archive.cache_clear()
+    assert remote_archive() == first
+    command = remote_command("host_facts", sys.executable)
+    request = remote_input(
+        {"head": "127.0.0.1", "address": "127.0.0.1", "ports": [], "run_dir": "/r/x", "data_dir": "/r", "python": "/no"}
+    )
+    done = subprocess.run(["/bin/sh", "-c", command], input=request, capture_output=True, check=True)
+    assert json.loads(done.stdout)["interface"] == "lo"

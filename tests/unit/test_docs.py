@@ -1,0 +1,258 @@
+"""The documentation: links resolve, what it names exists, generated pages are current, and the site builds strictly."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+TOP = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [
+        *TOP.glob("*.md"),
+        *(TOP / "docs").glob("**/*.md"),
+        *(TOP / "roles").glob("*/*.md"),
+    ]
+)
+# A changelog names what has been removed, too.
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
+FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+# Variables that playbooks read from -e, beside the run spec, the launch options and the variables of roles.
+PLAYBOOK_VARIABLES = {"grace", "host", "json", "logs_to", "now", "quick", "run"}
+# What an error message in the documentation is about.
+UNKNOWN_ON_PURPOSE = {"learning_rate"}
+
+# Words of the project's former private language.
+PRIVATE_WORDS = re.compile(
+    r"\b(mend(s|ed)?|somebody|alike|comes? back|is away|goes? on|cannot be had|so many|crew|landing|judgement"
+    r"|the others|meetings?|keepers|be told|puts? the fuse out|lets? go of)\b",
+    re.IGNORECASE,
+)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(TOP))
+
+
+def all_text(pages: list[Path] = CURRENT) -> str:
+    return "\n".join(page.read_text() for page in pages)
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that both GitHub and mkdocs give to a heading."""
+    plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", plain))
+
+
+def anchors(page: Path) -> set[str]:
+    prose = FENCE.sub("", page.read_text())
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)}
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("write_docs", TOP / "tools" / "write_docs.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if target.startswith(("https://", "http://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        if not linked.exists() or (anchor and linked.suffix == ".md" and anchor not in anchors(linked)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name_of)
+def test_paths_exist(page: Path) -> None:
+    """Every path of the repository that a page names exists."""
+    named = re.findall(
+        r"(?<![\w/.~-])((?:playbooks|plugins|roles|trainer|trainyard|tests|tools|benchmarks|inventory|group_vars|molecule|docs)"
+        r"/[A-Za-z0-9_./-]*[A-Za-z0-9_/])",
+        page.read_text(),
+    )
+    # Files that a user writes.
+    own = {"inventory/hosts.yml", "inventory/lab.yml"}
+    missing = sorted({path for path in named if path not in own and not (TOP / path).exists()})
+    assert not [path for path in missing if "NAME" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_english(page: Path) -> None:
+    """Prose uses the vocabulary of the field, one heading of level 1, and no private words."""
+    prose = FENCE.sub("", page.read_text())
+    assert not sorted({match[0] for match in PRIVATE_WORDS.finditer(prose)})
+    if page.name != "NOTES.md":
+        assert len(re.findall(r"^# ", prose, re.MULTILINE)) == 1
+
+
+def test_make_targets_exist() -> None:
+    makefiles = [TOP / "Makefile", *TOP.glob("*/*.mk")]
+    targets = {
+        target
+        for makefile in makefiles
+        for line in re.findall(r"^([a-z][a-z -]*):(?!=)", makefile.read_text(), re.MULTILINE)
+        for target in line.split()
+    }
+    named = set(re.findall(r"(?:^|`|sudo |# )make ([a-z][a-z-]*[a-z])", all_text(), re.MULTILINE))
+    assert {"train", "test", "lab"} <= named
+    assert not named - targets
+
+
+def test_benchmarks_exist() -> None:
+    named = set(re.findall(r"make bench NAME=([a-z_]+)", all_text()))
+    assert named
+    assert not {name for name in named if not (TOP / "benchmarks" / f"{name}.py").exists()}
+
+
+def known_names() -> set[str]:
+    """Return every name that ``-e`` accepts."""
+    from trainer.config.run_spec import FIELDS
+
+    names = set(FIELDS) | PLAYBOOK_VARIABLES | UNKNOWN_ON_PURPOSE
+    if importlib.util.find_spec("trainyard.run.options"):
+        from trainyard.run import options
+
+        names |= set(options.names())
+    for path in (TOP / "group_vars" / "all").glob("*.yml"):
+        names |= set(yaml.safe_load(path.read_text()) or {})
+    return names | role_variables()
+
+
+def role_variables() -> set[str]:
+    found = set()
+    for path in (TOP / "roles").glob("*/meta/argument_specs.yml"):
+        found |= set(yaml.safe_load(path.read_text())["argument_specs"]["main"].get("options") or {})
+    return found
+
+
+def test_extra_variables_exist() -> None:
+    text = all_text()
+    named = set(re.findall(r"-e ([a-z_]+)=", text)) | set(re.findall(r"-e '\{\"([a-z_]+)\":", text))
+    assert {"model", "run", "host"} <= named
+    assert not named - known_names()
+
+
+def test_command_line_flags_of_the_trainer_exist() -> None:
+    """``python -m trainer ... --flag`` in a code block names a field of the run spec or a flag of the program."""
+    from trainer.config.run_spec import FIELDS
+
+    program = (TOP / "trainer" / "__main__.py").read_text()
+    flags = set()
+    for line in re.findall(r"^.*-m trainer .*$", all_text(), re.MULTILINE):
+        words = line.partition("-m trainer")[2].partition("   #")[0]
+        flags |= set(re.findall(r"(--[a-z][a-z-]*)", words.split("`")[0]))
+    assert flags
+    assert not {flag for flag in flags if flag[2:].replace("-", "_") not in FIELDS and f'"{flag}"' not in program}
+
+
+def test_assignments_in_code_spans_exist() -> None:
+    """An inline ``name=value`` of a strategy guide is a field of the run spec with a value that it accepts."""
+    from trainer.config.run_spec import FIELDS, RunSpec
+
+    pages = [TOP / "docs" / name for name in ("strategies.md", "diloco.md", "planning.md")]
+    named = set(re.findall(r"`([a-z_]+)=([^`\s]*)`", all_text(pages)))
+    assert named
+    for field, value in sorted(named):
+        if field in FIELDS and value:
+            fields = {"quantize": {"lora_r": 8}, "deepspeed_stage": {"strategy": "deepspeed"}}.get(field, {})
+            RunSpec.model_validate({**fields, field: value})
+        else:
+            assert field in known_names(), field
+
+
+def test_preflight_checks_are_those_of_the_code() -> None:
+    page = (TOP / "docs" / "troubleshooting.md").read_text()
+    table = page.partition("| check | finds |")[2].partition("\n\n")[0]
+    documented = set(re.findall(r"`([a-z-]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    source = "\n".join(path.read_text() for path in (TOP / "trainyard" / "preflight").glob("*.py"))
+    missing = {check for check in documented if f'"{check}"' not in source}
+    assert documented and not missing
+    undocumented = set(re.findall(r'(?:Finding|failure|warning|note)\(\s*"([a-z-]+)"', source)) - documented
+    assert not undocumented
+
+
+def test_roles_are_documented() -> None:
+    roles = {path.parents[1].name for path in (TOP / "roles").glob("*/meta/argument_specs.yml")}
+    assert roles <= anchors(TOP / "docs" / "roles.md")
+
+
+def test_strategies_are_documented() -> None:
+    table = (TOP / "docs" / "strategies.md").read_text().partition("<!-- generated")[2].partition("<!-- end")[0]
+    documented = set(re.findall(r"^\| `([a-z_]+)` \|", table, re.MULTILINE))
+    module = importlib.import_module("trainer.config")
+    accepted = getattr(module, "expects", None) or importlib.import_module("trainer.config.run_spec").takes  # type: ignore[attr-defined]
+    assert documented | {"auto"} == set(accepted("strategy").removeprefix("one of ").split(", "))
+
+
+def test_generated_pages_are_current() -> None:
+    outdated = [
+        name_of(path) for path, text in generator().pages().items() if not path.exists() or path.read_text() != text
+    ]
+    assert not outdated, "run make docs"
+
+
+def test_generated_page_that_differs_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = generator()
+    page = tmp_path / "page.md"
+    page.write_text("old\n")
+    monkeypatch.setattr(module, "TOP", tmp_path)
+    monkeypatch.setattr(module, "pages", lambda: {page: "new\n"})
+    monkeypatch.setattr(sys, "argv", ["write_docs.py", "--check"])
+    assert module.main() == 1
+    assert capsys.readouterr().err == "error: page.md is not current: run make docs\n"
+    monkeypatch.setattr(sys, "argv", ["write_docs.py"])
+    assert module.main() == 0
+    assert page.read_text() == "new\n"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def files(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [] if entry.startswith("https://") else [entry]
+        return [name for value in (entry if isinstance(entry, list) else entry.values()) for name in files(value)]
+
+    nav = files(yaml.safe_load((TOP / "mkdocs.yml").read_text())["nav"])
+    pages = [str(page.relative_to(TOP / "docs")) for page in (TOP / "docs").glob("**/*.md")]
+    assert sorted(nav) == sorted(pages)
+
+
+def test_metadata_is_consistent() -> None:
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    assert f"## [{project['version']}]" in (TOP / "CHANGELOG.md").read_text()
+    assert (TOP / "LICENSE").read_text().lstrip().startswith("Apache License")
+    repository = project["urls"]["Source"]
+    assert yaml.safe_load((TOP / "mkdocs.yml").read_text())["repo_url"] == repository
+    for package in ("trainer", "trainyard"):
+        assert (TOP / package / "py.typed").exists()
+
+
+def test_site_builds_strictly(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: make setup installs it")
+    command = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path / 'site'))}"
+    # An unreachable proxy: the build must not use the network.
+    environment = {"PATH": "/usr/bin:/bin", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(shlex.split(command), cwd=TOP, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "run-spec" / "index.html").exists()
+    remote = re.compile(
+        r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//(?!trainyard\.github\.io)", re.IGNORECASE
+    )
+    assert not [str(page) for page in (tmp_path / "site").glob("**/*.html") if remote.search(page.read_text())]

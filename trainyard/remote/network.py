@@ -1,0 +1,101 @@
+"""Network interfaces and ports of this host. Standard library only; no packet is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # netdevice(7)
+VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "podman")
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Return `name`, `address` and `mask` of every interface that is up and has an IPv4 address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                request = struct.pack("256s", name.encode()[:15])
+                address, mask = (
+                    socket.inet_ntoa(fcntl.ioctl(query.fileno(), number, request)[20:24])
+                    for number in (SIOCGIFADDR, SIOCGIFNETMASK)
+                )
+                found.append({"name": name, "address": address, "mask": mask})
+    return found
+
+
+def interface_details() -> list[dict[str, Any]]:
+    """Return `interfaces` with `mtu` in bytes, `mbit` (0 if unknown), `wireless` and `virtual`."""
+    found = []
+    for entry in interfaces():
+        folder = Path("/sys/class/net", entry["name"])
+        details = {
+            "mtu": interface_mtu(entry["name"], 0),
+            "mbit": interface_mbit(entry["name"]),
+            "wireless": (folder / "wireless").exists() or (folder / "phy80211").exists(),
+            "virtual": entry["name"].startswith(VIRTUAL),
+        }
+        found.append(entry | details)
+    return found
+
+
+def interface_mbit(name: str) -> int:
+    """Return the speed in Mbit/s that an interface's driver states; 0 if it states none (Wi-Fi, no carrier)."""
+    try:
+        return max(0, int(Path("/sys/class/net", name, "speed").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def interface_mtu(name: str, default: int = 1500) -> int:
+    """Return an interface's MTU in bytes, or `default` if there is no such interface."""
+    try:
+        return int(Path("/sys/class/net", name or "none", "mtu").read_text())
+    except (OSError, ValueError):
+        return default
+
+
+def source_address(peer: str) -> str:
+    """Return the address from which this host reaches `peer`, by its routing table. Raises OSError without a route."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as query:
+        query.connect((peer, 9))
+        return str(query.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address, or an empty string."""
+    if ":" in address:
+        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            fields = line.split()
+            if fields[0] == wanted:
+                return fields[5]
+        return ""
+    if address.startswith("127."):
+        return "lo"
+    return next((entry["name"] for entry in interfaces() if entry["address"] == address), "")
+
+
+def addresses() -> list[str]:
+    """Return this host's IPv4 addresses in order, without loopback: they tell clones of one image apart."""
+    return sorted({entry["address"] for entry in interfaces() if not entry["address"].startswith("127.")})
+
+
+def port_is_free(port: int) -> bool:
+    """Return whether a server can listen on a port of all addresses now, as torch's TCPStore does."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            server.bind(("", port))
+            server.listen(1)
+        except OSError:
+            return False
+    return True
