@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleError
+from ansible.parsing.plugin_docs import read_docstring
 from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
 
@@ -29,6 +30,8 @@ __all__ = [
     "play_hosts",
 ]
 
+# The keys of a documented option that an argument spec has, too.
+SPEC_KEYS = ("type", "elements", "default", "choices", "required", "aliases")
 DEFAULT_PYTHON = "/usr/bin/python3"
 
 
@@ -50,6 +53,17 @@ class ClusterAction(ActionBase):
         die_with_launcher()
         result: dict[str, Any] = super().run(tmp, task_vars)
         return result
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the task, validated against the DOCUMENTATION of the module of this name.
+
+        Raises AnsibleError if an argument is missing, unknown or of the wrong type.
+        """
+        path = self._shared_loader_obj.module_loader.find_plugin(self._task.action)
+        options = read_docstring(path)["doc"]["options"]
+        spec = {name: {key: option[key] for key in SPEC_KEYS if key in option} for name, option in options.items()}
+        arguments: dict[str, Any] = self.validate_argument_spec(spec)[1]
+        return arguments
 
 
 class AnsibleTransport:

@@ -1,4 +1,4 @@
-"""Which host keys OpenSSH has pinned for a host, and the same for its new address. Runs on the controller."""
+"""The host keys that OpenSSH knows for a host, and how they are added for its new address. Runs on the controller."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Pins(NamedTuple):
-    """What ssh would look up: the name in known_hosts, and the files, the user's own first."""
+class KnownHosts(NamedTuple):
+    """What ssh looks up for a host: its name in known_hosts, the port, and the files, with the user's own file first."""
 
     name: str
     port: int
     files: tuple[Path, ...]
 
-    def named(self, address: str) -> str:
-        """Return an address as known_hosts writes it."""
+    def entry(self, address: str) -> str:
+        """Return an address as known_hosts writes it: bare at port 22, `[address]:port` at any other."""
         return address if self.port == 22 else f"[{address}]:{self.port}"
 
     def keys(self, name: str) -> set[str]:
-        """Return the keys (`type key`) that are pinned for a name; authorities' and revoked ones are none."""
+        """Return the keys (`type key`) of a name, without keys of certificate authorities and revoked keys."""
         found = set()
         for file in self.files:
             if file.exists():
@@ -29,28 +29,32 @@ class Pins(NamedTuple):
                 found |= {" ".join(words[1:3]) for words in lines if len(words) >= 3}
         return found
 
-    def pin(self, address: str) -> bool:
-        """Let the host's keys count for its new address, too; tell whether that was new. Raises OSError."""
-        name = self.named(address)
+    def add_address(self, address: str) -> bool:
+        """Add the host's keys for another address; return whether any was new. Raises OSError."""
+        name = self.entry(address)
         new = sorted(self.keys(self.name) - self.keys(name))
         if new:
             file = self.files[0]
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            torn = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
+            incomplete = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
             text = "".join(f"{name} {key}\n" for key in new)
-            # In one write: other hosts' keys are added at the same time.
+            # One write, because the keys of other hosts are added at the same time.
             with file.open("a") as out:
-                out.write(("\n" if torn else "") + text)
+                out.write(("\n" if incomplete else "") + text)
         return bool(new)
 
 
-def pins_of(executable: str, arguments: str, host: str, port: int | None) -> Pins:
-    """Return what ssh would look up for a host, given its arguments and the settings of this machine."""
+def find_known_hosts(executable: str, arguments: str, host: str, port: int | None) -> KnownHosts:
+    """Return what ssh looks up for a host, given its command-line arguments and the configuration of this machine.
+
+    Raises:
+        subprocess.CalledProcessError: ssh rejects the arguments.
+    """
     argv = [executable, "-G", *shlex.split(arguments), *(["-p", str(port)] if port else []), host]
     out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    said = dict(line.partition(" ")[::2] for line in out.splitlines())
-    files = [*said.get("userknownhostsfile", "").split(), *said.get("globalknownhostsfile", "").split()]
-    number = int(said.get("port", 22))
-    address = said.get("hostname", host)
-    name = said.get("hostkeyalias") or (address if number == 22 else f"[{address}]:{number}")
-    return Pins(name, number, tuple(Path(file).expanduser() for file in files))
+    settings = dict(line.partition(" ")[::2] for line in out.splitlines())
+    files = [*settings.get("userknownhostsfile", "").split(), *settings.get("globalknownhostsfile", "").split()]
+    number = int(settings.get("port", 22))
+    address = settings.get("hostname", host)
+    name = settings.get("hostkeyalias") or (address if number == 22 else f"[{address}]:{number}")
+    return KnownHosts(name, number, tuple(Path(file).expanduser() for file in files))

@@ -1,15 +1,19 @@
-"""Documentation of the action plugin of this name: it runs on the controller, for all hosts of the play at once."""
+"""Documentation of the action plugin of this name, which runs on the controller, once for all hosts of the play."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: python_env_plan
-short_description: Settle which Python environment every host of the play is to have
+short_description: Plan the Python environment of every host
 description:
-  - Reads what M(python_env_info) registered as C(__python_look) on every host, and refuses what cannot be made.
-  - Chooses one build of torch for all hosts, and for every kind of host the first one to fetch for its like.
-  - Makes pip's archive and the trainer's wheel on the controller, if any host has to be changed.
+  - Checks that every host can have the requested environment.
+  - Selects one build of torch for all hosts. The first host of each kind fetches the wheels for the hosts of its kind.
+  - Builds pip's archive and the trainer's wheel on the controller if any host changes.
 options:
+  environments:
+    description: What M(python_env_info) returned for every host of the play, by host name.
+    type: dict
+    required: true
   torch:
     description: Whether the environment is for training, with the extra C(node) of pyproject.toml.
     type: bool
@@ -20,31 +24,32 @@ options:
     elements: str
     default: []
   lock:
-    description: File of exact versions on the controller. Empty for constraints.txt.
+    description: Constraints file on the controller; empty for constraints.txt.
     type: str
     default: ""
   flavour:
-    description: Build of torch, or C(auto) for what the drivers run.
+    description: Build of torch, or C(auto) for the newest one that all drivers and GPUs support.
     type: str
     default: auto
   conda_lock:
-    description: Explicit conda lock on the controller, empty for none.
+    description: Explicit conda lock on the controller; empty without conda.
     type: str
     default: ""
   port:
-    description: Port at which a host shows its wheels to the others.
+    description: TCP port at which a host serves its wheels to other hosts.
     type: int
     required: true
 attributes:
   check_mode:
     support: full
-    description: Nothing is made on the controller.
+    description: Nothing is built on the controller.
 author: trainyard
 """
 
 EXAMPLES = r"""
-- name: Settle which environment every host gets
+- name: Plan the environments
   python_env_plan:
+    environments: "{{ hostvars | python_environments(ansible_play_hosts) }}"
     port: 29490
   register: plan
   run_once: true
@@ -56,11 +61,34 @@ hosts:
   returned: success
   type: dict
 todo:
-  description: Whether any host has to be changed.
+  description: Whether any host changes.
   returned: success
   type: bool
 trainer:
-  description: The version of the trainer's wheel.
+  description: Version of the trainer's wheel.
   returned: success
   type: str
+requirements:
+  description: Requirements of the environment, in pip's format.
+  returned: success
+  type: list
+  elements: str
+pins:
+  description: Pinned versions, as lines of a constraints file.
+  returned: success
+  type: list
+  elements: str
+torch:
+  description: The pinned requirement of torch; empty without torch.
+  returned: success
+  type: str
+kit:
+  description: Paths of C(pip) and C(trainer) on the controller; empty if no host changes.
+  returned: success
+  type: dict
+conda:
+  description: C(url), C(file), C(digest) and C(subdir) of every package of the conda lock.
+  returned: success
+  type: list
+  elements: dict
 """

@@ -12,13 +12,14 @@ import pytest
 
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
-from trainyard.python_env.resolve import EnvironmentBuildError, Wish, choose_flavour, differences, plan
+from trainyard.python_env.plan import consistency_error, differences, plan
+from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest, choose_flavour
 
 TOP = Path(__file__).resolve().parents[2]
-WISH = Wish(("pydantic>=2",), ("pydantic==2.1",), "0.1.0+aa")
+REQUEST = EnvironmentRequest(("pydantic>=2",), ("pydantic==2.1",), "0.1.0+aa")
 
 
-def look(**more: Any) -> dict[str, Any]:
+def info(**more: Any) -> dict[str, Any]:
     return {
         "env": "venv",
         "python": "/data/venv/bin/python",
@@ -39,7 +40,7 @@ def look(**more: Any) -> dict[str, Any]:
 
 def test_the_first_of_a_kind_fetches_for_its_like() -> None:
     hosts = plan(
-        {"a": look(), "b": look(version="3.12.3"), "c": look(), "d": look(env="as-is", python="/opt/py")}, WISH
+        {"a": info(), "b": info(version="3.12.3"), "c": info(), "d": info(env="as-is", python="/opt/py")}, REQUEST
     )
     assert [hosts[name]["builder"] for name in "abcd"] == ["a", "b", "a", "d"]
     assert [hosts[name]["fetches"] for name in "abcd"] == [True, True, False, False]
@@ -48,34 +49,37 @@ def test_the_first_of_a_kind_fetches_for_its_like() -> None:
 
 
 def test_what_is_there_is_left_and_kept_wheels_are_used_again() -> None:
-    key = plan({"a": look()}, WISH)["a"]["key"]
-    whole = {"key": key, "trainer": WISH.trainer}
+    key = plan({"a": info()}, REQUEST)["a"]["key"]
+    complete = {"key": key, "trainer": REQUEST.trainer}
     hosts = plan(
-        {"a": look(marker=whole, wheels=[key]), "b": look(), "c": look(marker=whole | {"trainer": "old"})}, WISH
+        {"a": info(marker=complete, wheels=[key]), "b": info(), "c": info(marker=complete | {"trainer": "old"})},
+        REQUEST,
     )
     assert [hosts[name]["todo"] for name in "abc"] == ["none", "all", "trainer"]
     assert hosts["a"]["serves"] and not hosts["a"]["fetches"]
-    lost = plan({"a": look(marker=whole), "b": look()}, WISH)
+    lost = plan({"a": info(marker=complete), "b": info()}, REQUEST)
     assert lost["a"]["fetches"] and lost["a"]["todo"] == "none"
-    changed = plan({"a": look(marker=whole)}, Wish(WISH.requirements, ("pydantic==2.2",), WISH.trainer))
+    changed = plan(
+        {"a": info(marker=complete)}, EnvironmentRequest(REQUEST.requirements, ("pydantic==2.2",), REQUEST.trainer)
+    )
     assert changed["a"]["todo"] == "all"
 
 
 @pytest.mark.parametrize(
-    ("host", "says"),
+    ("host", "message"),
     [
-        (look(version="3.10.12"), "Python 3.10.12, takes 3.11 to 3.13"),
-        (look(version="3.14.0"), "python_env: conda"),
-        (look(version=""), "there is no Python at /usr/bin/python3"),
-        (look(has_venv=False), "apt install python3-venv"),
-        (look(blocked=True), "/data/venv is there and is not ours"),
-        (look(python="/opt/python"), "say python_env: as-is"),
-        (look(env="conda"), "python_conda_lock"),
+        (info(version="3.10.12"), "Python 3.10.12, 3.11 to 3.13 is required"),
+        (info(version="3.14.0"), "python_env: conda"),
+        (info(version=""), "there is no Python at /usr/bin/python3"),
+        (info(has_venv=False), "apt install python3-venv"),
+        (info(blocked=True), "/data/venv exists and trainyard did not create it"),
+        (info(python="/opt/python"), "set python_env: as-is"),
+        (info(env="conda"), "python_conda_lock"),
     ],
 )
-def test_what_cannot_be_made_is_one_line(host: dict[str, Any], says: str) -> None:
-    with pytest.raises(EnvironmentBuildError, match=says.replace(".", r"\.")) as caught:
-        plan({"a": host}, WISH)
+def test_what_cannot_be_made_is_one_line(host: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvironmentBuildError, match=message.replace(".", r"\.")) as caught:
+        plan({"a": host}, REQUEST)
     assert "\n" not in str(caught.value)
 
 
@@ -91,19 +95,19 @@ def test_what_cannot_be_made_is_one_line(host: dict[str, Any], says: str) -> Non
     ],
 )
 def test_one_build_of_torch_for_all(wanted: str, hosts: list[tuple[str, list[str]]], build: str) -> None:
-    looks = {f"h{place}": {"driver": driver, "capabilities": cards} for place, (driver, cards) in enumerate(hosts)}
-    assert choose_flavour(wanted, looks) == build
+    infos = {f"h{place}": {"driver": driver, "capabilities": cards} for place, (driver, cards) in enumerate(hosts)}
+    assert choose_flavour(wanted, infos) == build
 
 
 def test_no_build_suits_an_old_card_beside_a_new_one() -> None:
-    looks = {"a": {"driver": "580.1", "capabilities": ["6.1"]}, "b": {"driver": "580.1", "capabilities": ["12.0"]}}
+    infos = {"a": {"driver": "580.1", "capabilities": ["6.1"]}, "b": {"driver": "580.1", "capabilities": ["12.0"]}}
     with pytest.raises(EnvironmentBuildError, match=r"compute capability 6\.1, 12\.0"):
-        choose_flavour("auto", looks)
+        choose_flavour("auto", infos)
     with pytest.raises(EnvironmentBuildError, match=r"the oldest is 470\.1 on a"):
         choose_flavour("auto", {"a": {"driver": "470.1", "capabilities": ["3.5"]}})
 
 
-def test_the_project_says_what_a_node_needs() -> None:
+def test_the_project_message_what_a_node_needs() -> None:
     pyproject = TOP / "pyproject.toml"
     small = resolve.requirements(pyproject, [], torch=False)
     assert not any(line.startswith("torch") for line in small)
@@ -130,9 +134,9 @@ def test_a_conda_lock_is_read_line_by_line() -> None:
         ("noarch", "tzdata-1-0.tar.bz2"),
     ]
     assert resolve.conda_python(packages) == "3.12.8"
-    wish = Wish(WISH.requirements, WISH.pins, WISH.trainer, conda=text)
+    request = EnvironmentRequest(REQUEST.requirements, REQUEST.pins, REQUEST.trainer, conda=text)
     # The host's own Python does not matter then: unlike distributions are of one kind.
-    hosts = plan({"a": look(env="conda", version="3.10.1"), "b": look(env="conda", version="3.13.0")}, wish)
+    hosts = plan({"a": info(env="conda", version="3.10.1"), "b": info(env="conda", version="3.13.0")}, request)
     assert hosts["a"]["key"] == hosts["b"]["key"] and hosts["b"]["builder"] == "a" and hosts["a"]["tag"] == "3.12"
     with pytest.raises(EnvironmentBuildError, match="line 1"):
         resolve.conda_packages("https://c/linux-64/python-3.12.8-h_0.conda\n")
@@ -157,3 +161,19 @@ def test_the_kit_installs_into_a_bare_environment(tmp_path: Path) -> None:
         [python, "-I", "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     )
     assert f"trainyard=={trainer_version(TOP)}" in said.stdout
+
+
+def test_the_same_environment_on_all_hosts_is_consistent() -> None:
+    same = {"python": "3.11.2", "trainyard": "0.1.0"}
+    assert consistency_error({"a": info(versions=same), "b": info(versions=same)}) == ""
+    bare = {"a": info(versions=same), "b": info()}
+    assert consistency_error(bare) == (
+        "b: there is no working Python at /data/venv/bin/python: correct cluster_python, or set python_env: venv"
+    )
+    assert consistency_error(bare, check_mode=True) == ""
+    other = {"a": info(versions=same), "b": info(versions={**same, "trainyard": "0.2.0"})}
+    first, blank, *rows = consistency_error(other).split("\n")
+    assert first.startswith("the Python environments of the hosts differ: ") and blank == ""
+    assert [row.split() for row in rows] == [["a", "b"], ["trainyard", "0.1.0", "0.2.0"]]
+    # An environment that trainyard does not manage has no trainer of its own.
+    assert consistency_error({**other, "c": info(env="as-is", versions={"python": "3.11.2"})}) == ""

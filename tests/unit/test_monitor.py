@@ -183,7 +183,10 @@ def replicas(*parts: Part) -> list[Part]:
         ([part("a", 0), part("b", 1, silent=30.0), part("c", 2, "failed")], {1, 2}),
         ([part("a", 0, "lost"), part("b", 1), part("c", 2)], set()),  # the head runs the lighthouse
         ([part("a", 0), part("b", 1, "failed", state=error("no file", plain=True)), part("c", 2)], set()),
-        ([part("a", 0), part("b", 1, node={"restarts": True, "failures": [1]}), part("c", 2)], set()),  # torchrun restarts it
+        (
+            [part("a", 0), part("b", 1, node={"restarts": True, "failures": [1]}), part("c", 2)],
+            set(),
+        ),  # torchrun restarts it
     ],
 )
 def test_the_run_continues_without_a_replica(broken: list[Part], absent: set[int]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plugins.module_utils.netplan_files import OURS, Nic, Wish, definitions, edit, is_nic, load
 from trainyard.addresses import problems
-from trainyard.known_hosts import Pins, pins_of
+from trainyard.known_hosts import KnownHosts, find_known_hosts
 
 NIC = Nic("enp1s0", "02:79:00:00:03:09", gateway="192.168.1.1", dns=("192.168.1.1",))
 WISH = Wish("192.168.1.11/24")
@@ -219,16 +219,18 @@ def test_what_is_wrong_between_hosts() -> None:
     assert problems({"node1": one | good, "node2": {"netplan_address": "fd00::2/64", "netplan_mtu": "1280"}}) == []
 
 
-def test_a_pinned_key_counts_at_the_new_address(tmp_path: Path) -> None:
+def test_a_known_key_is_added_for_the_new_address(tmp_path: Path) -> None:
     for name in ("a", "b"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
     a, b = ((tmp_path / f"{name}.pub").read_text().rsplit(" ", 1)[0] for name in ("a", "b"))
     known = tmp_path / "known_hosts"
     known.write_text(f"[10.0.0.5]:2222 {a}\n10.0.0.6 {b}\n@revoked * {b}")
-    pins = pins_of("ssh", f"-F none -o UserKnownHostsFile={known} -o GlobalKnownHostsFile=/dev/null", "10.0.0.5", 2222)
-    assert pins == Pins("[10.0.0.5]:2222", 2222, (known, Path("/dev/null")))
-    assert pins.keys(pins.name) == {a}
-    assert pins.pin("10.0.0.9") and not pins.pin("10.0.0.9")
+    hosts = find_known_hosts(
+        "ssh", f"-F none -o UserKnownHostsFile={known} -o GlobalKnownHostsFile=/dev/null", "10.0.0.5", 2222
+    )
+    assert hosts == KnownHosts("[10.0.0.5]:2222", 2222, (known, Path("/dev/null")))
+    assert hosts.keys(hosts.name) == {a}
+    assert hosts.add_address("10.0.0.9") and not hosts.add_address("10.0.0.9")
     assert known.read_text().endswith(f"{b}\n[10.0.0.9]:2222 {a}\n")
     hashed = subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(known)], capture_output=True)
-    assert hashed.returncode == 0 and pins.keys("[10.0.0.9]:2222") == {a}
+    assert hashed.returncode == 0 and hosts.keys("[10.0.0.9]:2222") == {a}

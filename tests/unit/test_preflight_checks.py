@@ -1,4 +1,4 @@
-"""What preflight says of answers that no lab gives: clocks, GPUs, stalled paths, dead names; and nothing of sound hosts."""
+"""Findings of preflight for answers that no lab host gives: clocks, GPUs, stalled paths, slow names; none for sound hosts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 
-from trainyard.preflight import checks
+from trainyard.connection import Host
+from trainyard.preflight.host_state import HostState
+from trainyard.preflight.report import Finding, Report, host_table
+from trainyard.preflight.runner import check
 
 GB = 1 << 30
 
 
-def host(place: int) -> dict[str, Any]:
+def sound_host(place: int) -> HostState:
     """A sound host, as its own answers describe it."""
     name, address = f"node{place}", f"10.0.0.{place}"
     peers = [f"node{other}" for other in (1, 2, 3) if other != place]
-    return {
-        "host": name,
-        "address": address,
-        "data_dir": "/srv/trainyard",
-        "python": "/srv/trainyard/venv/bin/python",
-        "memory_mib": 512,
-        "asked": [1000.0, 1001.5],
-        "facts": {
+    return HostState(
+        Host(name, address, "/srv/trainyard", "/srv/trainyard/venv/bin/python"),
+        asked=(1000.0, 1001.5),
+        facts={
             "boot_id": f"boot{place}",
             "machine_id": f"machine{place}",
             "addresses": [address],
@@ -38,7 +37,7 @@ def host(place: int) -> dict[str, Any]:
             "free_bytes": 100 * GB,
             "busy_with": "",
         },
-        "health": {
+        health={
             "hostname": name,
             "devices": [
                 {"name": "eth0", "address": address, "mask": "255.255.255.0", "mtu": 1500, "mbit": 1000}
@@ -58,7 +57,7 @@ def host(place: int) -> dict[str, Any]:
             "inodes_free": 1000000,
             "clock": [1000.1, 1001.4],
         },
-        "mesh": {
+        mesh={
             "mtu": 1500,
             "taken": [],
             "reached": {peer: {"29500": "", "40000": "", "50000": ""} for peer in peers},
@@ -68,21 +67,26 @@ def host(place: int) -> dict[str, Any]:
                 for peer in peers
             },
         },
-    }
+    )
 
 
-def hosts() -> list[dict[str, Any]]:
-    return [host(place) for place in (1, 2, 3)]
+def sound_hosts() -> list[HostState]:
+    return [sound_host(place) for place in (1, 2, 3)]
 
 
-def judge(them: list[dict[str, Any]]) -> list[checks.Finding]:
-    return checks.judge(them, [29500, 40000, 50000], 29500, 200 << 20)
+def findings(states: list[HostState]) -> list[Finding]:
+    return check(states, [29500, 40000, 50000], 29500)
+
+
+def mesh(state: HostState) -> dict[str, Any]:
+    assert state.mesh is not None
+    return state.mesh
 
 
 def test_sound_hosts() -> None:
-    them = hosts()
-    assert judge(them) == []
-    assert checks.table(them, [])[0].split()[0] == "host"
+    states = sound_hosts()
+    assert findings(states) == []
+    assert host_table(states, [])[0].split()[0] == "host"
 
 
 def clock(off: float) -> dict[str, Any]:
@@ -93,10 +97,10 @@ def clock(off: float) -> dict[str, Any]:
     ("part", "values", "check", "level", "word"),
     [
         ("health", clock(3600), "clock", "warning", "3600 s"),
-        ("health", clock(-5), "clock", "warning", "s off"),
+        ("health", clock(-5), "clock", "warning", "differs by 5 s"),
         ("facts", {"gpus": [{"name": "x"}]}, "gpu", "warning", "no GPU"),
         ("health", {"gpu": {"cards": 1, "gpus": [], "users": []}}, "gpu", "warning", "driver shows 0"),
-        ("health", {"gpu": {"cards": 0, "gpus": [], "users": ["77, python, 900"]}}, "gpu", "warning", "computes on"),
+        ("health", {"gpu": {"cards": 0, "gpus": [], "users": ["77, python, 900"]}}, "gpu", "warning", "another process uses"),
         ("health", {"quota": 2.0}, "cpu", "warning", "2 of 8"),
         ("health", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}}, "cpu", "warning", "50% of a core"),
         ("health", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}, "load": 30.0}, "load", "warning", "load 30.0"),
@@ -104,7 +108,7 @@ def clock(off: float) -> dict[str, Any]:
         ("health", {"names": {"addresses": {}, "seconds": 10.0}}, "names", "warning", "10 s"),
         ("health", {"memory": {"total_mib": 4000, "available_mib": 1000}}, "memory", "warning", "1000 of 4000"),
         ("health", {"files": {"spoilt": [], "equal": {"datasets/a.jsonl": "2" * 64}}}, "checksum", "failure", "differs"),
-        ("health", {"files": {"spoilt": [], "equal": {}}}, "checksum", "failure", "not there"),
+        ("health", {"files": {"spoilt": [], "equal": {}}}, "checksum", "failure", "is missing"),
         ("health", {"inodes_free": 0}, "disk", "failure", "inode"),
         ("facts", {"free_bytes": 5 * GB}, "disk", "warning", "5.4 GB"),
         ("facts", {"source": "192.168.1.7"}, "nic", "failure", "192.168.1.7"),
@@ -113,25 +117,25 @@ def clock(off: float) -> dict[str, Any]:
         ("facts", {"may_write": False}, "disk", "failure", "cannot write"),
         ("facts", {"python_exists": False}, "python", "failure", "no Python"),
         ("facts", {"boot_id": "boot1", "machine_id": "machine1", "addresses": ["10.0.0.1"]}, "twice", "failure", "one machine"),
-        ("facts", {"machine_id": "machine1"}, "twice", "warning", "cloned"),
+        ("facts", {"machine_id": "machine1"}, "twice", "warning", "clones of one image"),
     ],
 )  # fmt: skip
 def test_one_thing_wrong(part: str, values: dict[str, Any], check: str, level: str, word: str) -> None:
-    them = hosts()
-    them[1][part] |= values
-    found = judge(them)
+    states = sound_hosts()
+    getattr(states[1], part).update(values)
+    found = findings(states)
     named = [finding for finding in found if finding.check == check and word in finding.text]
     assert named and named[0].level == level and named[0].remedy, found
-    if check != "gpu" or word != "no GPU":  # one with a GPU makes the others those without
+    if check != "gpu" or word != "no GPU":  # there the hosts without a GPU have the finding
         assert {finding.host for finding in named} == {"node2"}
 
 
-def test_a_slow_answer_is_no_wrong_clock() -> None:
-    """A host that takes a minute to answer has a right clock all the same."""
-    them = hosts()
-    them[1]["asked"] = [1000.0, 1060.0]
-    them[1]["health"]["clock"] = [1001.0, 1059.0]
-    assert judge(them) == []
+def test_a_slow_answer_is_not_a_wrong_clock() -> None:
+    """A host that takes a minute to answer may still have a correct clock."""
+    states = sound_hosts()
+    states[1].asked = (1000.0, 1060.0)
+    states[1].health["clock"] = [1001.0, 1059.0]
+    assert findings(states) == []
 
 
 @pytest.mark.parametrize(
@@ -143,42 +147,42 @@ def test_a_slow_answer_is_no_wrong_clock() -> None:
     ],
 )
 def test_firewalls(ports: dict[str, str], word: str) -> None:
-    them = hosts()
-    for source in (them[0], them[1]):
-        source["mesh"]["reached"]["node3"] |= ports
-    [finding] = judge(them)
+    states = sound_hosts()
+    for source in states[:2]:
+        mesh(source)["reached"]["node3"] |= ports
+    [finding] = findings(states)
     assert finding.host == "node3" and "node1, node2 cannot reach" in finding.text and word in finding.text
 
 
-def test_a_port_that_is_taken_is_no_firewall() -> None:
-    them = hosts()
-    them[2]["mesh"]["taken"] = [29500]
-    for source in (them[0], them[1]):
-        source["mesh"]["reached"]["node3"] |= {"29500": "another program answers"}
-    [finding] = judge(them)
+def test_a_port_in_use_is_not_a_firewall() -> None:
+    states = sound_hosts()
+    mesh(states[2])["taken"] = [29500]
+    for source in states[:2]:
+        mesh(source)["reached"]["node3"] |= {"29500": "another program answers"}
+    [finding] = findings(states)
     assert (finding.check, finding.host) == ("port", "node3")
 
 
-def test_large_packets_that_vanish() -> None:
-    them = hosts()
-    them[0]["mesh"]["lines"]["node2"]["ping_large"] = False
-    them[2]["mesh"]["lines"]["node1"]["stalled"] = "timed out"
-    assert [(finding.check, finding.host) for finding in judge(them)] == [("mtu", "node1"), ("mtu", "node3")]
+def test_dropped_large_packets() -> None:
+    states = sound_hosts()
+    mesh(states[0])["lines"]["node2"]["ping_large"] = False
+    mesh(states[2])["lines"]["node1"]["stalled"] = "timed out"
+    assert [(finding.check, finding.host) for finding in findings(states)] == [("mtu", "node1"), ("mtu", "node3")]
 
 
-def test_no_ping_at_all_says_nothing_of_large_packets() -> None:
-    them = hosts()
-    them[0]["mesh"]["lines"]["node2"] |= {"ping_small": False, "ping_large": False}
-    assert judge(them) == []
+def test_without_ping_there_is_no_finding_about_large_packets() -> None:
+    states = sound_hosts()
+    mesh(states[0])["lines"]["node2"] |= {"ping_small": False, "ping_large": False}
+    assert findings(states) == []
 
 
-def test_the_head_is_the_slow_one_when_all_lines_are() -> None:
-    them = hosts()
-    slow = copy.deepcopy(them)
-    slow[1]["mesh"]["lines"]["node1"]["mbit"] = 94.0
-    assert [finding.host for finding in judge(slow)] == ["node2"]
-    slow[2]["mesh"]["lines"]["node1"]["mbit"] = 95.0
-    assert [finding.host for finding in judge(slow)] == ["node1"]
+def test_the_head_is_slow_if_all_links_are() -> None:
+    states = sound_hosts()
+    slow = copy.deepcopy(states)
+    mesh(slow[1])["lines"]["node1"]["mbit"] = 94.0
+    assert [finding.host for finding in findings(slow)] == ["node2"]
+    mesh(slow[2])["lines"]["node1"]["mbit"] = 95.0
+    assert [finding.host for finding in findings(slow)] == ["node1"]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +197,20 @@ def test_the_head_is_the_slow_one_when_all_lines_are() -> None:
     ],
 )
 def test_hosts_that_do_not_answer(word: str, remedy: str) -> None:
-    them = hosts()
-    them[1] = {"host": "node2", "address": "10.0.0.2", "data_dir": "/x", "python": "/y", "trouble": word}
-    [finding] = judge(them)
+    states = sound_hosts()
+    states[1] = HostState(Host("node2", "10.0.0.2", "/x", "/y"), error=word)
+    [finding] = findings(states)
     assert finding.check == "ssh" and word in finding.text and remedy in finding.remedy
-    assert "ssh" in checks.table(them, [finding])[2]
+    assert "ssh" in host_table(states, [finding])[2]
+
+
+def test_the_report_has_an_exit_code_and_names_the_first_failure() -> None:
+    warning = Finding("cpu", "node1", "warning", "slow", "look")
+    failure = Finding("disk", "node2", "failure", "full", "make room")
+    assert Report([], []).exit_code == Report([Finding("names", "", "note", "x", "y")], []).exit_code == 0
+    assert (Report([warning], []).exit_code, Report([warning], []).error) == (1, "")
+    assert Report([failure, warning], []).error == "node2: full: make room"
+    assert Report([failure, failure], []).error == "node2: full: make room (2 failures, all listed below)"
+    report = Report([failure], [], sound_hosts()).as_dict()
+    assert report["exit"] == 2 and report["findings"] == [failure.as_dict()]
+    assert set(report["hosts"]["node1"]) == {"address", "data_dir", "python", "facts", "health", "mesh"}

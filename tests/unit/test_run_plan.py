@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.telemetry import Past
+from trainyard.connection import Host
+from trainyard.preflight.host_state import HostState
 from trainyard.remote.receive import Digests, receive
-from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.errors import PlanError
+from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.plan import Node, environment, head_first, plan_nodes
 from trainyard.run.restart_policy import RestartPolicy
 
 
-def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> dict[str, Any]:
+def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> HostState:
     found = {
         "gpus": [{"name": "A"}] * gpus,
         "boot_id": name,
@@ -28,9 +30,8 @@ def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> dict[str
         "interface": f"{name}0",
         "source": "10.0.0.1",
     }
-    found |= {"cpus": 8} | facts
-    about = {"host": name, "address": f"10.0.0.{len(name)}", "data_dir": "/d", "python": "/p", "backend": "auto"}
-    return about | {"processes": processes, "facts": found}
+    about = Host(name, f"10.0.0.{len(name)}", data_dir="/d", python="/p", processes=processes)
+    return HostState(about, facts=found | {"cpus": 8} | facts)
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=8))
@@ -41,12 +42,12 @@ def test_ranks_count_over_heterogeneous_hosts(shapes: list[tuple[int, int]]) -> 
     for place, (node, (gpus, processes)) in enumerate(zip(nodes, shapes, strict=True)):
         assert len(node.ranks) == (processes or gpus or 1)
         assert f"--nproc-per-node={len(node.ranks)}" in node.command and f"--node-rank={place}" in node.command
-        assert f"--master-addr={hosts[0]['address']}" in node.command
+        assert f"--master-addr={hosts[0].address}" in node.command
 
 
 def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
     hosts = [host(name) for name in ("a", "bb", "ccc")]
-    assert [one["host"] for one in head_first(hosts, "bb")] == ["bb", "a", "ccc"]
+    assert [one.name for one in head_first(hosts, "bb")] == ["bb", "a", "ccc"]
     assert head_first(hosts, "") == hosts
     with pytest.raises(PlanError, match="head: d is not a host of this run; its hosts are a, bb, ccc"):
         head_first(hosts, "d")
@@ -54,7 +55,9 @@ def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
 
 def test_a_cpu_host_uses_the_installed_allocator() -> None:
     path = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
-    there, none, gpu = plan_nodes([host("a", allocator=path), host("bb"), host("ccc", 1, allocator=path)], run="r", port=1)
+    there, none, gpu = plan_nodes(
+        [host("a", allocator=path), host("bb"), host("ccc", 1, allocator=path)], run="r", port=1
+    )
     assert f"\nLD_PRELOAD={path}\n" in environment(there, {})
     assert "\nLD_PRELOAD=\n" in environment(there, {"LD_PRELOAD": ""})
     assert "LD_PRELOAD" not in environment(none, {}) + environment(gpu, {})
@@ -72,7 +75,7 @@ def test_elastic_names_the_host_of_the_store() -> None:
 def test_replicas_with_a_torchrun_each() -> None:
     hosts = [host("a", gpus=2), host("bb"), host("ccc", gpus=3)]
     for one in hosts:
-        one["facts"]["free_ports"] = [29500, 29501, 29502, 29503]
+        one.facts["free_ports"] = [29500, 29501, 29502, 29503]
     nodes = plan_nodes(hosts, run="r", port=29501, restarts=4, replica_hosts=2)
     assert [node.replica for node in nodes] == [0, 0, 1] and [node.ranks for node in nodes] == [[0, 1], [2], [3, 4, 5]]
     assert [node.lighthouse for node in nodes] == ["10.0.0.1:29500", "", ""] and {node.restarts for node in nodes} == {
@@ -111,7 +114,7 @@ def test_replicas_with_a_torchrun_each() -> None:
     assert "trainer.distributed.lighthouse 10.0.0.1:29500 >>" in sbatch(
         [node.as_dict() | {"gpus": []} for node in nodes], "r"
     )
-    hosts[2]["facts"]["free_ports"] = [29500, 29501]
+    hosts[2].facts["free_ports"] = [29500, 29501]
     with pytest.raises(PlanError, match="no port from 29500 to 29599 is free on ccc"):
         plan_nodes(hosts, run="r", port=29501, replica_hosts=2)
 

@@ -1,4 +1,4 @@
-"""What travels to a host besides wheels: pip as one file, and the trainer as a wheel. Made on the controller, once."""
+"""Files that the controller builds once for all hosts: pip as one archive, and the trainer as a wheel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from pathlib import Path
 
 from trainyard.python_env.resolve import EnvironmentBuildError
 
+PIP_WHEEL = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+
 
 def trainer_version(top: Path) -> str:
-    """Return the trainer's version with the digest of its sources as local label: 0.1.0+3f2a91c0d1e2."""
+    """Return the trainer's version with the digest of its sources as local version: 0.1.0+3f2a91c0d1e2."""
     match = re.search(r'^version = "([^"]+)"$', (top / "pyproject.toml").read_text(), re.M)
     total = hashlib.sha256()
     for path in sorted((top / "trainer").rglob("*.py")):
@@ -27,7 +29,7 @@ def trainer_version(top: Path) -> str:
 
 
 def trainer_wheel(top: Path, work: Path) -> Path:
-    """Return the trainer as a wheel, built with setuptools from a copy of the sources. Raises EnvironmentBuildError."""
+    """Return the path of the trainer's wheel in `work`; build it with setuptools if it is missing. Raises EnvironmentBuildError."""
     version = trainer_version(top)
     target = work / f"trainyard-{version}-py3-none-any.whl"
     work.mkdir(parents=True, exist_ok=True)
@@ -41,19 +43,8 @@ def trainer_wheel(top: Path, work: Path) -> Path:
         text = (top / "pyproject.toml").read_text()
         (source / "pyproject.toml").write_text(re.sub(r'^version = ".*"$', f'version = "{version}"', text, flags=re.M))
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "wheel",
-                "--quiet",
-                "--no-deps",
-                "--no-build-isolation",
-                "-w",
-                folder,
-                source,
-            ],
-            # The same sources give the same bytes.
+            [*PIP_WHEEL, "-w", folder, source],
+            # The same sources result in the same bytes.
             env=os.environ | {"SOURCE_DATE_EPOCH": "315532800"},
             capture_output=True,
             text=True,
@@ -61,29 +52,28 @@ def trainer_wheel(top: Path, work: Path) -> Path:
         )
         built = list(Path(folder).glob("*.whl"))
         if done.returncode or not built:
-            last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-            raise EnvironmentBuildError(
-                f"the trainer's wheel could not be built on the controller (make setup): {last}"
-            )
+            last = (done.stderr.strip().splitlines() or ["pip printed no message"])[-1]
+            raise EnvironmentBuildError(f"cannot build the trainer's wheel on the controller (run make setup): {last}")
         shutil.move(built[0], target.with_suffix(".tmp"))
         target.with_suffix(".tmp").replace(target)
     return target
 
 
 def pip_archive(work: Path) -> Path:
-    """Return this controller's pip (a pure Python package) as one zip file, to be unpacked into an environment.
+    """Return the path of a zip file in `work` with the controller's pip, which a host unpacks into an environment.
 
-    Stock Debian and Ubuntu have neither pip nor ensurepip; with this, a host needs no package, no root and no network.
+    Debian and Ubuntu have neither pip nor ensurepip by default. With the archive, a host needs no package, no root and
+    no network.
     """
     pip = importlib.metadata.distribution("pip")
     target = work / f"pip-{pip.version}.zip"
     if target.exists():
         return target
     work.mkdir(parents=True, exist_ok=True)
-    aside = work / f".tmp-{os.getpid()}-{target.name}"
-    with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as archive:
+    temporary = work / f".tmp-{os.getpid()}-{target.name}"
+    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(pip.files or [], key=str):
             if path.parts[0].startswith("pip") and path.suffix != ".pyc" and path.name != "RECORD":
                 archive.writestr(zipfile.ZipInfo(str(path)), path.read_binary(), zipfile.ZIP_DEFLATED)
-    aside.replace(target)
+    temporary.replace(target)
     return target

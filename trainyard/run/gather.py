@@ -7,34 +7,27 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
-from trainyard.preflight import checks
+from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import HostUnreachableError, PlanError
 from trainyard.run.options import LaunchOptions
-from trainyard.run.plan import PORTS, HostFacts
+from trainyard.run.plan import PORTS
 from trainyard.run.spec_files import PreparedRun
 
 FACTS_LIMIT = 60.0  # s for a host to return its facts
 GRACE = 2.0  # s, after the other hosts' answers, for a host that was lost
-RUN_SPACE = 200 << 20  # bytes that a run writes besides the staged files: logs, events, checkpoints of a small adapter
 
 Connect = Callable[[str], HostConnection]
 """Makes the connection to a host by its name. Called in the main thread only."""
 
 
-def describe(host: Host) -> HostFacts:
-    """Return what the inventory says about a host. Raises PlanError if it is incomplete."""
+def describe(host: Host) -> HostState:
+    """Return a host before any question. Raises PlanError if the inventory does not describe it completely."""
     try:
         host.check()
     except InventoryError as error:
         raise PlanError(str(error)) from None
-    return {
-        "host": host.name,
-        "address": host.address,
-        "data_dir": host.data_dir,
-        "python": host.python,
-        "backend": host.backend,
-        "processes": host.processes,
-    }
+    return HostState(host)
 
 
 def own_torchrun(spec: dict[str, Any]) -> bool:
@@ -43,7 +36,7 @@ def own_torchrun(spec: dict[str, Any]) -> bool:
 
 
 def gather_facts(
-    hosts: list[HostFacts], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
+    hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
 ) -> dict[str, str]:
     """Add `facts` (see trainyard/remote/host_facts.py) to every host.
 
@@ -52,7 +45,7 @@ def gather_facts(
         lost: hosts that did not answer lately; they get little time.
 
     Returns:
-        Why a host did not answer, by name; such a host has None as facts.
+        Why a host did not answer, by name; such a host has no facts.
     """
     requested = [options.master_port] if options.master_port else []
     apart = own_torchrun(prepared.spec)
@@ -60,28 +53,24 @@ def gather_facts(
     requests: dict[str, Callable[[], dict[str, Any]]] = {}
     for place, host in enumerate(hosts):
         request = {
-            "head": hosts[0]["address"],
-            "address": host["address"],
+            "head": hosts[0].address,
+            "address": host.address,
             "ports": ports if place == 0 or apart else [],
-            "python": host["python"],
-            "data_dir": host["data_dir"],
-            "run_dir": f"{host['data_dir']}/runs/{prepared.run}",
+            "python": host.host.python,
+            "data_dir": host.host.data_dir,
+            "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
         }
-        requests[host["host"]] = functools.partial(connect(host["host"]).call, "host_facts", request)
+        requests[host.name] = functools.partial(connect(host.name).call, "host_facts", request)
     asked = FanOut(requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
     for host in hosts:
-        host["facts"] = asked.answers.get(host["host"])
-    return {
-        host["host"]: _missing_answer(host, asked.errors[host["host"]])
-        for host in hosts
-        if host["host"] in asked.errors
-    }
+        host.facts = asked.answers.get(host.name, {})
+    return {host.name: _missing_answer(host, asked.errors[host.name]) for host in hosts if host.name in asked.errors}
 
 
-def _missing_answer(host: HostFacts, message: str) -> str:
+def _missing_answer(host: HostState, message: str) -> str:
     """Return why a host did not answer: ssh's message, or that it has no Python where it should."""
     if "not found" in message or "No such file" in message:
-        return f"there is no Python at {host['python']}: run site.yml, or correct cluster_python"
+        return f"there is no Python at {host.host.python}: run site.yml, or correct cluster_python"
     return f"does not answer: {message}"
 
 
@@ -94,8 +83,8 @@ def _unreachable_line(unreachable: dict[str, str]) -> str:
 
 
 def usable_hosts(
-    hosts: list[HostFacts], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
-) -> tuple[list[HostFacts], dict[str, str]]:
+    hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
+) -> tuple[list[HostState], dict[str, str]]:
     """Return the hosts that can take part, with their `facts`, and why each other host cannot.
 
     Raises:
@@ -109,12 +98,12 @@ def usable_hosts(
         any_unreachable = any_unreachable or bool(unreachable)
         if not minimum and unreachable:
             raise HostUnreachableError(_unreachable_line(unreachable))
-        reached = [host for host in hosts if host["host"] not in unreachable]
-        unfit = {host["host"]: why for host in reached if (why := unfitness(host, prepared.size))}
+        reached = [host for host in hosts if host.name not in unreachable]
+        unfit = {host.name: why for host in reached if (why := unfitness(host, prepared.size))}
         if not minimum and unfit:
             raise PlanError(": ".join(next(iter(unfit.items()))))
         left_out |= unreachable | unfit
-        able = [host for host in hosts if host["host"] not in left_out]
+        able = [host for host in hosts if host.name not in left_out]
         if len(able) < minimum:
             raise (HostUnreachableError if any_unreachable else PlanError)(
                 f"{len(able)} of {len(able) + len(left_out)} hosts can take part, min_nodes is {minimum}: "
@@ -125,22 +114,22 @@ def usable_hosts(
         hosts = able  # there is another head: ask again for its ports, and for the routes to it
 
 
-def unfitness(host: HostFacts, staged: int) -> str:
+def unfitness(host: HostState, staged: int) -> str:
     """Return why a host cannot take part, or an empty string. `staged`: bytes that staging copies to it."""
-    found = checks.environment(host)
-    if not host["facts"]["running"]:
-        found += checks.room(host, staged + RUN_SPACE)
-    return found[0].plain if found else ""
+    found = host_checks.environment(host)
+    if not host.facts["running"]:
+        found += host_checks.disk_space(host, staged + host_checks.RUN_OVERHEAD)
+    return found[0].message if found else ""
 
 
-def check_consistency(hosts: list[HostFacts]) -> None:
+def check_consistency(hosts: list[HostState]) -> None:
     """Check that the hosts are different machines with the same versions. Raises PlanError."""
-    for finding in [*checks.twins(hosts), *checks.unlike(hosts)]:
+    for finding in [*cluster_checks.duplicates(hosts), *cluster_checks.package_versions(hosts)]:
         # A finding about versions names its hosts itself.
-        raise PlanError(f"{finding.host}: {finding.plain}" if finding.check == "address" else finding.plain)
+        raise PlanError(finding.headline if finding.check == "address" else finding.message)
 
 
-def check_requirements(hosts: list[HostFacts], spec: dict[str, Any], dataset_staged: bool) -> None:
+def check_requirements(hosts: list[HostState], spec: dict[str, Any], dataset_staged: bool) -> None:
     """Check that every host has the packages and tools that the spec needs. Raises PlanError."""
     eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
     needs = {
@@ -152,7 +141,7 @@ def check_requirements(hosts: list[HostFacts], spec: dict[str, Any], dataset_sta
         "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",
     }
     for host in hosts:
-        name, facts = host["host"], host["facts"]
+        name, facts = host.name, host.facts
         if spec["backend"] == "unsloth" and not facts["gpus"]:
             raise PlanError(f"{name}: backend=unsloth needs an NVIDIA GPU and the host has none: use backend=peft")
         for package, setting in needs.items():

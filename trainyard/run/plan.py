@@ -6,15 +6,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.formats import table
+from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
 
 # Below 32768, because the kernel assigns higher ports to outgoing connections.
 PORTS = range(29500, 29600)
 _JOIN_TIMEOUT = 120  # s for all hosts of an elastic run to reach the rendezvous
-
-HostFacts = dict[str, Any]
-"""A host as the plan needs it: `host` (name), `address`, `data_dir`, `python`, `backend`, `processes` (0: one per GPU, or
-one without a GPU) and `facts` (see trainyard/remote/host_facts.py)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def choose_port(requested: int | None, free: list[int], head: str) -> int:
     return free[0]
 
 
-def head_first(hosts: list[HostFacts], head: str) -> list[HostFacts]:
+def head_first(hosts: list[HostState], head: str) -> list[HostState]:
     """Return the hosts in rank order: the inventory's order, with the named head first.
 
     Raises:
@@ -89,13 +86,13 @@ def head_first(hosts: list[HostFacts], head: str) -> list[HostFacts]:
     """
     if not head:
         return hosts
-    names = [host["host"] for host in hosts]
+    names = [host.name for host in hosts]
     if head not in names:
         raise PlanError(f"head: {head} is not a host of this run; its hosts are {', '.join(names)}")
-    return sorted(hosts, key=lambda host: host["host"] != head)
+    return sorted(hosts, key=lambda host: host.name != head)
 
 
-def replica_ports(hosts: list[HostFacts], port: int, size: int) -> list[int]:
+def replica_ports(hosts: list[HostState], port: int, size: int) -> list[int]:
     """Return free ports: first the lighthouse's on the head, then each replica group's rendezvous port.
 
     All ports differ, because two hosts of the inventory may be one machine.
@@ -111,18 +108,18 @@ def replica_ports(hosts: list[HostFacts], port: int, size: int) -> list[int]:
         return [0] * (1 + len(hosts))
     ports = [port]
     for host in [hosts[0], *hosts[size::size]]:
-        left = [free for free in host["facts"]["free_ports"] if free not in ports]
+        left = [free for free in host.facts["free_ports"] if free not in ports]
         if not left:
             raise PlanError(
-                f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host['host']}: stop the processes that use them"
+                f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host.name}: stop the processes that use them"
             )
         ports.append(left[0])
     return [ports[1], ports[0], *ports[2:]]
 
 
-def rank_counts(hosts: list[HostFacts]) -> list[int]:
+def rank_counts(hosts: list[HostState]) -> list[int]:
     """Return the number of ranks on each host."""
-    return [host["processes"] or len(host["facts"]["gpus"]) or 1 for host in hosts]
+    return [host.host.processes or len(host.facts["gpus"]) or 1 for host in hosts]
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class _Rendezvous:
 
 
 def plan_nodes(
-    hosts: list[HostFacts],
+    hosts: list[HostState],
     *,
     run: str,
     port: int,
@@ -163,36 +160,36 @@ def plan_nodes(
     counts = rank_counts(hosts)
     on_machine: dict[str, int] = {}
     for host, count in zip(hosts, counts, strict=True):
-        boot = host["facts"]["boot_id"]
+        boot = host.facts["boot_id"]
         on_machine[boot] = on_machine.get(boot, 0) + count
         _check_route(host)
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
     nodes: list[Node] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
-        facts = host["facts"]
+        facts = host.facts
         first = sum(counts[:place])
-        run_dir = f"{host['data_dir']}/runs/{run}"
+        run_dir = f"{host.host.data_dir}/runs/{run}"
         if replica_hosts:
             meeting = _replica_rendezvous(hosts, counts, place, ports, replica_hosts)
         elif elastic:
             meeting = _elastic_rendezvous(hosts, place, port, f"{run}-{attempt}", elastic, restarts)
         else:
             meeting = _static_rendezvous(hosts, place, port)
-        command = [host["python"], "-m", "torch.distributed.run", *meeting.torchrun, f"--nproc-per-node={count}"]
+        command = [host.host.python, "-m", "torch.distributed.run", *meeting.torchrun, f"--nproc-per-node={count}"]
         command += ["-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}"]
-        command += [f"--data-dir={host['data_dir']}", *meeting.trainer]
+        command += [f"--data-dir={host.host.data_dir}", *meeting.trainer]
         nodes.append(
             Node(
-                host=host["host"],
+                host=host.name,
                 node_rank=place,
                 ranks=list(range(first, first + count)),
-                address=host["address"],
+                address=host.address,
                 interface=facts["interface"],
                 threads=max(1, facts["cpus"] // on_machine[facts["boot_id"]]),
                 run_dir=run_dir,
-                data_dir=host["data_dir"],
+                data_dir=host.host.data_dir,
                 command=command,
-                backend=host["backend"],
+                backend=host.host.backend,
                 attempt=attempt,
                 replica=meeting.replica,
                 restarts=restarts if replica_hosts else 0,
@@ -206,36 +203,36 @@ def plan_nodes(
     return nodes
 
 
-def _check_route(host: HostFacts) -> None:
-    facts = host["facts"]
+def _check_route(host: HostState) -> None:
+    facts = host.facts
     if facts["trouble"] or not facts["interface"]:
         why = facts["trouble"] or f"no network device there has the address {facts['source']}"
-        raise PlanError(f"{host['host']}: {why}; check cluster_address of {host['host']} and of the head")
+        raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
 
 
-def _static_rendezvous(hosts: list[HostFacts], place: int, port: int) -> _Rendezvous:
+def _static_rendezvous(hosts: list[HostState], place: int, port: int) -> _Rendezvous:
     words = [f"--nnodes={len(hosts)}", f"--node-rank={place}"]
-    return _Rendezvous([*words, f"--master-addr={hosts[0]['address']}", f"--master-port={port}", "--max-restarts=0"])
+    return _Rendezvous([*words, f"--master-addr={hosts[0].address}", f"--master-port={port}", "--max-restarts=0"])
 
 
 def _elastic_rendezvous(
-    hosts: list[HostFacts], place: int, port: int, identity: str, minimum: int, restarts: int
+    hosts: list[HostState], place: int, port: int, identity: str, minimum: int, restarts: int
 ) -> _Rendezvous:
     # Without is_host and --local-addr, no host would serve the store where /etc/hosts maps the host name to 127.0.1.1.
     conf = f"is_host={int(place == 0)},join_timeout={_JOIN_TIMEOUT},last_call_timeout=3"
     conf += ",keep_alive_interval=1,keep_alive_max_attempt=5"
     words = [f"--nnodes={minimum}:{len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-conf={conf}"]
-    words += [f"--rdzv-endpoint={hosts[0]['address']}:{port}", f"--rdzv-id={identity}"]
-    return _Rendezvous([*words, f"--local-addr={hosts[place]['address']}", f"--max-restarts={restarts}"])
+    words += [f"--rdzv-endpoint={hosts[0].address}:{port}", f"--rdzv-id={identity}"]
+    return _Rendezvous([*words, f"--local-addr={hosts[place].address}", f"--max-restarts={restarts}"])
 
 
 def _replica_rendezvous(
-    hosts: list[HostFacts], counts: list[int], place: int, ports: list[int], size: int
+    hosts: list[HostState], counts: list[int], place: int, ports: list[int], size: int
 ) -> _Rendezvous:
     number, among = divmod(place, size)
     group = hosts[place - among : place - among + size]
-    words = [f"--nnodes={len(group)}", f"--node-rank={among}", f"--master-addr={group[0]['address']}"]
-    lighthouse = f"{hosts[0]['address']}:{ports[0]}"
+    words = [f"--nnodes={len(group)}", f"--node-rank={among}", f"--master-addr={group[0].address}"]
+    lighthouse = f"{hosts[0].address}:{ports[0]}"
     groups = len(range(0, len(hosts), size))
     flags = [f"--replica={number}/{groups}", f"--first-rank={sum(counts[: number * size])}"]
     return _Rendezvous(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
 
 from trainer.config.run_spec import FIELDS, RunSpec, changed_fields, make_spec
-from trainyard.preflight import checks
-from trainyard.preflight.connectivity import check_mesh, high_ports
+from trainyard.connection import Host
+from trainyard.preflight.host_state import HostState
+from trainyard.preflight.mesh import high_ports, measure_mesh
+from trainyard.preflight.report import Report
+from trainyard.preflight.runner import check_plan
 from trainyard.run.choose_strategy import choose_strategy
 from trainyard.run.errors import PlanError, RunError
 from trainyard.run.gather import (
@@ -21,7 +24,7 @@ from trainyard.run.gather import (
     usable_hosts,
 )
 from trainyard.run.options import LaunchOptions
-from trainyard.run.plan import HostFacts, Node, choose_port, head_first, plan_lines, plan_nodes
+from trainyard.run.plan import Node, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.spec_files import PreparedRun
 
 Phase = Literal["new", "running", "finished", "stopped"]
@@ -61,7 +64,7 @@ class PreviousStart:
 
 
 def plan_run(
-    hosts: list[HostFacts],
+    hosts: list[HostState],
     connect: Connect,
     prepared: PreparedRun,
     options: LaunchOptions,
@@ -86,11 +89,11 @@ def plan_run(
     apart = own_torchrun(spec)
     if apart and options.elastic:
         raise PlanError("elastic: diloco_members=torchft restarts torchrun itself: omit elastic")
-    last_attempt = max((part["attempt"] for host in hosts if (part := host["facts"]["part"])), default=0)
+    last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
     members = _running_members(hosts, run, last_attempt, options, previous)
     port = 0
     if not members:
-        port = choose_port(options.master_port, hosts[0]["facts"]["free_ports"], hosts[0]["host"])
+        port = choose_port(options.master_port, hosts[0].facts["free_ports"], hosts[0].name)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     hosts = members or hosts
@@ -112,32 +115,32 @@ def plan_run(
     if is_finished(hosts, entries[0]["spec"], run):
         return RunPlan(entries, "finished", port, [])
     lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
-    lines += plan_lines(nodes, spec, port, hosts[0]["facts"].get("rows", []))
+    lines += plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))
     return RunPlan(entries, "new", port, lines + ([chosen] if chosen else []))
 
 
-def _resolve_strategy(hosts: list[HostFacts], connect: Connect, spec: dict[str, Any], prepared: PreparedRun) -> str:
+def _resolve_strategy(hosts: list[HostState], connect: Connect, spec: dict[str, Any], prepared: PreparedRun) -> str:
     """Replace strategy `auto` in the spec; return the reason, or an empty string if there is nothing to resolve."""
     if spec["strategy"] != "auto":
         return ""
-    if not any(host["facts"]["spec"] for host in hosts):
-        check_mesh(hosts, high_ports(), connect)
+    if not any(host.facts["spec"] for host in hosts):
+        measure_mesh(hosts, high_ports(), lambda host: connect(host.name))
     spec["strategy"], why = choose_strategy(hosts, spec, prepared.files)
     return why
 
 
 def _running_members(
-    hosts: list[HostFacts], run: str, attempt: int, options: LaunchOptions, previous: PreviousStart
-) -> list[HostFacts]:
+    hosts: list[HostState], run: str, attempt: int, options: LaunchOptions, previous: PreviousStart
+) -> list[HostState]:
     """Return the hosts of a start that runs and that this session did not make, by node rank; else an empty list.
 
     Raises:
         PlanError: only a part of the run is alive, and the session may not restart it.
     """
-    running = [host["host"] for host in hosts if host["facts"]["running"]]
+    running = [host.name for host in hosts if host.facts["running"]]
     if not running:
         return []
-    members: list[HostFacts] = []
+    members: list[HostState] = []
     if not previous.begun or attempt > previous.attempt:
         members = members_of(hosts, attempt)
     if not members and not (previous.begun or options.max_restarts):
@@ -148,26 +151,24 @@ def _running_members(
     return members
 
 
-def members_of(hosts: list[HostFacts], attempt: int) -> list[HostFacts]:
+def members_of(hosts: list[HostState], attempt: int) -> list[HostState]:
     """Return the hosts of a start by node rank if all of them run, else an empty list."""
     alive = {
-        host["host"]: host
+        host.name: host
         for host in hosts
-        if host["facts"]["running"] and (host["facts"]["part"] or {}).get("attempt") == attempt
+        if host.facts["running"] and (host.facts["part"] or {}).get("attempt") == attempt
     }
-    names: list[str] = next((host["facts"]["part"]["hosts"] for host in alive.values()), [])
+    names: list[str] = next((host.facts["part"]["hosts"] for host in alive.values()), [])
     return [alive[name] for name in names] if names and set(names) <= set(alive) else []
 
 
-def _was_stopped(hosts: list[HostFacts], attempt: int) -> bool:
+def _was_stopped(hosts: list[HostState], attempt: int) -> bool:
     """Return whether a user stopped this start of the run."""
-    return any(
-        host["facts"]["stop_wanted"] and (host["facts"]["part"] or {}).get("attempt") == attempt for host in hosts
-    )
+    return any(host.facts["stop_wanted"] and (host.facts["part"] or {}).get("attempt") == attempt for host in hosts)
 
 
-def _entry(node: Node, host: HostFacts, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
-    facts = host["facts"]
+def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
+    facts = host.facts
     return node.as_dict() | {
         "spec": host_spec(spec, prepared.files, node.data_dir),
         "versions": facts["versions"],
@@ -182,13 +183,13 @@ def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) 
     return {name: value for name, value in spec.items() if name in FIELDS} | paths
 
 
-def is_finished(hosts: list[HostFacts], spec: dict[str, Any], run: str) -> bool:
+def is_finished(hosts: list[HostState], spec: dict[str, Any], run: str) -> bool:
     """Return whether the run has finished on every host.
 
     Raises:
         PlanError: its folder holds another spec, or checkpoints while `resume` is never.
     """
-    facts = hosts[0]["facts"]
+    facts = hosts[0].facts
     now = make_spec(spec, "the plan")
     if facts["spec"] is not None:
         before = RunSpec.model_validate(yaml.safe_load(facts["spec"]))
@@ -198,10 +199,10 @@ def is_finished(hosts: list[HostFacts], spec: dict[str, Any], run: str) -> bool:
             )
         if now.resume == "never" and (facts["result"] or {}).get("status") != "finished":
             raise PlanError(f"run {run} has checkpoints and resume is never: choose another name with -e run=NAME")
-    return all((host["facts"]["result"] or {}).get("status") == "finished" for host in hosts)
+    return all((host.facts["result"] or {}).get("status") == "finished" for host in hosts)
 
 
-def check_plan_mesh(entries: list[dict[str, Any]], port: int, connect: Connect) -> list[str]:
+def check_plan_mesh(entries: list[dict[str, Any]], hosts: Mapping[str, Host], port: int, connect: Connect) -> list[str]:
     """Check that every host of a plan reaches every other one; return warnings.
 
     A host that does not answer is left for the launch to report.
@@ -209,14 +210,9 @@ def check_plan_mesh(entries: list[dict[str, Any]], port: int, connect: Connect) 
     Raises:
         RunError: a connection fails; `lines` hold all findings.
     """
-    hosts = [{**entry, "facts": {"interface": entry["interface"]}} for entry in entries]
-    ports = [port, *high_ports()]
-    check_mesh(hosts, ports, connect)
-    findings = checks.lines([host for host in hosts if host.get("mesh")], ports, port)
-    lines = [finding.line for finding in findings]
-    failures = [finding for finding in findings if finding.level == "failure"]
-    if failures:
-        first = f"{failures[0].host}: {failures[0].plain}" if failures[0].host else failures[0].plain
-        more = f" ({len(failures)} failures, listed below)" if len(failures) > 1 else ""
-        raise RunError(first + more, lines=lines)
-    return lines
+    states = [HostState(hosts[entry["host"]], facts={"interface": entry["interface"]}) for entry in entries]
+    findings = check_plan(states, lambda host: connect(host.name), port)
+    report = Report(findings, [finding.line for finding in findings])
+    if report.error:
+        raise RunError(report.error, **report.as_dict() | {"lines": report.lines})
+    return report.lines

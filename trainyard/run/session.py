@@ -151,7 +151,7 @@ class RunSession:
         state = self.state
         if state.phase != "new" or self.options.render_only or len(state.plan) < 2:
             return _SKIPPED
-        return {"changed": False, "lines": check_plan_mesh(state.plan, state.port, self.connect)}
+        return {"changed": False, "lines": check_plan_mesh(state.plan, self.hosts, state.port, self.connect)}
 
     def stage(self) -> dict[str, Any]:
         """Copy to every host what differs: trainer, spec, dataset, model."""

@@ -1,0 +1,248 @@
+"""Checks between hosts by their answers. No I/O: every function returns findings, and an empty list if nothing is wrong."""
+
+from __future__ import annotations
+
+import ipaddress
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainyard.preflight.host_state import HostState
+from trainyard.preflight.report import Finding
+
+CLOCK_SKEW = 2.0  # s from the median of all clocks
+SLOW_LINK = 300.0  # Mbit/s: a 100 Mbit port or Wi-Fi, not a gigabit link under load
+SLOW_PING = 5.0  # ms round trip
+STALL_SIZE = 128  # KiB that `mesh` sends at once to find paths that drop large packets
+
+
+# Checks before every run: they need `facts` only ------------------------------------------------------------------------
+
+
+def duplicates(states: Sequence[HostState]) -> list[Finding]:
+    """Check for one machine under two names, and for loopback addresses between machines."""
+    found = []
+    seen: dict[tuple[str, ...], str] = {}
+    for state in states:
+        facts = state.facts
+        # Containers share a boot_id and cloned images a machine-id. One machine has both in common with itself.
+        identity = (facts["boot_id"], facts["machine_id"], *_own_addresses(facts), state.host.data_dir)
+        first = seen.setdefault(identity, state.name)
+        if first != state.name:
+            text = f"{first} and {state.name} are one machine (same boot_id and machine-id)"
+            found.append(Finding("twice", state.name, "failure", text, "remove one of them from the inventory"))
+    loopback = [state.name for state in states if ipaddress.ip_address(state.address).is_loopback]
+    if loopback and len({state.facts["boot_id"] for state in states}) > 1:
+        text = "cluster_address is a loopback address, which other machines cannot reach"
+        found.append(Finding("address", loopback[0], "failure", text, "set it to an address that they reach"))
+    return found
+
+
+def _own_addresses(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what distinguishes containers and clones of one image: their addresses."""
+    return tuple(sorted(facts.get("addresses") or ()))
+
+
+def package_versions(states: Sequence[HostState]) -> list[Finding]:
+    """Check that all environments have the same packages as the first host's."""
+    found = []
+    first = next((state for state in states if state.facts["versions"]), None)
+    for state in states:
+        if first is None or state is first or not state.facts["versions"]:
+            continue
+        expected, actual = first.facts["versions"], state.facts["versions"]
+        names = [name for name in sorted({*expected, *actual}) if expected.get(name) != actual.get(name)]
+        if names:
+            shown = ", ".join(f"{name} {expected.get(name, 'none')} / {actual.get(name, 'none')}" for name in names)
+            text = f"{first.name} and {state.name} have different environments: {shown}"
+            found.append(Finding("versions", state.name, "failure", text, "run site.yml on all hosts"))
+    return found
+
+
+# Checks of preflight only: they need `health` ---------------------------------------------------------------------------
+
+
+def clones(states: Sequence[HostState]) -> list[Finding]:
+    """Check for different machines with the same machine-id."""
+    found = []
+    seen: dict[str, HostState] = {}
+    for state in states:
+        machine_id = state.facts["machine_id"]
+        first = seen.setdefault(machine_id, state) if machine_id else state
+        if first is not state and _own_addresses(first.facts) != _own_addresses(state.facts):
+            text = f"has the machine-id of {first.name}: both are clones of one image"
+            remedy = "run rm /etc/machine-id && systemd-machine-id-setup on it: DHCP may give both the same address"
+            found.append(Finding("twice", state.name, "warning", text, remedy))
+    return found
+
+
+def clocks(states: Sequence[HostState]) -> list[Finding]:
+    """Compare every clock with the median. The duration of the question is not counted as an error."""
+    if len(states) < 2:
+        return []
+    offsets = {}
+    for state in states:
+        sent, received = state.asked
+        began, ended = state.health["clock"]
+        # The true offset lies between these two.
+        offsets[state.name] = (began - received + (ended - began), began - sent)
+    median = statistics.median((low + high) / 2 for low, high in offsets.values())
+    found = []
+    for name, (low, high) in offsets.items():
+        skew = max(low - median, median - high, 0.0)
+        if skew > CLOCK_SKEW:
+            text = f"its clock differs by {skew:.0f} s from the other hosts"
+            found.append(Finding("clock", name, "warning", text, "run chrony on it (site.yml), or set the clock"))
+    return found
+
+
+def mtus(states: Sequence[HostState]) -> list[Finding]:
+    """Check that the NICs on the routes to the head have the same MTU."""
+    sizes = {state.name: device["mtu"] for state in states if (device := state.device)}
+    usual = statistics.mode(sizes.values()) if sizes else 0
+    return [
+        Finding(
+            "mtu",
+            name,
+            "failure",
+            f"the MTU of its NIC is {size}, on the other hosts it is {usual}",
+            "set the same MTU on all hosts (netplan) and on the switch",
+        )
+        for name, size in sizes.items()
+        if size != usual
+    ]
+
+
+def gpus(states: Sequence[HostState]) -> list[Finding]:
+    """Check that all hosts have a GPU, or none."""
+    with_gpu = [state.name for state in states if state.facts["gpus"]]
+    if not with_gpu:
+        return []
+    text, remedy = f"has no GPU, but {with_gpu[0]} has one", "exclude it with --limit, or run nvidia-smi on it"
+    return [Finding("gpu", state.name, "warning", text, remedy) for state in states if not state.facts["gpus"]]
+
+
+def checksums(states: Sequence[HostState]) -> list[Finding]:
+    """Check that shared datasets and the run's trainer are the same on all hosts."""
+    digests: dict[str, dict[str, str]] = {}
+    for state in states:
+        for path, digest in state.health["files"]["equal"].items():
+            digests.setdefault(path, {})[state.name] = digest
+    found = []
+    for path, by_host in digests.items():
+        usual = statistics.mode(by_host.values())
+        different = [state.name for state in states if by_host.get(state.name) not in (usual, None)]
+        missing = [state.name for state in states if state.name not in by_host]
+        run = path.startswith("runs/")
+        remedy = "run train.yml again: it copies what differs" if run else "run site.yml --tags nfs"
+        for name in [*different, *missing]:
+            text = f"{path} is missing" if name in missing else f"{path} differs from the other hosts"
+            found.append(Finding("checksum", name, "failure", text, remedy))
+    return found
+
+
+# Checks of the mesh: they need `mesh` -----------------------------------------------------------------------------------
+
+
+def connectivity(states: Sequence[HostState], ports: Sequence[int], head_port: int) -> list[Finding]:
+    """Check every pair of hosts: the rendezvous port, random high ports, large packets and speed.
+
+    Args:
+        states: the hosts that have a `mesh`.
+        ports: the ports that were tried.
+        head_port: the rendezvous port among them.
+    """
+    found = []
+    for state in states:
+        if head_port in _mesh(state)["taken"]:
+            remedy = "train.yml takes the next free port; to see what uses this one, run ss -ltnp"
+            found.append(Finding("port", state.name, "warning", f"port {head_port} is in use on this host", remedy))
+    found += firewalls(states, [port for port in ports if port != head_port], head_port)
+    return [*found, *large_packets(states), *link_speeds(states)]
+
+
+def firewalls(states: Sequence[HostState], high_ports: Sequence[int], head_port: int) -> list[Finding]:
+    """Report ports of a host that peers cannot reach, one finding per host."""
+    found = []
+    high = {str(port) for port in high_ports}
+    for target in states:
+        taken = {str(port) for port in _mesh(target)["taken"]}
+        blocked: dict[str, dict[str, str]] = {}  # source: {port: error}
+        for source in states:
+            errors = _mesh(source)["reached"].get(target.name, {})
+            if errors := {port: error for port, error in errors.items() if error and port not in taken}:
+                blocked[source.name] = errors
+        if not blocked:
+            continue
+        ports = set().union(*blocked.values())
+        error = next(iter(next(iter(blocked.values())).values()))
+        all_high = bool(high) and ports >= high - taken
+        which = f"TCP port {', '.join(sorted(ports))}"
+        if all_high and str(head_port) in ports:
+            which = "any TCP port"
+        elif all_high:
+            which = "high TCP ports (32768-60999), on which gloo and NCCL listen,"
+        text = f"{', '.join(blocked)} cannot reach {which} of this host ({error})"
+        remedy = "its firewall drops the connections: site.yml opens all TCP ports between cluster addresses"
+        found.append(Finding("firewall", target.name, "failure", text, remedy))
+    return found
+
+
+def large_packets(states: Sequence[HostState]) -> list[Finding]:
+    """Report paths that carry small packets and drop large ones."""
+    found = []
+    mtu_of = {state.name: _mesh(state)["mtu"] for state in states}
+    for state in states:
+        mtu = mtu_of[state.name]
+        for peer, link in _mesh(state)["lines"].items():
+            # `mtus` reports unequal MTUs.
+            dropped = link.get("ping_small") and link.get("ping_large") is False and mtu <= mtu_of.get(peer, 0)
+            if dropped or "stalled" in link:
+                size = f"packets of {mtu} bytes" if dropped else f"{STALL_SIZE} KiB sent at once"
+                text = f"{size} do not reach {peer}"
+                remedy = "the path has a smaller MTU (a tunnel or a switch): set that MTU on both hosts"
+                found.append(Finding("mtu", state.name, "failure", text, remedy))
+    return found
+
+
+def link_speeds(states: Sequence[HostState]) -> list[Finding]:
+    """Report slow links to the head. If all links are slow, the head's own link is the cause."""
+    rates = {
+        state.name: link["mbit"]
+        for state in states
+        for link in _mesh(state)["lines"].values()
+        if link.get("mbit") is not None
+    }
+    slow = {name: rate for name, rate in rates.items() if rate < SLOW_LINK}
+    remedy = "check cable, switch port and NIC (ethtool): every step waits for the slowest link"
+    if len(slow) > 1 and len(slow) == len(rates):
+        head = next(state.name for state in states if state.name not in rates)
+        text = f"all links to it are slow ({min(slow.values()):.0f} to {max(slow.values()):.0f} Mbit/s)"
+        return [Finding("link", head, "warning", text, remedy)]
+    found = [
+        Finding("link", name, "warning", f"its link to the head carries {rate:.0f} Mbit/s", remedy)
+        for name, rate in slow.items()
+    ]
+    for state in states:
+        ping = _mesh(state)["lines"].get(states[0].name, {}).get("latency_ms", 0.0)
+        if ping > SLOW_PING:
+            text = f"the round trip to {states[0].name} takes {ping:.1f} ms"
+            remedy = "use a cable: every all-reduce waits for the round trip"
+            found.append(Finding("link", state.name, "warning", text, remedy))
+    return found
+
+
+def all_reduce(errors: Mapping[str, str]) -> list[Finding]:
+    """Report why the all-reduce over all hosts failed. `errors` has torch's message by host."""
+    remedy = "see torch's message"
+    return [
+        Finding("all-reduce", name, "failure", f"the all-reduce failed: {error}", remedy)
+        for name, error in errors.items()
+    ]
+
+
+def _mesh(state: HostState) -> dict[str, Any]:
+    """Return the host's part of the mesh. Raises ValueError if it has none."""
+    if state.mesh is None:
+        raise ValueError(f"{state.name} has not taken part in the mesh")
+    return state.mesh

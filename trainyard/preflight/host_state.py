@@ -1,0 +1,67 @@
+"""One host and its answers to the questions of preflight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainyard.connection import Host
+
+
+@dataclass
+class HostState:
+    """A host with what is known about it. A part that has not been asked for is empty.
+
+    Attributes:
+        host: what the inventory says.
+        facts: the answer of the verb `host_facts`.
+        health: the answer of the verb `health`.
+        mesh: the answer of the verb `mesh`; None if the host did not take part.
+        asked: the controller's clock before and after the `health` question, in seconds since the epoch.
+        error: why the host did not answer, in one line; empty if it did.
+    """
+
+    host: Host
+    facts: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, Any] | None = None
+    asked: tuple[float, float] = (0.0, 0.0)
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """The inventory name."""
+        return self.host.name
+
+    @property
+    def address(self) -> str:
+        """The IP address at which peers reach the host."""
+        return self.host.address
+
+    @property
+    def device(self) -> dict[str, Any] | None:
+        """The network device on the route to the head, as `health` describes it."""
+        return next((row for row in self.health["devices"] if row["name"] == self.facts["interface"]), None)
+
+    @property
+    def link_to_head(self) -> dict[str, Any]:
+        """The measured link to the head (`mbit`, `latency_ms`); empty if it was not measured."""
+        links: dict[str, dict[str, Any]] = (self.mesh or {"lines": {}})["lines"]
+        return next((link for link in links.values() if "mbit" in link), {})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all answers in the form of the JSON report."""
+        answer: dict[str, Any] = {
+            "address": self.address,
+            "data_dir": self.host.data_dir,
+            "python": self.host.python,
+        }
+        if self.error:
+            return answer | {"error": self.error}
+        answer |= {"facts": self.facts, "health": self.health}
+        return answer | ({"mesh": self.mesh} if self.mesh else {})
+
+
+def responding(states: list[HostState]) -> list[HostState]:
+    """Return the hosts that have answered every question so far."""
+    return [state for state in states if not state.error]

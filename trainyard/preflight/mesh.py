@@ -1,0 +1,85 @@
+"""Measurements that all hosts make together: connectivity of every pair of hosts, and an all-reduce over all of them."""
+
+from __future__ import annotations
+
+import functools
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainyard.connection import FanOut, Host, HostConnection
+from trainyard.preflight.host_state import HostState
+
+Connect = Callable[[Host], HostConnection]
+
+HIGH_PORTS = range(33000, 60900)  # ephemeral ports, on which gloo and NCCL listen
+REDUCE_PORTS = range(29600, 29999)  # below the ephemeral ports; the rendezvous port may be in use
+MESH_LIMIT = 8.0  # s, plus half a second per host
+REDUCE_LIMIT = 60.0  # s, most of it for the import of torch
+
+
+def high_ports() -> list[int]:
+    """Return three random ports of the range in which ranks listen."""
+    return random.sample(HIGH_PORTS, 3)
+
+
+def measure_mesh(
+    states: Sequence[HostState], ports: Sequence[int], connect: Connect, *, system_python: bool = False
+) -> None:
+    """Set `mesh` of every host that answers. All hosts listen and connect to all others at the same time.
+
+    One machine that is several hosts takes part once. A single host has no mesh.
+
+    Args:
+        states: hosts whose `facts` have `interface`, with the head first.
+        ports: TCP ports on which every host listens and is reached.
+        connect: makes the connection to a host; called in this thread.
+        system_python: use the interpreter that Ansible uses, instead of the cluster's.
+    """
+    machines = list({state.address: state for state in reversed(states)}.values())[::-1]
+    if len(machines) < 2:
+        return
+    limit, token = MESH_LIMIT + len(machines) / 2, secrets.token_hex(16)
+    requests: dict[str, Callable[[], dict[str, Any]]] = {}
+    for state in machines:
+        request = {
+            "name": state.name,
+            "device": state.facts["interface"],
+            "names": [other.name for other in machines],
+            "address": state.address,
+            "peers": {other.name: other.address for other in machines if other is not state},
+            "head": machines[0].name,
+            "ports": list(ports),
+            "token": token,
+            "limit": limit,
+        }
+        interpreter = state.host.system_python if system_python else state.host.python
+        requests[state.name] = functools.partial(connect(state.host).call, "mesh", request, python=interpreter)
+    answers = FanOut(requests).wait(limit + 10).answers
+    for state in machines:
+        state.mesh = answers.get(state.name)
+
+
+def measure_all_reduce(states: Sequence[HostState], connect: Connect) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Run a gloo all-reduce over all hosts with the cluster's Python.
+
+    Returns:
+        The head's answer (`mbit`, `latency_ms`, `torch`), or None if any host failed; and the error of every such host.
+    """
+    port = random.choice(REDUCE_PORTS)
+    requests: dict[str, Callable[[], dict[str, Any]]] = {}
+    for rank, state in enumerate(states):
+        request = {
+            "rank": rank,
+            "world": len(states),
+            "master": states[0].address,
+            "port": port,
+            "device": state.facts["interface"],
+            "limit": REDUCE_LIMIT,
+        }
+        requests[state.name] = functools.partial(connect(state.host).call, "all_reduce", request)
+    fan_out = FanOut(requests).wait(REDUCE_LIMIT + 15)
+    if fan_out.errors:
+        return None, dict(fan_out.errors)
+    return fan_out.answers[states[0].name], {}

@@ -1,0 +1,102 @@
+"""Preflight from hosts to a report, and the part of it that a run does before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trainyard.connection import Host, HostConnection
+from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.gather import gather
+from trainyard.preflight.host_state import HostState, responding
+from trainyard.preflight.mesh import high_ports, measure_all_reduce, measure_mesh
+from trainyard.preflight.report import Finding, Report, by_severity, host_table
+
+MEMORY_MIB = 512  # that one process must be able to allocate: torch imported, and a small model
+
+
+def run_preflight(
+    hosts: Sequence[Host],
+    connect: Callable[[Host], HostConnection],
+    master_port: int,
+    *,
+    run: str = "",
+    all_reduce: bool = True,
+) -> Report:
+    """Ask all hosts at once, measure what lies between them, and report what is wrong. Changes nothing on the hosts.
+
+    Args:
+        hosts: the head first.
+        connect: makes the connection to a host; called in this thread.
+        master_port: the rendezvous port.
+        run: name of a run whose trainer must be the same on all hosts; empty for none.
+        all_reduce: whether to run an all-reduce over all hosts, if no check failed.
+    """
+    ports = [master_port, *high_ports()]
+    states = gather(hosts, connect, run, MEMORY_MIB)
+    measure_mesh(responding(states), ports, connect, system_python=True)
+    findings = check(states, ports, master_port)
+    summary, reduced = "skipped", None
+    if all_reduce and any(finding.level == "failure" for finding in findings):
+        summary = "skipped, because of the failures above"
+    elif all_reduce and len(hosts) < 2:
+        summary = "skipped, because there is only one host"
+    elif all_reduce:
+        reduced, errors = measure_all_reduce(states, connect)
+        findings += cluster_checks.all_reduce(errors)
+        summary = "failed"
+    if reduced:
+        summary = (
+            f"{reduced['mbit']:.0f} Mbit/s, {reduced['latency_ms']:.2f} ms "
+            f"(torch {reduced['torch']}, gloo, {len(hosts)} hosts)"
+        )
+    lines = [*host_table(states, findings), f"all-reduce over all hosts: {summary}"]
+    return Report(findings, lines, states, reduced)
+
+
+def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -> list[Finding]:
+    """Return all findings about these answers, the most severe first.
+
+    Args:
+        states: the head first.
+        ports: the TCP ports that were tried between hosts.
+        master_port: the rendezvous port among them.
+    """
+    answered = responding(list(states))
+    findings = [finding for state in states if state.error for finding in host_checks.reachability(state)]
+    for state in answered:
+        findings += host_checks.environment(state)
+        findings += host_checks.disk_space(state, host_checks.RUN_OVERHEAD)
+        findings += host_checks.resources(state, MEMORY_MIB)
+        findings += host_checks.processor(state)
+        findings += host_checks.accelerator(state)
+        findings += host_checks.datasets(state)
+        findings += host_checks.network(state, states)
+    for compare in (
+        cluster_checks.duplicates,
+        cluster_checks.clones,
+        cluster_checks.package_versions,
+        cluster_checks.clocks,
+        cluster_checks.mtus,
+        cluster_checks.gpus,
+        cluster_checks.checksums,
+    ):
+        findings += compare(answered)
+    findings += cluster_checks.connectivity([state for state in answered if state.mesh], ports, master_port)
+    return by_severity(findings, [state.name for state in states])
+
+
+def check_plan(
+    states: Sequence[HostState], connect: Callable[[Host], HostConnection], master_port: int
+) -> list[Finding]:
+    """Measure the mesh of a run's hosts just before the start, and return what is wrong between them.
+
+    A host that does not answer has no finding: the start of the run reports it.
+
+    Args:
+        states: the hosts of the plan, the head first, whose `facts` have `interface`.
+        connect: makes the connection to a host; called in this thread.
+        master_port: the rendezvous port of the run.
+    """
+    ports = [master_port, *high_ports()]
+    measure_mesh(states, ports, connect)
+    return cluster_checks.connectivity([state for state in states if state.mesh], ports, master_port)
