@@ -30,10 +30,10 @@ def peer_names(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
     }
 
 
-def _told(hostvars: Any, host: str, what: str) -> list[str]:
-    """Return what the host said of `what` in this play (`__ssh_told`): its own keys, or its login user's."""
-    lines = (hostvars[host].get("__ssh_told") or {}).get("stdout_lines") or []
-    return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ssh-")]
+def _public_keys(hostvars: Any, host: str, kind: str) -> list[str]:
+    """Return the public keys that the role ssh read in this play: the host's (`host`) or its login user's (`key`)."""
+    lines = (hostvars[host].get("__ssh_info") or {}).get("stdout_lines") or []
+    return [line.removeprefix(f"{kind} ") for line in lines if line.startswith(f"{kind} ssh-")]
 
 
 def _key(line: str) -> str:
@@ -52,7 +52,7 @@ def peer_host_keys(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
         port = int(hostvars[host].get("ansible_port") or 22)
         names = dict.fromkeys([host, addresses[host], str(hostvars[host].get("ansible_host") or host)])
         patterns = ",".join(name if port == 22 else f"[{name}]:{port}" for name in names)
-        if keys := _told(hostvars, host, "host"):
+        if keys := _public_keys(hostvars, host, "host"):
             lines[host] = [f"{patterns} {_key(key)}" for key in keys]
     return lines
 
@@ -64,7 +64,7 @@ def peer_keys(hostvars: Any, hosts: list[str], controller_key: str = "") -> dict
     """
     addresses = ",".join(dict.fromkeys(cluster_addresses(hostvars, hosts).values()))
     limits = f'from="{addresses}",no-agent-forwarding,no-port-forwarding,no-X11-forwarding'
-    lines = {host: [f"{limits} {_key(key)}" for key in _told(hostvars, host, "key")] for host in hosts}
+    lines = {host: [f"{limits} {_key(key)}" for key in _public_keys(hostvars, host, "key")] for host in hosts}
     lines = {host: keys for host, keys in lines.items() if keys}
     if controller_key:
         lines["(controller)"] = [_key(controller_key)]

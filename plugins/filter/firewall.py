@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
-from trainyard.ufw import wanted
+from trainyard.ufw import allow_rules
 
 
 def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], allow: list[dict[str, Any]]) -> list[str]:
@@ -21,7 +21,7 @@ def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], all
     for name, entries in (("firewall_openings", openings), ("firewall_allow", allow)):
         for entry in entries:
             try:
-                wanted(str(entry["port"]), entry.get("proto", "tcp"), str(entry.get("source", "any")), "")
+                allow_rules(str(entry["port"]), entry.get("proto", "tcp"), str(entry.get("source", "any")), "")
             except ValueError as error:
                 problems.append(f"{name}: {error}")
     return problems

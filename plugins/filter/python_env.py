@@ -15,8 +15,8 @@ def python_environments(hostvars: Any, hosts: Sequence[str], built: bool = False
     """
     environments = {}
     for host in hosts:
-        after = hostvars[host].get("__python_made", {}).get("look") if built else None
-        environments[host] = after or hostvars[host]["__python_look"]["look"]
+        after = hostvars[host].get("__python_created", {}).get("info") if built else None
+        environments[host] = after or hostvars[host]["__python_info"]["info"]
     return environments
 
 

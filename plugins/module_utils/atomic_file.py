@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the writer. Standard library only."""
+"""Write a file atomically. Standard library only: modules import it on the managed host."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, text: str, mode: int, owner: str | None = None, keep: bool = False) -> None:
-    """Replace a file at once, and make its folder where it is lacking, which is `owner`'s then as the file is.
+    """Replace the content of `path` in one step, and flush it to disk first.
 
-    `keep` leaves mode and owner of a file that is there as they are. Raises OSError, and KeyError for an unknown owner.
+    A missing parent folder is created. `owner` (a user name) owns the file and a folder that this call creates; by
+    default both belong to the current user. With `keep`, an existing file keeps its mode and owner.
+    Raises OSError if the file cannot be written, and KeyError if the user `owner` does not exist.
     """
-    person = pwd.getpwnam(owner) if owner else None
+    user = pwd.getpwnam(owner) if owner else None
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, mode=0o700 if owner else 0o755)
-        if person:
-            os.chown(path.parent, person.pw_uid, person.pw_gid)
+        if user:
+            os.chown(path.parent, user.pw_uid, user.pw_gid)
     status = path.stat() if keep and path.exists() else None
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".trainyard-")
-    aside = Path(name)
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         if status:
-            os.chown(aside, status.st_uid, status.st_gid)
-        elif person:
-            os.chown(aside, person.pw_uid, person.pw_gid)
-        aside.chmod(status.st_mode & 0o7777 if status else mode)
-        aside.replace(path)
+            os.chown(temporary, status.st_uid, status.st_gid)
+        elif user:
+            os.chown(temporary, user.pw_uid, user.pw_gid)
+        temporary.chmod(status.st_mode & 0o7777 if status else mode)
+        temporary.replace(path)
     except BaseException:
-        aside.unlink()
+        temporary.unlink()
         raise

@@ -1,12 +1,11 @@
-"""NVIDIA cards by their PCI device numbers: which generation one is, and which driver it wants. Standard library only.
+"""Find NVIDIA GPUs by their PCI device numbers and select a driver for them. Standard library only.
 
-Source: the PCI ID repository (pci.ids, vendor 10de) for the numbers; NVIDIA's "Legacy GPUs" and "CUDA compatibility" pages and
-the README of the open kernel modules for the drivers.
+Sources: the PCI ID repository (pci.ids, vendor 10de) for device numbers; NVIDIA's pages "Legacy GPUs" and "CUDA
+compatibility" and the README of the open kernel modules for drivers.
 """
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ DISPLAY = ("0x0300", "0x0302")  # PCI classes: VGA controller, 3D controller
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation of cards: first and last branch of the driver that run it (0: none yet), and its kernel modules.
+    """A GPU generation, the driver branches that support it, and the kernel modules that it requires.
 
-    `modules` is "closed" (the open ones do not know it), "either", or "open" (the closed ones do not).
+    `first` and `last` are driver branches; `last` is 0 while support continues. `modules` is "closed" (the open kernel
+    modules do not support it), "open" (only the open ones do) or "either".
     """
 
     name: str
@@ -39,7 +39,7 @@ ADA = Generation("Ada", 520, 0, "either")
 HOPPER = Generation("Hopper", 515, 0, "either")
 BLACKWELL = Generation("Blackwell", 570, 0, "open")
 
-# First and last device number; whatever is above all of them is newer than this table.
+# First and last device number, and the generation. A number above the last range is a newer GPU.
 RANGES = (
     (0x06C0, 0x0DFF, FERMI),
     (0x0E00, 0x0E3F, FERMI),
@@ -62,19 +62,19 @@ RANGES = (
     (0x2600, 0x28FF, ADA),
     (0x2900, 0x2FFF, BLACKWELL),
 )
-# What today's torch still runs on begins with Maxwell; its drivers begin here.
-TORCH_LEAST = 525
+# The first driver branch that current torch builds support; they support Maxwell and later.
+TORCH_MINIMUM = 525
 
 
-def generation(device: int) -> Generation | None:
-    """Return the generation that a PCI device number belongs to; None for one that this table does not know."""
-    return next((which for first, last, which in RANGES if first <= device <= last), None)
+def generation_of(device: int) -> Generation | None:
+    """Return the generation of a PCI device number, or None if the table does not contain it."""
+    return next((generation for first, last, generation in RANGES if first <= device <= last), None)
 
 
-def find(sysfs: Path) -> list[dict[str, Any]]:
-    """Return every NVIDIA card below `sysfs` (/sys): `slot`, `device`, its generation's name and the kernel `module` at work.
+def find_cards(sysfs: Path) -> list[dict[str, Any]]:
+    """Return `slot`, `device`, `generation` (a name) and `module` (the kernel module in use) of every NVIDIA GPU.
 
-    Virtual functions and audio devices are not cards.
+    `sysfs` is /sys, or a folder of the same layout. Audio devices and other functions of a card are left out.
     """
     cards = []
     for folder in sorted((sysfs / "bus/pci/devices").glob("*")):
@@ -84,58 +84,47 @@ def find(sysfs: Path) -> list[dict[str, Any]]:
             continue
         if vendor.lower() != VENDOR or not kind.lower().startswith(DISPLAY):
             continue
-        which = generation(int(device, 16))
+        generation = generation_of(int(device, 16))
         module = (folder / "driver").resolve().name if (folder / "driver").exists() else ""
         cards.append(
-            {"slot": folder.name, "device": device, "generation": which.name if which else "", "module": module}
+            {
+                "slot": folder.name,
+                "device": device,
+                "generation": generation.name if generation else "",
+                "module": module,
+            }
         )
     return cards
 
 
-def answers(field: str) -> list[str]:
-    """Return what the driver says of every card, such as its `driver_version` or `compute_cap`; none where none answers.
+def select_driver(cards: list[dict[str, Any]], branch: int) -> dict[str, Any]:
+    """Return the driver that supports all cards of a host.
 
-    Source: `nvidia-smi --help-query-gpu`.
+    `branch` is the preferred branch; the result may be an older or a newer one. Keys of the result: `branch`, `modules`
+    ("open" or "closed"), `minimum` (the oldest branch that works, 0 if unknown), `unknown` (device numbers that the table
+    does not contain) and `error` (one line if no driver is suitable, otherwise empty).
     """
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines()]
-
-
-def wanted(cards: list[dict[str, Any]], branch: int) -> dict[str, Any]:
-    """Return the driver that suits all cards of a host: `branch` (or the last one that knows them), `modules`, `trouble`.
-
-    `branch` is the branch to take where the cards leave the choice. `trouble` says why none suits, or is empty.
-    """
-    kinds = [which for card in cards if (which := generation(int(card["device"], 16)))]
-    unknown = [card["device"] for card in cards if not generation(int(card["device"], 16))]
-    last = min((which.last for which in kinds if which.last), default=0)
-    first = max((which.first for which in kinds), default=0)
-    modules = {which.modules for which in kinds} - {"either"}
+    known = [generation for card in cards if (generation := generation_of(int(card["device"], 16)))]
+    unknown = [card["device"] for card in cards if not generation_of(int(card["device"], 16))]
+    last = min((generation.last for generation in known if generation.last), default=0)
+    first = max((generation.first for generation in known), default=0)
+    modules = {generation.modules for generation in known} - {"either"}
     if last:
         branch = min(branch, last)
     branch = max(branch, first)
-    trouble = ""
+    error = ""
     if (last and first > last) or modules == {"open", "closed"}:
-        names = ", ".join(sorted({which.name for which in kinds}))
-        trouble = f"no one driver runs all its cards ({names}): take one kind out"
-    elif last and last < TORCH_LEAST:
-        trouble = f"its driver ends with {last}, torch needs {TORCH_LEAST}: a card that is too old to train on"
-    elif unknown and not kinds:
-        # A card newer than the table: what is newest is the best guess, and only the open modules know new cards.
+        names = ", ".join(sorted({generation.name for generation in known}))
+        error = f"no driver supports all GPUs of this host ({names}): remove the GPUs of one generation"
+    elif last and last < TORCH_MINIMUM:
+        error = f"the last driver for this GPU is {last}, torch needs {TORCH_MINIMUM} or later: train without this GPU"
+    elif unknown and not known:
+        # A GPU that is newer than the table: the open kernel modules are the only ones that new GPUs support.
         modules = {"open"}
     return {
         "branch": branch,
         "modules": "closed" if modules == {"closed"} else "open",
-        "least": first,
+        "minimum": first,
         "unknown": unknown,
-        "trouble": trouble,
+        "error": error,
     }

@@ -1,7 +1,7 @@
-"""One NIC's address in netplan's files: taken out of wherever it is defined, and put into a file of ours.
+"""Edit the address of one NIC in netplan's files: move its definition to a file of its own.
 
-Pure Python and PyYAML, which netplan itself needs; no Ansible. Scalars stay the strings that they are in the files: netplan
-reads `"true"` as `true`, and nothing is lost on the way (a MAC is no base-60 number).
+Needs PyYAML, a dependency of netplan, and nothing of Ansible. Scalars stay the strings that they are in the files:
+netplan reads `"true"` as `true`, and a MAC address does not turn into a base-60 number.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from typing import Any
 import yaml
 
 OURS = "60-trainyard.yaml"
-HEADER = "# trainyard: written by the role netplan, which keeps what was here before in /var/lib/trainyard/netplan\n"
-# An id that comes before those of definitions for many NICs: networkd takes the first that matches.
+HEADER = "# trainyard: written by the role netplan; the former files are in /var/lib/trainyard/netplan\n"
+# networkd applies the first match, so this id must sort before definitions that match several NICs.
 SHARED_ID = "0-trainyard"
 
 
 @dataclass(frozen=True)
 class Nic:
-    """A NIC as it is now. `gateway` and `dns` are what it uses, for where nothing else is said; empty for none."""
+    """A NIC in its current state. `gateway` and `dns` are the current values, empty if there are none."""
 
     name: str
     mac: str
     gateway: str = ""
     dns: tuple[str, ...] = ()
-    permanent: bool = False  # whether netplan can match its MAC
+    permanent: bool = False  # whether netplan can match its MAC address
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What an inventory says of a host. `gateway` and `dns` None and `mtu` 0: as it is now; `gateway` "none": none."""
+class AddressSettings:
+    """The address settings of a host in the inventory.
+
+    None for `gateway` and `dns`, and 0 for `mtu`, keep the current value. The gateway "none" removes the default route.
+    """
 
     address: str
     gateway: str | None = None
@@ -43,11 +46,11 @@ class Wish:
     by_mac: bool = False
 
 
-def edit(files: dict[str, str], nic: Nic, wish: Wish) -> dict[str, str | None]:
-    """Return what has to become of the files (name -> text) of /etc/netplan: name -> text, or None to remove it.
+def edit(files: dict[str, str], nic: Nic, settings: AddressSettings) -> dict[str, str | None]:
+    """Return the changes to the files (name -> text) of /etc/netplan: name -> new text, or None to remove the file.
 
-    The NIC's definition moves to OURS; the definitions of all others stay where they are, to the letter where they have a
-    file to themselves. Nothing is returned where all is as wished. Raises ValueError with a plain line.
+    The definition of the NIC moves to OURS. The definitions of other NICs stay in their files; a file without the NIC is
+    not rewritten. The result is empty if the files are up to date. Raises ValueError with a one-line message.
     """
     trees = {name: load(name, text) for name, text in sorted(files.items())}
     found: dict[str, Any] = {}
@@ -66,15 +69,15 @@ def edit(files: dict[str, str], nic: Nic, wish: Wish) -> dict[str, str | None]:
     if not found and shared:
         if shared["id"] <= SHARED_ID:
             raise ValueError(
-                f"{shared['id']} in /etc/netplan is for several NICs: give {nic.name} a definition of its own"
+                f"{shared['id']} in /etc/netplan matches several NICs: add a separate definition for {nic.name}"
             )
         identity = SHARED_ID
         found = {**shared["definition"], "match": {"name": nic.name}}
-    if not found and wish.by_mac and nic.permanent:
+    if not found and settings.by_mac and nic.permanent:
         found = {"match": {"macaddress": nic.mac}, "set-name": nic.name}
     ours = stripped.get(OURS, {})
     ours.setdefault("version", "2")
-    ours.setdefault(section, {})[identity or nic.name] = with_address(found, nic, wish)
+    ours.setdefault(section, {})[identity or nic.name] = with_address(found, nic, settings)
     stripped[OURS] = ours
     return {
         name: None if name != OURS and not set(tree) - {"version"} else dump(tree)
@@ -83,38 +86,42 @@ def edit(files: dict[str, str], nic: Nic, wish: Wish) -> dict[str, str | None]:
     }
 
 
-def with_address(definition: dict[str, Any], nic: Nic, wish: Wish) -> dict[str, Any]:
-    """Return a NIC's definition with the address as its only one of that family; the other family is left alone."""
-    wished = ipaddress.ip_interface(wish.address)
-    version = wished.version
+def with_address(definition: dict[str, Any], nic: Nic, settings: AddressSettings) -> dict[str, Any]:
+    """Return the definition of a NIC with the address as its only one of that family; keep the other family."""
+    interface = ipaddress.ip_interface(settings.address)
+    version = interface.version
     new = copy.deepcopy(definition)
-    said = next((str(r["via"]) for r in routes(new) if is_default(r, version)), None) or new.get(f"gateway{version}")
+    configured = next((str(r["via"]) for r in routes(new) if is_default(r, version)), None) or new.get(
+        f"gateway{version}"
+    )
     for key in (f"dhcp{version}-overrides", f"gateway{version}"):
         new.pop(key, None)
     new[f"dhcp{version}"] = "false"
-    others = [entry for entry in new.get("addresses") or [] if _family(entry) != version]
-    new["addresses"] = [*others, str(wished)]
+    other_family = [entry for entry in new.get("addresses") or [] if _family(entry) != version]
+    new["addresses"] = [*other_family, str(interface)]
 
-    gateway = wish.gateway if wish.gateway is not None else said or nic.gateway
-    if gateway == "none" or (wish.gateway is None and gateway and ipaddress.ip_address(gateway) not in wished.network):
+    gateway = settings.gateway if settings.gateway is not None else configured or nic.gateway
+    if gateway == "none" or (
+        settings.gateway is None and gateway and ipaddress.ip_address(gateway) not in interface.network
+    ):
         gateway = ""
     kept = [route for route in routes(new) if not is_default(route, version)]
-    # Kept as it was said, metric and all, where it says the same.
-    same = [route for route in routes(new) if is_default(route, version) and str(route["via"]) == gateway]
-    new["routes"] = [*kept, *(same or ([{"to": "default", "via": gateway}] if gateway else []))]
+    # An unchanged default route keeps its other settings, such as the metric.
+    unchanged = [route for route in routes(new) if is_default(route, version) and str(route["via"]) == gateway]
+    new["routes"] = [*kept, *(unchanged or ([{"to": "default", "via": gateway}] if gateway else []))]
     if not new["routes"]:
         del new["routes"]
 
     servers = dict(new.get("nameservers") or {})
-    dns = wish.dns if wish.dns is not None else tuple(servers.get("addresses") or nic.dns)
+    dns = settings.dns if settings.dns is not None else tuple(servers.get("addresses") or nic.dns)
     servers["addresses"] = list(dns)
     if not dns:
         del servers["addresses"]
     new["nameservers"] = servers
     if not servers:
         del new["nameservers"]
-    if wish.mtu:
-        new["mtu"] = str(wish.mtu)
+    if settings.mtu:
+        new["mtu"] = str(settings.mtu)
     return new
 
 
@@ -129,7 +136,7 @@ def definitions(trees: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, st
 
 
 def is_nic(identity: str, definition: dict[str, Any], nic: Nic) -> bool:
-    """Tell whether a definition is this NIC's, and no other's."""
+    """Tell whether a definition applies to this NIC only."""
     match = definition.get("match")
     if not isinstance(match, dict):
         return identity == nic.name
@@ -139,7 +146,7 @@ def is_nic(identity: str, definition: dict[str, Any], nic: Nic) -> bool:
 
 
 def covers(definition: dict[str, Any], nic: Nic) -> bool:
-    """Tell whether a definition that may be for many NICs is for this one, too."""
+    """Tell whether a definition that may apply to several NICs applies to this one."""
     match = definition.get("match")
     if not isinstance(match, dict) or "macaddress" in match:
         return False
@@ -152,14 +159,14 @@ def routes(definition: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_default(route: dict[str, Any], version: int) -> bool:
-    """Tell whether a route is the default route of this IP version, in the main table."""
+    """Tell whether a route is the default route of this IP version in the main routing table."""
     if route.get("to") not in ("default", "0.0.0.0/0", "::/0") or "via" not in route or "table" in route:
         return False
     return ipaddress.ip_address(str(route["via"])).version == version
 
 
 def merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return two definitions of one device as netplan merges them: mappings key by key, lists one after the other."""
+    """Merge two definitions of a device as netplan does: mappings key by key, lists by concatenation."""
     new = dict(one)
     for key, value in other.items():
         old = new.get(key)
@@ -173,11 +180,11 @@ def merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(name: str, text: str) -> dict[str, Any]:
-    """Return what is below `network:` in a file. Raises ValueError with a plain line."""
+    """Return the mapping below `network:` in a file. Raises ValueError with a one-line message."""
     try:
         tree = yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"/etc/netplan/{name} is no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"/etc/netplan/{name} is not valid YAML: {' '.join(str(error).split())}") from None
     network = tree.get("network") if isinstance(tree, dict) else {} if tree is None else None
     if not isinstance(network, dict):
         if network in (None, "") and (tree is None or isinstance(tree, dict)):
@@ -187,12 +194,12 @@ def load(name: str, text: str) -> dict[str, Any]:
 
 
 def dump(tree: dict[str, Any]) -> str:
-    """Return the text of a file of ours."""
+    """Return the text of a file with this content below `network:`."""
     return HEADER + yaml.safe_dump({"network": _plain(tree)}, sort_keys=False, default_flow_style=False)
 
 
 def _plain(value: Any, key: str = "") -> Any:
-    """As a person would have written it: `dhcp4: false` without quotes, and numbers where there are only numbers."""
+    """Convert booleans and numbers to their YAML types, so that they are written without quotes."""
     if isinstance(value, dict):
         return {name: _plain(one, name) for name, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How the controller came in: the address and port of this host's end of the SSH connection. Runs on the host."""
+"""Find the host's end of the SSH connection that started this process. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def ssh_session() -> tuple[str, int] | None:
-    """Return the address and the port that sshd took this connection on; None where it is no SSH connection.
+    """Return the local address and port of the SSH connection, or None without one.
 
-    sudo keeps SSH_CONNECTION from the commands that it runs, but not from /proc: it is looked for upwards from here.
+    sudo removes SSH_CONNECTION from the environment of its command, so this searches the parent processes in /proc.
     """
     process = os.getpid()
     while process > 1:

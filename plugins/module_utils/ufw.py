@@ -1,4 +1,4 @@
-"""ufw's rules as they stand in its files, and the commands that add and withdraw one. Pure Python, no Ansible."""
+"""Read the rules in ufw's files, plan changes, and build ufw commands. Standard library only, no Ansible."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TUPLE = re.compile(r"^### tuple ### (?P<words>.*?)(?: comment=(?P<comment>[0-9A
 
 
 class Rule(NamedTuple):
-    """One line of user.rules (family 4) or user6.rules (6), as ufw writes it.
+    """One rule of user.rules (family 4) or user6.rules (family 6).
 
-    `port` and `source` are "any" and ANYWHERE where the rule does not say; `rest` is what else it says (its direction,
-    interfaces, application), so that two rules are the same rule exactly if all but `comment` is equal.
+    A rule without a port or a source has "any" and ANYWHERE there. `rest` holds the direction, interface and application
+    profile. Two rules are the same rule for ufw if they differ only in their comments.
     """
 
     family: int
@@ -29,13 +29,13 @@ class Rule(NamedTuple):
     comment: str = ""
 
     @property
-    def what(self) -> tuple[object, ...]:
-        """All but the comment: what ufw takes for the same rule."""
+    def identity(self) -> tuple[object, ...]:
+        """Every field but the comment."""
         return self[:-1]
 
 
-def parse(text: str, family: int) -> list[Rule]:
-    """Return the rules of a user.rules or user6.rules; lines that are none are passed over."""
+def parse_rules(text: str, family: int) -> list[Rule]:
+    """Return the rules of a user.rules or user6.rules file; other lines are ignored."""
     rules = []
     for line in text.splitlines():
         if not (match := _TUPLE.match(line)):
@@ -52,61 +52,61 @@ def parse(text: str, family: int) -> list[Rule]:
     return rules
 
 
-def wanted(port: str, protocol: str, source: str, comment: str) -> list[Rule]:
-    """Return the rules that let `source` (an address, a network, or "any") in; from anywhere is one a family.
+def allow_rules(port: str, protocol: str, source: str, comment: str) -> list[Rule]:
+    """Return the rules that allow `source` (an address, a network or "any"): "any" needs one rule per address family.
 
-    Raises ValueError with a plain line for what ufw would not take.
+    Raises ValueError with a one-line message for values that ufw does not accept.
     """
     if protocol not in ("tcp", "udp", "any"):
-        raise ValueError(f"proto is {protocol!r}, takes tcp, udp or any")
-    if port != "any" and not _port(port):
-        raise ValueError(f"port is {port!r}, takes a number from 1 to 65535 or a range such as 6000:6010")
+        raise ValueError(f"proto is {protocol!r}: expected tcp, udp or any")
+    if port != "any" and not _is_port(port):
+        raise ValueError(f"port is {port!r}: expected a number from 1 to 65535 or a range such as 6000:6010")
     if ":" in port and protocol == "any":
-        raise ValueError(f"port is {port!r}, and a range takes a proto: tcp or udp")
+        raise ValueError(f"port is {port!r}: a range requires proto tcp or udp")
     if source == "any":
         return [Rule(n, "allow", protocol, port, ANYWHERE[n], "any", ANYWHERE[n], "in", comment) for n in (4, 6)]
     try:
         network = ipaddress.ip_network(source, strict=False)
     except ValueError:
-        raise ValueError(f"{source!r} is no IP address or network") from None
-    where = str(network) if "/" in source and network.num_addresses > 1 else str(network.network_address)
-    everywhere = ANYWHERE[network.version]
-    return [Rule(network.version, "allow", protocol, port, everywhere, "any", where, "in", comment)]
+        raise ValueError(f"source is {source!r}: expected an IP address, a network or any") from None
+    address = str(network) if "/" in source and network.num_addresses > 1 else str(network.network_address)
+    anywhere = ANYWHERE[network.version]
+    return [Rule(network.version, "allow", protocol, port, anywhere, "any", address, "in", comment)]
 
 
-def changes(there: Iterable[Rule], mark: str, desired: Iterable[Rule]) -> tuple[list[Rule], list[Rule]]:
-    """Return the rules to withdraw and those to add (or to give another comment).
+def plan_changes(current: Iterable[Rule], mark: str, desired: Iterable[Rule]) -> tuple[list[Rule], list[Rule]]:
+    """Return the rules to delete and the rules to add; a rule with a new comment is added again.
 
-    Rules whose comment begins with `mark` are ours. One that somebody else has made already stays theirs: ufw would only
-    put our comment on it, and we would withdraw it one day.
+    Only rules whose comment starts with `mark` are managed. A desired rule that already exists without the mark belongs
+    to someone else and stays as it is: adding it would put the mark on it, and a later call would delete it.
     """
-    there, desired = list(there), list(desired)
-    ours = {rule.what: rule for rule in there if rule.comment.startswith(mark)}
-    others = {rule.what for rule in there} - set(ours)
-    keep = {rule.what for rule in desired} - others
-    withdraw = [rule for what, rule in ours.items() if what not in keep]
-    add = [rule for rule in desired if rule.what in keep and ours.get(rule.what) != rule]
-    return withdraw, add
+    current, desired = list(current), list(desired)
+    managed = {rule.identity: rule for rule in current if rule.comment.startswith(mark)}
+    unmanaged = {rule.identity for rule in current} - set(managed)
+    keep = {rule.identity for rule in desired} - unmanaged
+    delete = [rule for identity, rule in managed.items() if identity not in keep]
+    add = [rule for rule in desired if rule.identity in keep and managed.get(rule.identity) != rule]
+    return delete, add
 
 
-def words(rule: Rule) -> list[str]:
-    """Return the rule as words of a ufw command, from its action on, without the comment."""
-    said = [rule.action]
+def command_words(rule: Rule) -> list[str]:
+    """Return the arguments of a ufw command for the rule, without its comment."""
+    words = [rule.action]
     if rule.protocol != "any":
-        said += ["proto", rule.protocol]
-    # Said in full even where it is anywhere: that, and not "any", is of one family.
-    said += ["from", rule.source, "to", rule.target]
-    return said + ([] if rule.port == "any" else ["port", rule.port])
+        words += ["proto", rule.protocol]
+    # "any" would stand for both address families; the full network stands for one.
+    words += ["from", rule.source, "to", rule.target]
+    return words + ([] if rule.port == "any" else ["port", rule.port])
 
 
-def line(rule: Rule) -> str:
-    """Return the rule as a person reads it in a diff."""
-    what = f"{rule.port}/{rule.protocol}" if rule.port != "any" else f"any {rule.protocol}"
-    where = "anywhere" if rule.source in ANYWHERE.values() else rule.source
-    return f"{rule.action} {what} from {where}{' (v6)' if rule.family == 6 else ''}  # {rule.comment}"
+def describe(rule: Rule) -> str:
+    """Return the rule as one line of a diff."""
+    ports = f"{rule.port}/{rule.protocol}" if rule.port != "any" else f"any {rule.protocol}"
+    source = "anywhere" if rule.source in ANYWHERE.values() else rule.source
+    return f"{rule.action} {ports} from {source}{' (v6)' if rule.family == 6 else ''}  # {rule.comment}"
 
 
-def _port(port: str) -> bool:
+def _is_port(port: str) -> bool:
     ends = port.split(":")
     numbers = [int(end) if re.fullmatch(r"\d{1,5}", end) else 0 for end in ends]
     return len(ends) <= 2 and all(1 <= n <= 65535 for n in numbers) and numbers == sorted(set(numbers))

@@ -1,37 +1,34 @@
 #!/usr/bin/python
-"""Which machine is this, seen from inside."""
+"""Return what identifies the machine behind a host name."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: machine_identity_info
-short_description: Tells which machine a host is
+short_description: Return the identity of a machine
 description:
-  - Reads what tells one machine from another, the links by which others reach it, and its GPUs. Changes nothing, needs
-    no root.
+  - Returns what distinguishes one machine from another, its network addresses, and its GPUs. Does not need root.
 options: {}
-attributes:
-  check_mode:
-    support: full
+extends_documentation_fragment: [trainyard, trainyard.info]
 """
 
 EXAMPLES = r"""
-- name: Who are you
+- name: Read the identity of the machine
   machine_identity_info:
   register: identity
 """
 
 RETURN = r"""
 identity:
-  description: What was found; a value that cannot be read is empty.
+  description: The identity. A value that cannot be read is empty.
   returned: always
   type: dict
   contains:
-    boot_id: {description: "Drawn by the kernel at each boot.", type: str}
-    machine_id: {description: "Of the installation; clones share it.", type: str}
-    host_keys: {description: "The public SSH host keys, without comments.", type: list, elements: str}
+    boot_id: {description: "Random ID that the kernel draws at every boot.", type: str}
+    machine_id: {description: "ID of the installation. Clones share it.", type: str}
+    host_keys: {description: "Public SSH host keys without comments.", type: list, elements: str}
     links:
-      description: "One entry an address: C(address), C(device), C(mbit) (Mbit/s, 0 where unknown), C(wireless)."
+      description: "One entry per address: C(address), C(device), C(mbit) (Mbit/s, 0 if unknown) and C(wireless)."
       type: list
       elements: dict
     gpus: {description: "UUIDs of the GPUs.", type: list, elements: str}
@@ -40,23 +37,28 @@ identity:
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
 
 
-def read(path):
+def read(path: Path | str) -> str:
+    """Return the content of a file without surrounding whitespace, or an empty string."""
     try:
         return Path(path).read_text().strip()
     except (OSError, ValueError):
         return ""
 
 
-def host_keys():
+def host_keys() -> list[str]:
+    """Return type and key of every public SSH host key."""
     keys = (read(path).split()[:2] for path in Path("/etc/ssh").glob("ssh_host_*_key.pub"))
     return sorted(" ".join(key) for key in keys if len(key) == 2)
 
 
-def links(module):
+def links(module: AnsibleModule) -> list[dict[str, Any]]:
+    """Return every address with its network device."""
     code, out, _ = module.run_command([module.get_bin_path("ip", required=True), "-json", "address"])
     found = []
     for link in json.loads(out) if code == 0 else []:
@@ -74,8 +76,8 @@ def links(module):
     return found
 
 
-def gpus():
-    """NVIDIA's driver and amdgpu show the UUID in a file: no tool is needed."""
+def gpus() -> list[str]:
+    """Return the UUIDs of the GPUs from the files of NVIDIA's driver and of amdgpu."""
     found = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         found.update(re.findall(r"GPU UUID:\s*(GPU-[0-9a-fA-F-]+)", read(path)))
@@ -84,8 +86,8 @@ def gpus():
     return sorted(found - {"AMD-", "AMD-0"})
 
 
-def main():
-    module = AnsibleModule(argument_spec={}, supports_check_mode=True)
+def main() -> None:
+    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
     module.exit_json(
         changed=False,
         identity={

@@ -1,19 +1,20 @@
 #!/usr/bin/python
-"""Module: lines of a file that belong to members of the cluster, one or more a member, in a block of ours."""
+"""Keep lines for the hosts of the cluster in files that others edit too."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 ---
 module: managed_block
-short_description: Keep lines for the members of the cluster in a file that others write to as well
+short_description: Keep lines for the hosts of the cluster in a shared file
 description:
-  - Keeps a block between two marks in a file. What stands outside of it is nobody's business here and stays as it is.
-  - Every line ends with a mark that names the member it is for. Lines of members that are not spoken of now (a play with
-    C(--limit), a host that did not answer) stay; lines of who is a member no longer go.
+  - Manages one block between two marker lines. Everything outside of the block stays unchanged.
+  - Every line ends with a comment that names its host. A play that covers only some hosts (C(--limit), or an unreachable
+    host) keeps the lines of the remaining hosts. The lines of a host that is no longer a member are removed.
+  - M(ansible.builtin.blockinfile) replaces a block as a unit, so it would drop the lines of hosts that are not in the play.
 options:
   files:
-    description: The files. A new block goes to the beginning, where it changes no byte of what others wrote.
+    description: The files. A new block is inserted at the beginning of the file.
     type: list
     elements: dict
     required: true
@@ -23,26 +24,27 @@ options:
         type: path
         required: true
       lines:
-        description: For every member the lines without their end mark.
+        description: The lines of every host, without the comment that names it.
         type: dict
         default: {}
       owner:
-        description: Owner of the file if it is made here, and of its folder.
+        description: Owner of the file and of its folder, if this module creates them.
         type: str
       mode:
-        description: Mode of the file if it is made here.
+        description: Mode of the file, if this module creates it.
         type: str
         default: "0644"
   members:
-    description: All members of the cluster, spoken of now or not. None takes the block away, and with it a file that was made for it.
+    description:
+      - All hosts of the cluster, in the play or not. An empty list removes the block, and the file if this module created it.
     type: list
     elements: str
     default: []
-author: trainyard
+extends_documentation_fragment: [trainyard, trainyard.files]
 """
 
 EXAMPLES = r"""
-- name: Know the peers by name
+- name: Add the hosts of the cluster to /etc/hosts
   managed_block:
     files:
       - path: /etc/hosts
@@ -57,82 +59,72 @@ RETURN = r"""
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.atomic_file import write_atomic
 from ansible.module_utils.basic import AnsibleModule
 
+# These lines are in files on hosts: a change of them would leave the blocks of earlier versions behind.
 BEGIN = "# BEGIN trainyard: written by site.yml, taken away by playbooks/reset.yml"
 END = "# END trainyard"
 MARK = " # trainyard:"
-# A folder or file that was made for our lines is ours to take away; whose mark it bears is read off this line.
-MADE = "# trainyard made this file"
+# Records that this module created the file, so that the file is removed with its last line.
+CREATED = "# trainyard made this file"
 
 
-def parted(text: str) -> tuple[str, list[str], str]:
-    """Return what stands before the block, the block's lines without its marks, and what stands after it."""
+def split_block(text: str) -> tuple[str, list[str], str]:
+    """Return the text before the block, the lines inside it, and the text after it."""
     lines = text.splitlines(keepends=True)
     plain = [line.rstrip("\n") for line in lines]
     if BEGIN not in plain:
         return text, [], ""
     first = plain.index(BEGIN)
-    # A block without its end, of a write that somebody cut short, ends with the last line that is ours.
+    # A block without its end marker (an interrupted write) ends at its last line that has a mark.
     last = first
-    for place in range(first + 1, len(plain)):
-        if plain[place] == END:
-            last = place
+    for number in range(first + 1, len(plain)):
+        if plain[number] == END:
+            last = number
             break
-        if MARK not in plain[place] and plain[place] != MADE:
+        if MARK not in plain[number] and plain[number] != CREATED:
             break
-        last = place
+        last = number
     inside = [line for line in plain[first + 1 : last + 1] if line != END]
     return "".join(lines[:first]), inside, "".join(lines[last + 1 :])
 
 
-def wanted(inside: list[str], lines: dict[str, list[str]], members: list[str]) -> list[str]:
-    """Return the block's lines: in the members' order, as told now, else as they stand there."""
-    kept: dict[str, list[str]] = {}
+def block_lines(inside: list[str], lines: dict[str, list[str]], members: list[str]) -> list[str]:
+    """Return the new lines of the block in the order of `members`; hosts without new lines keep their current ones."""
+    current: dict[str, list[str]] = {}
     for line in inside:
         head, mark, member = line.rpartition(MARK)
         if mark:
-            kept.setdefault(member, []).append(head)
-    return [f"{line}{MARK}{member}" for member in members for line in lines.get(member, kept.get(member, []))]
+            current.setdefault(member, []).append(head)
+    return [f"{line}{MARK}{member}" for member in members for line in lines.get(member, current.get(member, []))]
 
 
-def settled(text: str, lines: dict[str, list[str]], members: list[str], new: bool) -> str | None:
-    """Return the file's new text; None if the file is to go."""
-    before, inside, after = parted(text)
-    made = new or MADE in inside
-    block = wanted(inside, lines, members)
+def update_text(text: str, lines: dict[str, list[str]], members: list[str], new: bool) -> str | None:
+    """Return the new text of a file, or None to remove the file; `new` tells that the file does not exist yet."""
+    before, inside, after = split_block(text)
+    created = new or CREATED in inside
+    block = block_lines(inside, lines, members)
     if not block:
-        return None if made and not (before + after).strip() else before + after
-    body = "\n".join([BEGIN, *([MADE] if made else []), *block, END]) + "\n"
+        return None if created and not (before + after).strip() else before + after
+    body = "\n".join([BEGIN, *([CREATED] if created else []), *block, END]) + "\n"
     return before + body + after if inside or BEGIN in text.splitlines() else body + text
 
 
 def main() -> None:
-    one = {
-        "path": {"type": "path", "required": True},
-        "lines": {"type": "dict", "default": {}},
-        "owner": {"type": "str"},
-        "mode": {"type": "str", "default": "0644"},
-    }
-    module = AnsibleModule(
-        argument_spec={
-            "files": {"type": "list", "elements": "dict", "required": True, "options": one},
-            "members": {"type": "list", "elements": "str", "default": []},
-        },
-        supports_check_mode=True,
-    )
+    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
     diffs: list[dict[str, Any]] = []
     for entry in module.params["files"]:
-        # A link (some keep /etc/hosts elsewhere) stays one: what it leads to is written.
+        # If the path is a symbolic link, write the file that it points to.
         path = Path(entry["path"]).resolve()
         new = not path.exists()
         text = "" if new else path.read_bytes().decode("utf-8", "surrogateescape")
         lines = {member: [str(line) for line in given] for member, given in entry["lines"].items()}
         bad = [line for given in lines.values() for line in given if "\n" in line or "\r" in line]
         if bad:
-            module.fail_json(msg=f"{path}: a line holds a line break: {bad[0]!r}")
-        after = settled(text, lines, module.params["members"], new)
+            module.fail_json(msg=f"{path}: a line contains a line break: {bad[0]!r}")
+        after = update_text(text, lines, module.params["members"], new)
         if after == text or (after is None and new):
             continue
         diffs.append({"before_header": str(path), "after_header": str(path), "before": text, "after": after or ""})
@@ -144,7 +136,7 @@ def main() -> None:
             else:
                 write_atomic(path, after, int(entry["mode"], 8), entry["owner"], keep=True)
         except OSError as error:
-            module.fail_json(msg=f"{path}: cannot be written: {error.strerror}")
+            module.fail_json(msg=f"cannot write {path}: {error.strerror}")
     module.exit_json(changed=bool(diffs), diff=diffs)
 
 

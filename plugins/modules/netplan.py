@@ -1,67 +1,61 @@
 #!/usr/bin/python
-"""A host's own address, by netplan, tried under a fuse. The action plugin of this name is the controller's half."""
+"""Change the static address of a host with netplan, and roll back if the controller cannot reach the new address."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: netplan
-short_description: The static address of a host, changed without locking anyone out
+short_description: Change the static address of a host without losing access
 description:
-  - Gives one NIC, the one that the controller reaches unless told which, an address of its own in netplan's files. Its
-    definition moves to C(60-trainyard.yaml); those of other NICs stay where they are. cloud-init is told to leave the
-    network alone.
-  - A change is tried first, from C(/run/netplan), and with a fuse of C(timeout) seconds. Only when the controller has
-    reached the host at its new address is it written to C(/etc/netplan); otherwise the host goes back by itself, as it
-    does by a reboot.
-  - An action plugin does the controller's half. It takes the host's key that known_hosts has for its present address to
-    be the key at the new one, and no other, and writes that down in known_hosts.
+  - Sets the address of one NIC in netplan's files. The definition of the NIC moves to C(60-trainyard.yaml); definitions of
+    other NICs stay where they are. cloud-init's network configuration is disabled.
+  - A change is applied from C(/run/netplan) first, with a rollback timer of O(timeout) seconds. The module writes
+    C(/etc/netplan) after the controller has reached the host at its new address. Otherwise the host restores its former
+    address when the timer expires or the host reboots.
+  - The action plugin of this name runs on the controller. It accepts only the SSH host key that known_hosts has for the
+    current address, and adds that key for the new address.
 options:
   state:
-    description: C(absent) brings back the files that were there before, and with them the former address.
+    description: With C(absent), restore the former files and the former address.
     type: str
     choices: [present, absent]
     default: present
   address:
-    description: Address with its prefix; required where C(state=present).
+    description: Address with its prefix length; required for O(state=present).
     type: str
   gateway:
-    description: Address of the router; C(none) for none. By default the one that the host uses now.
+    description: Address of the router, or C(none). By default the current one.
     type: str
   dns:
-    description: Addresses of name servers. By default those that the host uses now.
+    description: Addresses of name servers. By default the current ones.
     type: list
     elements: str
   mtu:
-    description: Largest packet of the NIC in bytes; 0 leaves it as it is.
+    description: MTU of the NIC in bytes; 0 keeps the current one.
     type: int
     default: 0
   nic:
-    description: Name or MAC of the NIC. By default the one that has the address which this SSH connection came in by.
+    description: Name or MAC address of the NIC. By default the NIC of the current SSH connection.
     type: str
     default: ""
   timeout:
-    description: Seconds in which the controller must reach the host at its new address.
+    description: Seconds within which the controller must reach the host at its new address.
     type: int
     default: 30
-  keep:
-    description: Folder for what was there before.
+  backup_dir:
+    description: Folder for the former files.
     type: path
     default: /var/lib/trainyard/netplan
   step:
-    description: Which part to do; set by the action plugin.
+    description: Part of the change to run; set by the action plugin.
     type: str
     choices: [look, try, confirm]
     default: look
-attributes:
-  check_mode:
-    support: full
-  diff_mode:
-    support: full
-author: trainyard
+extends_documentation_fragment: [trainyard, trainyard.files]
 """
 
 EXAMPLES = r"""
-- name: Give the host its address
+- name: Set the address of the host
   netplan:
     address: 192.168.1.11/24
     gateway: 192.168.1.1
@@ -70,11 +64,11 @@ EXAMPLES = r"""
 
 RETURN = r"""
 address:
-  description: Where the controller reaches the host now; empty where that is no SSH connection.
+  description: Address at which the controller reaches the host now; empty without an SSH connection.
   returned: success
   type: str
 before:
-  description: Where the controller reached it before.
+  description: Address at which the controller reached the host before.
   returned: success
   type: str
 nic:
@@ -86,17 +80,19 @@ nic:
 import hashlib
 import ipaddress
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
+from ansible.module_utils.argument_spec import argument_spec
+from ansible.module_utils.atomic_file import write_atomic
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.ssh_session import ssh_session
 
 try:
-    import yaml  # netplan's own dependency
-    from ansible.module_utils.netplan_files import OURS, Nic, Wish, edit
+    import yaml  # a dependency of netplan
+    from ansible.module_utils.netplan_files import OURS, AddressSettings, Nic, edit
 
     HAS_YAML = bool(yaml)
 except ImportError:
@@ -104,239 +100,249 @@ except ImportError:
 
 ETC = Path("/etc/netplan")
 CLOUD = Path("/etc/cloud/cloud.cfg.d/99-trainyard-network.cfg")
-CLOUD_TEXT = "# trainyard: the role netplan has the addresses; cloud-init would write them anew at a boot\nnetwork: {config: disabled}\n"
-TRIED = Path("/run/netplan")
+CLOUD_TEXT = (
+    "# trainyard: the role netplan manages the addresses; cloud-init would overwrite them at boot\n"
+    "network: {config: disabled}\n"
+)
+TRIAL = Path("/run/netplan")
 PENDING = Path("/run/trainyard-netplan")
-FUSE = "trainyard-netplan-fuse"
+ROLLBACK = "trainyard-netplan-rollback"
+APPLY = "trainyard-netplan-apply"
 EMPTY = "network: {version: 2}\n"
+SECRETS = ("password", "key:", "psk", "private", "auth")
 
 
-class Host:
-    """What the module does on its host; `fail` ends it with one plain line."""
+class AddressChange:
+    """The steps of a change on the host; an error ends the module with one line."""
 
-    def __init__(self, module):
+    def __init__(self, module: AnsibleModule) -> None:
         self.module = module
         self.params = module.params
-        self.kept = Path(self.params["keep"], "before.json")
+        self.backup = Path(self.params["backup_dir"], "before.json")
 
-    def fail(self, message, **more):
-        self.module.fail_json(msg=message, plain=True, **more)
+    def fail(self, message: str) -> NoReturn:
+        self.module.fail_json(msg=message, plain=True)
+        raise AssertionError  # fail_json ends the process
 
-    def run(self, *argv, check=True):
+    def run(self, *argv: str, check: bool = True) -> tuple[int, str, str]:
+        """Run a command and return exit code, stdout and stderr; with `check`, a failure ends the module."""
         code, out, err = self.module.run_command(list(argv))
         if code and check:
             self.fail(f"{' '.join(argv)}: {' '.join((err or out).split())[-300:]}")
         return code, out, err
 
-    def ip(self, *argv):
-        return json.loads(self.run("ip", "-json", *argv)[1] or "[]")
+    def ip(self, *argv: str) -> list[dict[str, Any]]:
+        """Return the output of `ip -json`."""
+        found: list[dict[str, Any]] = json.loads(self.run("ip", "-json", *argv)[1] or "[]")
+        return found
 
-    def before(self):
-        """What was there before the first change, or None."""
-        return json.loads(self.kept.read_text()) if self.kept.exists() else None
+    def saved(self) -> dict[str, Any] | None:
+        """Return the backup of the former configuration, or None before the first change."""
+        return json.loads(self.backup.read_text()) if self.backup.exists() else None
 
     # The NIC
 
-    def nic(self):
-        """The NIC that is meant, as it is now."""
-        links = self.ip("address")
-        said, present = self.params["nic"], (ssh_session() or ("", 0))[0]
-        if said:
-            found = [
-                link for link in links if said.lower() in (link["ifname"].lower(), link.get("address", "").lower())
-            ]
-            if len(found) != 1:
-                names = ", ".join(
-                    f"{link['ifname']} {link.get('address', '')}" for link in links if link["ifname"] != "lo"
-                )
-                self.fail(f"netplan_nic is {said}, and {len(found) or 'none'} of its NICs is that: it has {names}")
-        else:
-            found = [link for link in links if present and any(a.get("local") == present for a in link["addr_info"])]
-            if not found:
-                self.fail(f"no NIC has the address {present or 'that it is reached at'}: say which with netplan_nic")
-        link = found[0]
+    def nic(self) -> Nic:
+        """Return the NIC to configure, in its current state."""
+        link = self.find_link()
         version = ipaddress.ip_interface(self.params["address"]).version
-        way = [r for r in self.ip(f"-{version}", "route", "show", "default", "dev", link["ifname"]) if "gateway" in r]
+        default = self.ip(f"-{version}", "route", "show", "default", "dev", link["ifname"])
+        gateways = [route["gateway"] for route in default if "gateway" in route]
         kind = Path("/sys/class/net", link["ifname"], "addr_assign_type")
         return Nic(
             name=link["ifname"],
             mac=link.get("address", ""),
-            gateway=way[0]["gateway"] if way else "",
-            dns=tuple(resolvers()),
+            gateway=gateways[0] if gateways else "",
+            dns=tuple(name_servers()),
             permanent=kind.exists() and kind.read_text().strip() == "0",
         )
 
-    def mtu(self, name):
-        return int(Path("/sys/class/net", name, "mtu").read_text())
+    def find_link(self) -> dict[str, Any]:
+        """Return the link that `nic` names, or else the link of the current SSH connection."""
+        links = self.ip("address")
+        wanted = self.params["nic"].lower()
+        if wanted:
+            found = [link for link in links if wanted in (link["ifname"].lower(), link.get("address", "").lower())]
+            if len(found) != 1:
+                names = ", ".join(
+                    f"{link['ifname']} {link.get('address', '')}" for link in links if link["ifname"] != "lo"
+                )
+                self.fail(f"netplan_nic is {self.params['nic']}: {len(found)} NICs match; this host has {names}")
+            return found[0]
+        current = (ssh_session() or ("", 0))[0]
+        found = [link for link in links if current and any(a.get("local") == current for a in link["addr_info"])]
+        if not found:
+            self.fail(f"no NIC has the address {current or 'of the connection'}: set netplan_nic")
+        return found[0]
 
-    # What has to become of which file: {path: text, or None to remove it}
+    # The files: {path: new text, or None to remove the file}
 
-    def files(self):
+    def netplan_files(self) -> dict[str, str]:
+        """Return name and text of every file in /etc/netplan."""
         return {path.name: path.read_text() for path in sorted(ETC.glob("*.yaml"))}
 
-    def wanted(self, nic):
-        p = self.params
-        for folder in (TRIED, Path("/lib/netplan"), Path("/usr/lib/netplan")):
+    def new_files(self, nic: Nic) -> dict[str, str | None]:
+        """Return the files to change for the new address; empty if the configuration is up to date."""
+        params = self.params
+        for folder in (TRIAL, Path("/lib/netplan"), Path("/usr/lib/netplan")):
             for path in folder.glob("*.yaml"):
-                text = path.read_text()
-                if f"{nic.name}:" in text and not PENDING.exists():
-                    self.fail(f"{nic.name} is also defined in {path}: take it out there")
-        wish = Wish(
-            address=p["address"],
-            gateway=p["gateway"],
-            dns=None if p["dns"] is None else tuple(p["dns"]),
-            mtu=p["mtu"],
-            by_mac=":" in p["nic"],
+                if f"{nic.name}:" in path.read_text() and not PENDING.exists():
+                    self.fail(f"{nic.name} is also defined in {path}: remove that definition")
+        settings = AddressSettings(
+            address=params["address"],
+            gateway=params["gateway"],
+            dns=None if params["dns"] is None else tuple(params["dns"]),
+            mtu=params["mtu"],
+            by_mac=":" in params["nic"],
         )
         try:
-            files = {str(ETC / name): text for name, text in edit(self.files(), nic, wish).items()}
+            files = {str(ETC / name): text for name, text in edit(self.netplan_files(), nic, settings).items()}
         except ValueError as error:
             self.fail(str(error))
         if CLOUD.parent.is_dir() and (not CLOUD.exists() or CLOUD.read_text() != CLOUD_TEXT):
             files[str(CLOUD)] = CLOUD_TEXT
         return files
 
-    def former(self):
-        """The files as they were before; those that somebody has changed since are theirs."""
-        before, files = self.before() or {"files": {}, "wrote": {}}, {}
-        for name, text in before["files"].items():
+    def former_files(self) -> dict[str, str | None]:
+        """Return the files to restore. A file that changed after this module wrote it stays, with a warning."""
+        saved = self.saved() or {"files": {}, "wrote": {}}
+        files: dict[str, str | None] = {}
+        for name, text in saved["files"].items():
             path = Path(name)
-            now = path.read_text() if path.exists() else None
-            if now == text:
+            current = path.read_text() if path.exists() else None
+            if current == text:
                 continue
-            if digest(now) != before["wrote"].get(name):
-                self.module.warn(f"{name} was changed since trainyard wrote it, and stays as it is")
+            if digest(current) != saved["wrote"].get(name):
+                self.module.warn(f"{name} changed after trainyard wrote it, and is not restored")
                 continue
             files[name] = text
         return files
 
     # Steps
 
-    def look(self):
-        present = (ssh_session() or ("", 0))[0]
+    def look(self) -> dict[str, Any]:
+        """Return the pending change: files, NIC, current and new address, and the diff."""
+        current = (ssh_session() or ("", 0))[0]
         if self.params["state"] == "absent":
-            before = self.before()
-            files = self.former()
-            nic, target = (before or {}).get("nic", ""), (before or {}).get("address", "")
-            changed = bool(files) or before is not None
+            saved = self.saved()
+            files = self.former_files()
+            nic, target = (saved or {}).get("nic", ""), (saved or {}).get("address", "")
+            changed = bool(files) or saved is not None
         else:
             if not shutil.which("netplan") or not HAS_YAML:
-                self.fail(no_netplan())
-            one = self.nic()
-            files, nic = self.wanted(one), one.name
+                self.fail(netplan_missing())
+            found = self.nic()
+            files, nic = self.new_files(found), found.name
             target = self.params["address"].partition("/")[0]
             changed = bool(files)
             if changed:
-                self.somebody_else(target, nic)
-        diff = [
-            {
-                "before_header": name,
-                "after_header": name,
-                "before": shown(Path(name).read_text() if Path(name).exists() else ""),
-                "after": shown(text or ""),
-            }
-            for name, text in files.items()
-        ]
+                self.reject_duplicate(target, nic)
         return {
             "changed": changed,
-            "diff": diff,
+            "diff": [difference(name, text) for name, text in files.items()],
             "files": files,
             "nic": nic,
-            "target": target or present,
-            "present": present,
+            "target": target or current,
+            "present": current,
             "pending": (PENDING / "pending.json").exists(),
         }
 
-    def somebody_else(self, address, nic):
-        """Fail where another machine has the address already."""
+    def reject_duplicate(self, address: str, nic: str) -> None:
+        """End the module if another machine on the network uses the address."""
         if any(a.get("local") == address for link in self.ip("address") for a in link["addr_info"]):
             return
         self.run("ping", "-c", "1", "-W", "1", "-I", nic, address, check=False)
-        for near in self.ip("neigh", "show", address, "dev", nic):
-            if near.get("lladdr") and "FAILED" not in near.get("state", []):
-                self.fail(f"{address} is taken already, by the machine with the MAC {near['lladdr']}")
+        for neighbour in self.ip("neigh", "show", address, "dev", nic):
+            if neighbour.get("lladdr") and "FAILED" not in neighbour.get("state", []):
+                self.fail(f"{address} is in use by the machine with the MAC address {neighbour['lladdr']}")
 
-    def attempt(self):
-        """Lay the new files over the old ones until a reboot or the fuse takes them away, and apply them."""
-        seen = self.look()
-        files, nic = seen.pop("files"), seen["nic"]
+    def attempt(self) -> dict[str, Any]:
+        """Apply the new files from /run/netplan, and start the rollback timer."""
+        change = self.look()
+        files, nic = change.pop("files"), change["nic"]
         ours = {name: text for name, text in files.items() if name.startswith(f"{ETC}/")}
-        self.hold_against_netplan(ours)
-        mtu = self.mtu(nic) if nic else 0
-        if (PENDING / "pending.json").exists():
-            # A try that nobody waits for any more: this one takes its place.
-            last = json.loads((PENDING / "pending.json").read_text())
-            mtu = last["mtu"] or mtu
-            (PENDING / "applied").unlink(missing_ok=True)
-            for name in last["files"]:
-                (TRIED / Path(name).name).unlink(missing_ok=True)
-        self.run("systemctl", "stop", f"{FUSE}.timer", "trainyard-netplan-apply.timer", check=False)
+        self.validate(ours)
+        mtu = self.discard_attempt(self.mtu(nic) if nic else 0)
         PENDING.mkdir(mode=0o700, exist_ok=True)
-        TRIED.mkdir(exist_ok=True)
-        former_mtu = (self.before() or {}).get("mtu", 0) if self.params["state"] == "absent" else 0
-        laid = [str(TRIED / Path(name).name) for name in ours]
-        write(
-            PENDING / "pending.json", json.dumps({"files": files, "nic": nic, "mtu": mtu, "present": seen["present"]})
-        )
-        # netplan does not take back an MTU that nothing says any more.
-        gone = f"rm -f {' '.join(laid)}; rmdir --ignore-fail-on-non-empty {TRIED}"
-        script(PENDING / "back", gone, "netplan apply", size(nic, mtu), f"rm -rf {PENDING}")
-        script(PENDING / "apply", "netplan apply", size(nic, former_mtu), f"touch {PENDING}/applied")
+        TRIAL.mkdir(exist_ok=True)
+        pending = {"files": files, "nic": nic, "mtu": mtu, "present": change["present"]}
+        write_atomic(PENDING / "pending.json", json.dumps(pending), 0o600)
+        # netplan does not reset the MTU when its setting disappears.
+        former_mtu = (self.saved() or {}).get("mtu", 0) if self.params["state"] == "absent" else 0
+        trial = [str(TRIAL / Path(name).name) for name in ours]
+        remove = f"rm -f {' '.join(trial)}; rmdir --ignore-fail-on-non-empty {TRIAL}"
+        write_script(PENDING / "rollback", remove, "netplan apply", set_mtu(nic, mtu), f"rm -rf {PENDING}")
+        write_script(PENDING / "apply", "netplan apply", set_mtu(nic, former_mtu), f"touch {PENDING}/applied")
         timer = ["systemd-run", "--quiet", "--collect", "--timer-property=AccuracySec=100ms"]
-        self.run(*timer, f"--unit={FUSE}", f"--on-active={self.params['timeout']}", "/bin/sh", str(PENDING / "back"))
+        timeout = f"--on-active={self.params['timeout']}"
+        self.run(*timer, f"--unit={ROLLBACK}", timeout, "/bin/sh", str(PENDING / "rollback"))
         for name, text in ours.items():
-            write(TRIED / Path(name).name, EMPTY if text is None else text)
-        # Detached, and a moment later: this connection has to bring the answer first.
-        unit = ["--unit=trainyard-netplan-apply", "--on-active=0.5"]
-        self.run(*timer, *unit, "/bin/sh", str(PENDING / "apply"))
-        return seen
+            write_atomic(TRIAL / Path(name).name, EMPTY if text is None else text, 0o600)
+        # Delayed and detached: this SSH connection returns the result of the module first.
+        self.run(*timer, f"--unit={APPLY}", "--on-active=0.5", "/bin/sh", str(PENDING / "apply"))
+        return change
 
-    def hold_against_netplan(self, ours):
-        """Fail where netplan does not take the files."""
+    def discard_attempt(self, mtu: int) -> int:
+        """Stop the timers and remove the files of an earlier attempt; return the MTU that a rollback restores."""
+        if (PENDING / "pending.json").exists():
+            earlier = json.loads((PENDING / "pending.json").read_text())
+            mtu = earlier["mtu"] or mtu
+            (PENDING / "applied").unlink(missing_ok=True)
+            for name in earlier["files"]:
+                (TRIAL / Path(name).name).unlink(missing_ok=True)
+        self.run("systemctl", "stop", f"{ROLLBACK}.timer", f"{APPLY}.timer", check=False)
+        return mtu
+
+    def mtu(self, nic: str) -> int:
+        """Return the current MTU of a NIC in bytes."""
+        return int(Path("/sys/class/net", nic, "mtu").read_text())
+
+    def validate(self, ours: dict[str, str | None]) -> None:
+        """End the module if netplan rejects the new files."""
         with tempfile.TemporaryDirectory() as top:
             folder = Path(top, "etc/netplan")
             folder.mkdir(parents=True)
-            texts = {**self.files(), **{Path(name).name: text for name, text in ours.items()}}
+            texts = {**self.netplan_files(), **{Path(name).name: text for name, text in ours.items()}}
             for name, text in texts.items():
                 if text is not None:
-                    write(folder / name, text)
+                    write_atomic(folder / name, text, 0o600)
             code, out, err = self.run("netplan", "generate", "--root-dir", top, check=False)
             if code:
-                self.fail(f"netplan does not take its new files: {' '.join((err or out).replace(top, '').split())}")
+                self.fail(f"netplan rejects the new files: {' '.join((err or out).replace(top, '').split())}")
 
-    def confirm(self):
-        """Write down what was tried and reached; `waiting` while it is not applied yet, `lost` where the fuse burnt down."""
+    def confirm(self) -> dict[str, Any]:
+        """Make the change permanent. `waiting`: it is not applied yet; `lost`: the rollback timer expired."""
         file = PENDING / "pending.json"
         if not file.exists():
             return {"changed": False, "lost": True}
         pending = json.loads(file.read_text())
         if not (PENDING / "applied").exists():
             return {"changed": False, "waiting": True}
-        self.run("systemctl", "stop", f"{FUSE}.timer")
-        if self.run("systemctl", "is-active", "--quiet", f"{FUSE}.service", check=False)[0] == 0:
+        self.run("systemctl", "stop", f"{ROLLBACK}.timer")
+        if self.run("systemctl", "is-active", "--quiet", f"{ROLLBACK}.service", check=False)[0] == 0:
             return {"changed": False, "lost": True}
         if self.params["state"] == "present":
-            self.remember(pending)
-        # Ours first: whatever ends this half-way, there is an address.
+            self.save(pending)
+        # The file with the address comes first: an interruption must not leave the host without an address.
         for name, text in sorted(pending["files"].items(), key=lambda item: not item[0].endswith(f"/{OURS}")):
             if text is None:
                 Path(name).unlink(missing_ok=True)
             else:
-                write(Path(name), text, 0o644 if name == str(CLOUD) else 0o600)
+                write_atomic(Path(name), text, 0o644 if name == str(CLOUD) else 0o600)
         for name in pending["files"]:
             if name.startswith(f"{ETC}/"):
-                (TRIED / Path(name).name).unlink(missing_ok=True)
+                (TRIAL / Path(name).name).unlink(missing_ok=True)
         if self.params["state"] == "absent":
-            self.forget()
-        if not any(TRIED.iterdir()):
-            TRIED.rmdir()
+            self.remove_backup()
+        if not any(TRIAL.iterdir()):
+            TRIAL.rmdir()
         self.run("netplan", "generate")
         shutil.rmtree(PENDING)
         return {"changed": True}
 
-    def remember(self, pending):
-        """Keep what is there before anything is written."""
-        kept = self.before() or {
+    def save(self, pending: dict[str, Any]) -> None:
+        """Store the current files before the change overwrites them, and digests of the new ones."""
+        saved = self.saved() or {
             "files": {},
             "wrote": {},
             "nic": pending["nic"],
@@ -345,19 +351,19 @@ class Host:
         }
         for name, text in pending["files"].items():
             path = Path(name)
-            kept["files"].setdefault(name, path.read_text() if path.exists() else None)
-            kept["wrote"][name] = digest(text)
-        self.kept.parent.mkdir(parents=True, exist_ok=True)
-        write(self.kept, json.dumps(kept))
+            saved["files"].setdefault(name, path.read_text() if path.exists() else None)
+            saved["wrote"][name] = digest(text)
+        write_atomic(self.backup, json.dumps(saved), 0o600)
 
-    def forget(self):
-        self.kept.unlink(missing_ok=True)
-        if self.kept.parent.is_dir() and not any(self.kept.parent.iterdir()):
-            self.kept.parent.rmdir()
+    def remove_backup(self) -> None:
+        """Remove the backup, and its folder if it is empty."""
+        self.backup.unlink(missing_ok=True)
+        if self.backup.parent.is_dir() and not any(self.backup.parent.iterdir()):
+            self.backup.parent.rmdir()
 
 
-def resolvers():
-    """The name servers that the host asks now."""
+def name_servers() -> list[str]:
+    """Return the addresses of the name servers in use."""
     for path in (Path("/run/systemd/resolve/resolv.conf"), Path("/etc/resolv.conf")):
         if path.exists():
             words = [line.split() for line in path.read_text().splitlines()]
@@ -368,74 +374,58 @@ def resolvers():
     return []
 
 
-def no_netplan():
+def netplan_missing() -> str:
+    """Return the error for a host without netplan."""
     if Path("/etc/network/interfaces").exists():
         return (
-            "netplan is not installed, and ifupdown (/etc/network/interfaces) has the addresses: install netplan.io and move "
-            "them there, or set the address in that file and leave netplan_address out"
+            "netplan is not installed, ifupdown (/etc/network/interfaces) manages the addresses: install netplan.io and move "
+            "the addresses to netplan, or set the address in that file and remove netplan_address"
         )
-    return (
-        "netplan is not installed: install netplan.io, or leave netplan_address out and set the address by other means"
-    )
+    return "netplan is not installed: install netplan.io, or remove netplan_address and set the address by other means"
 
 
-def digest(text):
+def digest(text: str | None) -> str:
+    """Return the SHA-256 of a text, or an empty string for a file that does not exist."""
     return "" if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
-def shown(text):
-    """A file as a diff may show it: without what is secret in it."""
-    lines = text.splitlines(keepends=True)
-    secret = ("password", "key:", "psk", "private", "auth")
+def difference(name: str, text: str | None) -> dict[str, str]:
+    """Return the change of a file for C(--diff)."""
+    before = Path(name).read_text() if Path(name).exists() else ""
+    return {"before_header": name, "after_header": name, "before": redact(before), "after": redact(text or "")}
+
+
+def redact(text: str) -> str:
+    """Return the text of a netplan file without its secrets."""
     return "".join(
-        f"{line.partition(':')[0]}: (hidden)\n" if any(word in line.lower() for word in secret) else line
-        for line in lines
+        f"{line.partition(':')[0]}: (hidden)\n" if any(word in line.lower() for word in SECRETS) else line
+        for line in text.splitlines(keepends=True)
     )
 
 
-def size(nic, mtu):
+def set_mtu(nic: str, mtu: int) -> str:
+    """Return the shell command that sets the MTU, or one that does nothing."""
     return f"ip link set dev {nic} mtu {mtu}" if nic and mtu else ":"
 
 
-def script(path, *lines):
-    write(path, "\n".join(["set -eu", *lines, ""]))
+def write_script(path: Path, *lines: str) -> None:
+    """Write a shell script that stops at the first error."""
+    write_atomic(path, "\n".join(["set -eu", *lines, ""]), 0o600)
 
 
-def write(path, text, mode=0o600):
-    """Write a file so that it is there whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.chmod(mode)
-    new.rename(path)
-
-
-def main():
+def main() -> None:
     module = AnsibleModule(
-        argument_spec={
-            "state": {"choices": ["present", "absent"], "default": "present"},
-            "address": {"type": "str"},
-            "gateway": {"type": "str"},
-            "dns": {"type": "list", "elements": "str"},
-            "mtu": {"type": "int", "default": 0},
-            "nic": {"type": "str", "default": ""},
-            "timeout": {"type": "int", "default": 30},
-            "keep": {"type": "path", "default": "/var/lib/trainyard/netplan"},
-            "step": {"choices": ["look", "try", "confirm"], "default": "look"},
-        },
+        argument_spec=argument_spec(DOCUMENTATION),
         required_if=[("state", "present", ["address"])],
         supports_check_mode=True,
     )
-    host = Host(module)
+    change = AddressChange(module)
     step = module.params["step"]
     if step == "look":
-        result = host.look()
+        result = change.look()
         result.pop("files")
     else:
-        result = host.attempt() if step == "try" else host.confirm()
+        result = change.attempt() if step == "try" else change.confirm()
     module.exit_json(**result)
 
 

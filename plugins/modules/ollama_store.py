@@ -1,38 +1,41 @@
 #!/usr/bin/python
-"""What lies in an Ollama's model store, and whether it is whole."""
+"""Return the models of an Ollama store, file by file."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: ollama_store
-short_description: Tells which models an Ollama's store has, file by file
+short_description: Return the models in an Ollama store, file by file
 description:
-  - Reads manifests and looks for the blobs that they name. Asks no server. Writes nothing, but for C(verify).
+  - Reads the manifests and checks that their blobs exist. Does not contact a server. Changes files only with O(verify).
 options:
   path:
-    description: The store, as in C(OLLAMA_MODELS).
+    description: Folder of the store, as in C(OLLAMA_MODELS).
     type: path
     required: true
   models:
-    description: Names as C(ollama pull) takes them.
+    description: Model names as C(ollama pull) accepts them.
     type: list
     elements: str
     required: true
-  like:
-    description: The C(models) of another store. C(lacking_blobs) and C(lacking_manifests) are then what this one lacks.
+  compare_to:
+    description: RV(models) of another store. The result then lists what this store is missing.
     type: dict
   verify:
-    description: Blobs, by their paths in the store. One whose content has not the SHA-256 of its name is removed, and the task fails.
+    description:
+      - Paths of blobs in the store. A blob whose content does not match the SHA-256 in its name is removed, and the task fails.
     type: list
     elements: str
     default: []
+extends_documentation_fragment: [trainyard]
 attributes:
   check_mode:
     support: full
+    description: Reports damaged blobs without removing them.
 """
 
 EXAMPLES = r"""
-- name: See which models there are
+- name: List the models of the store
   ollama_store:
     path: /var/lib/ollama
     models: [llama3.2:1b]
@@ -41,22 +44,23 @@ EXAMPLES = r"""
 
 RETURN = r"""
 models:
-  description: For every model that is whole, C(manifest) (path in the store), C(digest) of the manifest, C(blobs) (paths in the store).
+  description: >-
+    For every complete model C(manifest) (path in the store), C(digest) (of the manifest) and C(blobs) (paths in the store).
   returned: always
   type: dict
 missing:
-  description: The models that are not there, or not whole.
+  description: Models that do not exist or are incomplete.
   returned: always
   type: list
   elements: str
-lacking_blobs:
-  description: Paths of blobs that C(like) has and this store has not.
-  returned: when C(like) is given
+missing_blobs:
+  description: Paths of blobs that O(compare_to) has and this store does not have.
+  returned: when O(compare_to) is set
   type: list
   elements: str
-lacking_manifests:
-  description: Paths of manifests that C(like) has and this store has not, or has in another state.
-  returned: when C(like) is given
+missing_manifests:
+  description: Paths of manifests that O(compare_to) has and that are absent or different in this store.
+  returned: when O(compare_to) is set
   type: list
   elements: str
 """
@@ -65,27 +69,29 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
 
-PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 def manifest_path(name: str) -> str:
-    """Return where a store keeps the manifest of `name` ([host/][namespace/]model[:tag]). Raises ValueError."""
+    """Return the path of a model's manifest in a store; `name` is [host/][namespace/]model[:tag]. Raises ValueError."""
     rest, colon, tag = name.rpartition(":")
     if not colon or "/" in tag:
         rest, tag = name, "latest"
     parts = rest.split("/")
-    if len(parts) > 3 or not all(PART.fullmatch(part) for part in [*(p.replace(":", "") for p in parts), tag]):
-        raise ValueError(f"{name!r} is no name of a model, such as llama3.2:1b")
+    if len(parts) > 3 or not all(NAME.fullmatch(part) for part in [*(p.replace(":", "") for p in parts), tag]):
+        raise ValueError(f"{name!r} is not a model name: expected a name such as llama3.2:1b")
     parts = ["registry.ollama.ai", "library"][: 3 - len(parts)] + parts
     return "/".join(["manifests", *parts, tag])
 
 
-def read_model(store: Path, name: str) -> dict | None:
-    """Return manifest, digest and blobs of a model, or None if it is not there, or not whole."""
+def read_model(store: Path, name: str) -> dict[str, Any] | None:
+    """Return manifest, digest and blobs of a model, or None if it does not exist or is incomplete."""
     path = manifest_path(name)
     try:
         content = (store / path).read_bytes()
@@ -108,61 +114,53 @@ def read_model(store: Path, name: str) -> dict | None:
     return {"manifest": path, "digest": hashlib.sha256(content).hexdigest(), "blobs": sorted(set(blobs))}
 
 
-def lacking(store: Path, like: dict) -> tuple[list[str], list[str]]:
-    """Return the paths of blobs and of manifests that the models `like` have and this store has not."""
+def missing_files(store: Path, models: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return the paths of the blobs and manifests of `models` that the store does not have."""
     blobs, manifests = set(), []
-    for model in like.values():
+    for model in models.values():
         try:
-            mine = hashlib.sha256((store / model["manifest"]).read_bytes()).hexdigest()
+            digest = hashlib.sha256((store / model["manifest"]).read_bytes()).hexdigest()
         except OSError:
-            mine = ""
-        if mine != model["digest"]:
+            digest = ""
+        if digest != model["digest"]:
             manifests.append(model["manifest"])
         blobs |= {blob for blob in model["blobs"] if not (store / blob).exists()}
     return sorted(blobs), sorted(manifests)
 
 
-def spoilt(store: Path, blobs: list[str]) -> list[str]:
-    """Return the blobs whose content has not the SHA-256 of their name."""
-    bad = []
+def damaged_blobs(store: Path, blobs: list[str]) -> list[str]:
+    """Return the blobs whose content does not match the SHA-256 in their name. Raises OSError."""
+    damaged = []
     for blob in blobs:
-        total = hashlib.sha256()
+        digest = hashlib.sha256()  # hashlib.file_digest requires Python 3.11; Ubuntu 22.04 has 3.10
         with (store / blob).open("rb") as file:
-            while part := file.read(1 << 20):
-                total.update(part)
-        if blob.rpartition("sha256-")[2] != total.hexdigest():
-            bad.append(blob)
-    return bad
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        if blob.rpartition("sha256-")[2] != digest.hexdigest():
+            damaged.append(blob)
+    return damaged
 
 
-def main():
-    module = AnsibleModule(
-        argument_spec={
-            "path": {"type": "path", "required": True},
-            "models": {"type": "list", "elements": "str", "required": True},
-            "like": {"type": "dict"},
-            "verify": {"type": "list", "elements": "str", "default": []},
-        },
-        supports_check_mode=True,
-    )
-    a, store = module.params, Path(module.params["path"])
+def main() -> None:
+    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
+    params, store = module.params, Path(module.params["path"])
     try:
-        models = {name: read_model(store, name) for name in a["models"]}
-        bad = spoilt(store, a["verify"])
+        models = {name: read_model(store, name) for name in params["models"]}
+        damaged = damaged_blobs(store, params["verify"])
     except (ValueError, OSError) as error:
         module.fail_json(msg=str(error), plain=True)
-    for blob in bad:
+    for blob in damaged:
         if not module.check_mode:
             (store / blob).unlink()
-    if bad:
-        module.fail_json(msg=f"{bad[0]} arrived damaged and was removed: run it again", plain=True)
-    answer = {
+    if damaged:
+        module.fail_json(msg=f"{damaged[0]} is damaged and was removed: run the playbook again", plain=True)
+    result: dict[str, Any] = {
         "models": {name: model for name, model in models.items() if model},
         "missing": [name for name, model in models.items() if not model],
     }
-    if a["like"] is not None:
-        answer["lacking_blobs"], answer["lacking_manifests"] = lacking(store, a["like"])
-    module.exit_json(changed=False, **answer)
+    if params["compare_to"] is not None:
+        result["missing_blobs"], result["missing_manifests"] = missing_files(store, params["compare_to"])
+    module.exit_json(changed=False, **result)
 
 
 if __name__ == "__main__":

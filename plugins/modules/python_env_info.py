@@ -1,18 +1,19 @@
-"""Look at a host's Pythons: the one that an environment would be made with, and the environment that is there."""
+#!/usr/bin/python
+"""Return the Python environment of a host and the interpreter that a new one would use."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: python_env_info
-short_description: Look at a host's Python environment
-description: Says what an environment on this host could be made with, which one is there, and its versions. Changes nothing.
+short_description: Return the Python environment of a host
+description: Returns the base interpreter, the current environment and its package versions.
 options:
   env:
-    description: How the environment is made; passed on as it is.
+    description: How the environment is created (C(python_env) of the role C(python)); returned unchanged.
     type: str
     required: true
   data_dir:
-    description: The cluster's data dir on the host.
+    description: The data directory of the cluster on the host (C(cluster_data_dir)).
     type: path
     required: true
   python:
@@ -20,18 +21,14 @@ options:
     type: str
     required: true
   base:
-    description: The interpreter that a venv is made with.
+    description: Interpreter that creates the environment.
     type: str
     required: true
-attributes:
-  check_mode:
-    support: full
-    description: It only looks.
-author: trainyard
+extends_documentation_fragment: [trainyard, trainyard.info]
 """
 
 EXAMPLES = r"""
-- name: Look at the environment
+- name: Read the state of the Python environment
   python_env_info:
     env: venv
     data_dir: /srv/trainyard
@@ -40,12 +37,13 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-look:
+info:
   description: >-
-    C(env), C(python), C(base), C(link) (the path of the environment), C(version) of the base, C(has_venv), C(machine), C(driver),
-    C(capabilities) (of the GPUs),
-    C(serving) (wheels are shown to other hosts), C(blocked) (something else is at that path), C(target) (where the link leads), C(marker) (what made it), C(wheels)
-    (keys of the wheels kept here), C(versions) of what is in the environment.
+    C(env), C(python) and C(base) as given; C(link) (path of the environment), C(version) of the base interpreter, C(has_venv),
+    C(machine) (architecture), C(driver) (version of the NVIDIA driver), C(capabilities) (compute capability of every GPU),
+    C(serving) (a wheel server is running), C(blocked) (something that is not a link exists at C(link)), C(target) (where
+    the link points), C(marker) (contents of C(trainyard.json)), C(wheels) (keys of the wheel folders), C(versions) of the
+    packages in the environment.
   returned: always
   type: dict
 """
@@ -57,17 +55,18 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpus import answers
+from ansible.module_utils.nvidia_smi import query
 from ansible.module_utils.package_versions import package_versions
 
-# systemd keeps the file of a transient unit for as long as it runs.
-SERVER = Path("/run/systemd/transient/trainyard-wheels.service")
-_ASK = "import importlib.util as u, platform as p; print(p.python_version(), int(bool(u.find_spec('venv'))))"
+# systemd keeps the unit file of a transient service while the service runs.
+WHEEL_SERVER = Path("/run/systemd/transient/trainyard-wheels.service")
+_VERSION = "import importlib.util as u, platform as p; print(p.python_version(), int(bool(u.find_spec('venv'))))"
 
 
-def words_of(*argv: str) -> list[str]:
-    """Return the words that a command prints, none if it fails."""
+def output_words(*argv: str) -> list[str]:
+    """Return the words that a command prints, or an empty list if it fails."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -75,8 +74,8 @@ def words_of(*argv: str) -> list[str]:
     return done.stdout.split()
 
 
-def marker_of(link: Path) -> dict[str, Any]:
-    """Return what the environment's maker wrote last of all; {} for one that is not whole."""
+def read_marker(link: Path) -> dict[str, Any]:
+    """Return trainyard.json of the environment, which is written last; empty if the environment is incomplete."""
     try:
         found = json.loads((link / "trainyard.json").read_text())
     except (OSError, ValueError):
@@ -84,41 +83,38 @@ def marker_of(link: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            "env": {"type": "str", "required": True},
-            "data_dir": {"type": "path", "required": True},
-            "python": {"type": "str", "required": True},
-            "base": {"type": "str", "required": True},
-        },
-        supports_check_mode=True,
-    )
-    a = module.params
-    link = Path(a["data_dir"]) / "venv"
-    # Somebody else's environment is made with nothing of ours.
-    asked = words_of(a["base"], "-I", "-c", _ASK) if a["env"] != "as-is" else []
-    version, has_venv = (asked + ["", "0"])[:2]
-    driver = next(iter(answers("driver_version")), "")
-    wheels = Path(a["data_dir"]) / "python" / "shared" / "wheels"
-    look = {
-        "env": a["env"],
-        "python": a["python"],
-        "base": a["base"],
+def environment_info(env: str, data_dir: Path, python: str, base: str) -> dict[str, Any]:
+    """Return the dictionary that RETURN documents."""
+    link = data_dir / "venv"
+    # An existing environment (as-is) has no base interpreter.
+    words = output_words(base, "-I", "-c", _VERSION) if env != "as-is" else []
+    version, has_venv = (words + ["", "0"])[:2]
+    driver = next((row[0] for row in query("driver_version")), "")
+    wheels = data_dir / "python" / "shared" / "wheels"
+    return {
+        "env": env,
+        "python": python,
+        "base": base,
         "link": str(link),
         "version": version,
         "has_venv": has_venv == "1",
         "machine": platform.machine(),
         "driver": driver,
-        "capabilities": answers("compute_cap") if driver else [],
-        "serving": SERVER.exists(),
+        "capabilities": [row[0] for row in query("compute_cap")] if driver else [],
+        "serving": WHEEL_SERVER.exists(),
         "blocked": os.path.lexists(link) and not link.is_symlink(),
         "target": str(link.readlink()) if link.is_symlink() else "",
-        "marker": marker_of(link),
+        "marker": read_marker(link),
         "wheels": sorted(path.parent.name for path in wheels.glob("*/lock.txt")),
-        "versions": package_versions(a["python"], ("trainyard",)),
+        "versions": package_versions(python, ("trainyard",)),
     }
-    module.exit_json(changed=False, look=look)
+
+
+def main() -> None:
+    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
+    params = module.params
+    info = environment_info(params["env"], Path(params["data_dir"]), params["python"], params["base"])
+    module.exit_json(changed=False, info=info)
 
 
 if __name__ == "__main__":

@@ -1,57 +1,61 @@
 #!/usr/bin/python
-"""Module: a unit that has read its settings."""
+"""Reload a service whose configuration changed since it last read it."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 ---
 module: service_reload
-short_description: Have a systemd unit, or a command, read settings that it has not read yet
+short_description: Reload a systemd unit whose configuration files changed
 description:
-  - What a handler does, but right after a play that was killed between the file and the handler, too. What was read last is
-    kept as a digest under C(/var/lib/trainyard/read), which reset.yml takes away.
-  - A unit that is not running is left alone, it will read them when it starts.
-  - Where a file is a unit's own, systemd reads it first.
+  - Does what a handler does, but also works after a play that was killed between the change of a file and the handler. A digest
+    of the configuration that was read last is stored under C(/var/lib/trainyard/read), which C(playbooks/reset.yml) removes.
+  - A unit that is not running stays stopped.
+  - If a file is a unit file, systemd reloads its units first.
 options:
   name:
-    description: The unit; or, with C(by), a name for what reads.
+    description: The unit or, with O(command), a name for the stored digest.
     type: str
     required: true
   files:
-    description: The settings. One that is not there counts as that; if it never was, there is nothing to read.
+    description: The configuration files. A file that does not exist counts as part of the configuration, too.
     type: list
     elements: path
     required: true
-  how:
-    description: What makes the unit read.
+  method:
+    description: How the unit reads its configuration.
     type: str
     choices: [reload, restart]
     default: reload
-  by:
-    description: A command that reads them, in place of the unit.
+  command:
+    description: Command that reads the configuration, instead of the unit.
     type: list
     elements: str
     default: []
-  test:
-    description: A command that fails if the settings are not sound; nothing is done to the unit then.
+  validate:
+    description: Command that checks the configuration. If it fails, the unit is not reloaded and the task fails.
     type: list
     elements: str
     default: []
-author: trainyard
+extends_documentation_fragment: [trainyard]
+attributes:
+  check_mode:
+    support: full
+    description: Reports whether the unit would be reloaded.
 """
 
 EXAMPLES = r"""
-- name: Have sshd read it
+- name: Reload sshd
   service_reload:
     name: ssh
     files: [/etc/ssh/sshd_config.d/10-trainyard.conf]
-    test: [/usr/sbin/sshd, -t]
+    validate: [/usr/sbin/sshd, -t]
 
-- name: Export what the file says
+- name: Export the folders
   service_reload:
     name: exports
     files: [/etc/exports.d/trainyard.exports]
-    by: [exportfs, -ra]
+    command: [exportfs, -ra]
 """
 
 RETURN = r"""
@@ -60,61 +64,59 @@ RETURN = r"""
 import hashlib
 from pathlib import Path
 
+from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
 
-KEPT = Path("/var/lib/trainyard/read")
+DIGESTS = Path("/var/lib/trainyard/read")
 UNITS = Path("/etc/systemd/system")
 
 
 def digest(files: list[str]) -> str:
-    """Return a digest of the files that are there; empty if there is none."""
-    there = [path for path in map(Path, files) if path.is_file()]
-    if not there:
+    """Return a digest of the files that exist, or an empty string if none exists."""
+    existing = [path for path in map(Path, files) if path.is_file()]
+    if not existing:
         return ""
     total = hashlib.sha256()
-    for path in there:
+    for path in existing:
         total.update(f"{path}\0".encode() + path.read_bytes() + b"\0")
     return total.hexdigest()
 
 
-def run(module: AnsibleModule, argv: list[str], words: str) -> None:
-    """Run a command; fail with `words` and what it said if it fails."""
+def run(module: AnsibleModule, argv: list[str], error: str) -> None:
+    """Run a command; if it fails, end the module with `error` and the output of the command."""
     code, out, err = module.run_command(argv)
     if code:
-        module.fail_json(msg=f"{words}: {' '.join((err or out).split())[-300:]}")
+        module.fail_json(msg=f"{error}: {' '.join((err or out).split())[-300:]}")
+
+
+def reload_unit(module: AnsibleModule) -> None:
+    """Validate the configuration and make the unit, or the command, read it."""
+    params = module.params
+    name = params["name"]
+    if params["validate"]:
+        run(module, params["validate"], f"the configuration of {name} is not valid")
+    if params["command"]:
+        run(module, params["command"], f"cannot apply the configuration of {name}")
+        return
+    if any(Path(path).is_relative_to(UNITS) for path in params["files"]):
+        run(module, ["systemctl", "daemon-reload"], "systemd cannot reload its units")
+    action = "try-restart" if params["method"] == "restart" else "try-reload-or-restart"
+    run(module, ["systemctl", action, name], f"cannot {params['method']} {name}, see journalctl -u {name}")
 
 
 def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            "name": {"type": "str", "required": True},
-            "files": {"type": "list", "elements": "path", "required": True},
-            "how": {"type": "str", "choices": ["reload", "restart"], "default": "reload"},
-            "by": {"type": "list", "elements": "str", "default": []},
-            "test": {"type": "list", "elements": "str", "default": []},
-        },
-        supports_check_mode=True,
-    )
-    name, how, by = module.params["name"], module.params["how"], module.params["by"]
-    kept = KEPT / name
-    now = digest(module.params["files"])
-    if now == (kept.read_text() if kept.exists() else ""):
+    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
+    stored = DIGESTS / module.params["name"]
+    current = digest(module.params["files"])
+    if current == (stored.read_text() if stored.exists() else ""):
         module.exit_json(changed=False)
     if not module.check_mode:
-        if module.params["test"]:
-            run(module, module.params["test"], f"{name} would not take its settings")
-        if by:
-            run(module, by, f"{name} could not be read")
+        reload_unit(module)
+        if current:
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            stored.write_text(current)
         else:
-            if any(Path(path).is_relative_to(UNITS) for path in module.params["files"]):
-                run(module, ["systemctl", "daemon-reload"], "systemd did not read its units")
-            do = "try-restart" if how == "restart" else "try-reload-or-restart"
-            run(module, ["systemctl", do, name], f"{name} did not {how} (journalctl -u {name} says why)")
-        if now:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(now)
-        else:
-            kept.unlink(missing_ok=True)
+            stored.unlink(missing_ok=True)
     module.exit_json(changed=True)
 
 

@@ -1,58 +1,64 @@
 #!/usr/bin/python
-"""The firewall's rules that are ours: added, and withdrawn."""
+"""Add and delete the ufw rules of the cluster."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: ufw_rules
-short_description: Rules of ufw that are ours, added and withdrawn, and everybody else's left alone
+short_description: Manage the ufw rules of the cluster and leave other rules unchanged
 description:
-  - Rules whose comment begins with C(mark) are ours. Those that are not in C(rules) any more are withdrawn; all others
-    are left as they are, and one that somebody else made already stays theirs.
-  - Before ufw is switched on, the port that this very SSH connection came in by, and every port that sshd listens on,
-    is open to anywhere; these rules come before all others. Incoming connections are then denied unless a rule says
-    otherwise.
-  - What ufw was like before is kept under C(keep), and C(state=absent) brings that back.
+  - Rules whose comment starts with O(mark) are managed. Managed rules that are not in O(rules) are deleted. All other rules
+    stay unchanged; a rule that exists without the mark is not marked.
+  - Before ufw is enabled, the port of the current SSH connection and every port of sshd's configuration are opened to
+    any address. These rules come first. Incoming connections that no rule allows are then denied.
+  - The former state of ufw is stored in O(backup_dir), and O(state=absent) restores it.
 options:
   rules:
-    description: What to let in, besides SSH.
+    description: Connections to allow, in addition to SSH.
     type: list
     elements: dict
     default: []
     suboptions:
-      port: {description: "A port, a range such as C(6000:6010), or C(any).", type: str, default: any}
-      proto: {description: "tcp, udp or any.", type: str, default: tcp}
-      source: {description: "An address, a network, or C(any).", type: str, default: any}
-      why: {description: "What it is for; goes into the rule's comment.", type: str, default: ""}
+      port:
+        description: A port, a range such as C(6000:6010), or C(any).
+        type: str
+        default: any
+      proto:
+        description: Protocol, which is tcp, udp or any.
+        type: str
+        default: tcp
+      source:
+        description: An address, a network, or C(any).
+        type: str
+        default: any
+      why:
+        description: Purpose of the rule; becomes part of its comment.
+        type: str
+        default: ""
   state:
-    description: C(absent) withdraws our rules and makes ufw what it was.
+    description: With C(absent), delete the managed rules and restore the former state of ufw.
     type: str
     choices: [present, absent]
     default: present
   mark:
-    description: How the comments of our rules begin.
+    description: Prefix of the comments of managed rules.
     type: str
     default: trainyard
-  keep:
-    description: Folder for what ufw was like before.
+  backup_dir:
+    description: Folder for the former state of ufw.
     type: path
     default: /var/lib/trainyard/firewall
-  fuse:
+  rollback_timeout:
     description: >-
-      Seconds after which ufw is switched off again, unless the unit C(trainyard-firewall-fuse.timer) is stopped before;
-      counts only when this call switched it on. 0 for never.
+      Seconds after which ufw is disabled again, unless the unit C(trainyard-firewall-rollback.timer) is stopped first.
+      Applies only if this call enables ufw. 0 disables the timer.
     type: int
     default: 0
-attributes:
-  check_mode:
-    support: full
-  diff_mode:
-    support: full
-author: trainyard
+extends_documentation_fragment: [trainyard, trainyard.files]
 """
 
 EXAMPLES = r"""
-- name: Let the peers in
+- name: Allow connections from the peers
   ufw_rules:
     rules:
       - {source: 192.168.1.12, why: peer node2}
@@ -60,8 +66,8 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-fuse_lit:
-  description: Whether ufw is switched off again unless the fuse is put out, lit by this call or by one of a play that was killed.
+rollback_pending:
+  description: Whether a rollback timer runs, started by this call or by a play that was killed.
   returned: success
   type: bool
 """
@@ -69,206 +75,222 @@ fuse_lit:
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.ssh_session import ssh_session
-from ansible.module_utils.ufw import ANYWHERE, changes, line, parse, wanted, words
+from ansible.module_utils.ufw import ANYWHERE, Rule, allow_rules, command_words, describe, parse_rules, plan_changes
 
 FILES = {4: Path("/etc/ufw/user.rules"), 6: Path("/etc/ufw/user6.rules")}
-SETTINGS = Path("/etc/default/ufw")
-SWITCH = Path("/etc/ufw/ufw.conf")
+DEFAULTS = Path("/etc/default/ufw")
+CONFIG = Path("/etc/ufw/ufw.conf")
+SSHD = Path("/usr/sbin/sshd")
 POLICIES = {"DROP": "deny", "REJECT": "reject", "ACCEPT": "allow"}
-FUSE = "trainyard-firewall-fuse"
+ROLLBACK = "trainyard-firewall-rollback"
 
 
-def setting(path, name, default):
-    """The value of NAME=value in a file of shell assignments; the last one counts."""
+def setting(path: Path, name: str, default: str) -> str:
+    """Return the last value of NAME=value in a file of shell assignments."""
     found = re.findall(rf"^\s*{name}=[\"']?(\w*)", path.read_text(), re.M) if path.exists() else []
     return found[-1] if found else default
 
 
-def status():
-    """What ufw is like, whether or not its rules are loaded."""
+def current_state() -> dict[str, Any]:
+    """Return ufw's settings `enabled`, `incoming` (the default policy) and `ipv6` from its files."""
     return {
-        "enabled": setting(SWITCH, "ENABLED", "no") == "yes",
-        "incoming": POLICIES.get(setting(SETTINGS, "DEFAULT_INPUT_POLICY", "DROP"), "deny"),
-        "ipv6": setting(SETTINGS, "IPV6", "yes") == "yes",
+        "enabled": setting(CONFIG, "ENABLED", "no") == "yes",
+        "incoming": POLICIES.get(setting(DEFAULTS, "DEFAULT_INPUT_POLICY", "DROP"), "deny"),
+        "ipv6": setting(DEFAULTS, "IPV6", "yes") == "yes",
     }
 
 
-def rules():
-    return [rule for family, path in FILES.items() if path.exists() for rule in parse(path.read_text(), family)]
+def current_rules() -> list[Rule]:
+    """Return the rules of both address families from ufw's files."""
+    return [rule for family, path in FILES.items() if path.exists() for rule in parse_rules(path.read_text(), family)]
 
 
-def ssh_ports(module):
-    """The port that this connection came in by, and those of sshd's settings."""
-    way = ssh_session()
-    _, out, _ = module.run_command(["/usr/sbin/sshd", "-T"], handle_exceptions=False) if sshd() else (0, "", "")
+def ssh_ports(module: AnsibleModule) -> list[int]:
+    """Return the port of the current SSH connection and the ports of sshd's configuration."""
+    session = ssh_session()
+    out = module.run_command([str(SSHD), "-T"], handle_exceptions=False)[1] if SSHD.exists() else ""
     configured = [int(port) for port in re.findall(r"^port (\d+)$", out, re.M)]
-    return sorted({*([way[1]] if way else []), *configured}) or [22]
+    return sorted({*([session[1]] if session else []), *configured}) or [22]
 
 
-def sshd():
-    return Path("/usr/sbin/sshd").exists()
-
-
-def show(state, some):
-    """ufw as the lines of a diff: how it is, and our rules."""
+def show(state: dict[str, Any], managed: list[Rule]) -> str:
+    """Return settings and managed rules as the text of a diff."""
     lines = [f"ufw is {'on' if state['enabled'] else 'off'}", f"incoming: {state['incoming']}"]
-    lines += [f"IPv6: {'yes' if state['ipv6'] else 'no'}", *sorted(line(rule) for rule in some)]
+    lines += [f"IPv6: {'yes' if state['ipv6'] else 'no'}", *sorted(describe(rule) for rule in managed)]
     return "".join(f"{text}\n" for text in lines)
 
 
 class Firewall:
-    """ufw's own commands; with `check` none is run."""
+    """Changes ufw; changes nothing in check mode."""
 
-    def __init__(self, module):
+    def __init__(self, module: AnsibleModule) -> None:
         self.module = module
 
-    def ufw(self, *argv):
+    def ufw(self, *argv: str) -> None:
+        """Run a ufw command; if it fails, end the module."""
         if self.module.check_mode:
             return
         code, out, err = self.module.run_command(["ufw", *argv])
         if code:
-            said = " ".join((err or out).split())
-            self.module.fail_json(msg=f"ufw {' '.join(argv)}: {said}", plain=True)
+            self.module.fail_json(msg=f"ufw {' '.join(argv)}: {' '.join((err or out).split())}", plain=True)
 
-    def withdraw(self, rule):
-        self.ufw("delete", *words(rule))
+    def delete(self, rule: Rule) -> None:
+        self.ufw("delete", *command_words(rule))
 
-    def add(self, rule, first):
-        self.ufw(*(["prepend"] if first else []), *words(rule), "comment", rule.comment)
+    def add(self, rule: Rule, first: bool) -> None:
+        """Add a rule, with `first` before all other rules."""
+        self.ufw(*(["prepend"] if first else []), *command_words(rule), "comment", rule.comment)
 
-    def set_ipv6(self, value):
+    def set_ipv6(self, value: str) -> None:
+        """Write IPV6=yes or IPV6=no to ufw's settings."""
         if not self.module.check_mode:
-            text = SETTINGS.read_text()
+            text = DEFAULTS.read_text()
             changed = re.sub(r"^\s*IPV6=.*$", f"IPV6={value}", text, flags=re.M)
-            SETTINGS.write_text(changed if changed != text else f"{text}\nIPV6={value}\n")
+            DEFAULTS.write_text(changed if changed != text else f"{text}\nIPV6={value}\n")
 
 
-def present(module, firewall):
+def desired_rules(module: AnsibleModule) -> tuple[list[Rule], list[Rule]]:
+    """Return the rules for SSH and the rules that the parameters ask for."""
     mark = module.params["mark"]
-    desired, ssh = [], []
+    ssh: list[Rule] = []
+    rules: list[Rule] = []
     try:
         for port in ssh_ports(module):
-            ssh += wanted(str(port), "tcp", "any", f"{mark}: SSH")
+            ssh += allow_rules(str(port), "tcp", "any", f"{mark}: SSH")
         for entry in module.params["rules"]:
             comment = f"{mark}: {entry['why']}".replace("'", "")
-            desired += wanted(entry["port"], entry["proto"], entry["source"], comment)
+            rules += allow_rules(entry["port"], entry["proto"], entry["source"], comment)
     except ValueError as error:
         module.fail_json(msg=f"firewall: {error}", plain=True)
+    return ssh, rules
+
+
+def reject_firewalld(module: AnsibleModule) -> None:
+    """End the module if firewalld runs on the host."""
     if module.run_command(["systemctl", "is-active", "--quiet", "firewalld"], handle_exceptions=False)[0] == 0:
         module.fail_json(
-            msg="firewalld runs here, and two firewalls know nothing of each other: disable it, or set "
-            "firewall_enabled: false and open all TCP between the cluster's addresses there",
+            msg="firewalld runs on this host and conflicts with ufw: disable firewalld, or set firewall_enabled: false and "
+            "open all TCP ports between the addresses of the cluster in firewalld",
             plain=True,
         )
-    state, there = status(), rules()
+
+
+def save_state(module: AnsibleModule, state: dict[str, Any]) -> None:
+    """Store ufw's settings and rule files, unless a former call did."""
+    backup = Path(module.params["backup_dir"], "before.json")
+    if backup.exists() or module.check_mode:
+        return
+    texts = {path.name: path.read_text() for path in FILES.values() if path.exists()}
+    backup.parent.mkdir(parents=True, exist_ok=True)
+    backup.with_suffix(".new").write_text(json.dumps({"state": state, "files": texts}))
+    backup.with_suffix(".new").rename(backup)
+
+
+def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
+    """Add and delete rules, enable ufw, and return the result of the module."""
+    mark = module.params["mark"]
+    ssh, rules = desired_rules(module)
+    reject_firewalld(module)
+    state, current = current_state(), current_rules()
     target = {**state, "enabled": True, "ipv6": state["ipv6"] or Path("/proc/net/if_inet6").exists()}
     if state["incoming"] == "allow":
         target["incoming"] = "deny"
-    # The last of a list wins, where two entries say the same; a family that ufw does not do has no rules.
-    desired = list({rule.what: rule for rule in [*desired, *ssh] if rule.family == 4 or target["ipv6"]}.values())
-    withdraw, add = changes(there, mark, desired)
-    kept = Path(module.params["keep"], "before.json")
-    if (withdraw or add or target != state) and not kept.exists() and not module.check_mode:
-        texts = {path.name: path.read_text() for path in FILES.values() if path.exists()}
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.with_suffix(".new").write_text(json.dumps({"state": state, "files": texts}))
-        kept.with_suffix(".new").rename(kept)
+    # Of two equal rules the last one wins. Without IPv6 in ufw there are no IPv6 rules.
+    desired = list({rule.identity: rule for rule in [*rules, *ssh] if rule.family == 4 or target["ipv6"]}.values())
+    delete, add = plan_changes(current, mark, desired)
+    changed = bool(delete or add or target != state)
+    if changed:
+        save_state(module, state)
     if target["ipv6"] != state["ipv6"]:
         firewall.set_ipv6("yes")
-    # A rule that is there gets another comment in its place: ufw would not move it.
-    first = {rule.what for rule in ssh} - {rule.what for rule in there}
-    # SSH before anything else: whatever ends this half-way, nobody is locked out.
-    for rule in sorted(add, key=lambda rule: rule.what not in first):
-        firewall.add(rule, rule.what in first)
-    for rule in withdraw:
-        firewall.withdraw(rule)
+    # ufw does not move an existing rule that gets a new comment, so only new rules for SSH are prepended.
+    first = {rule.identity for rule in ssh} - {rule.identity for rule in current}
+    # SSH comes first, so that an interruption at any point leaves the host reachable.
+    for rule in sorted(add, key=lambda rule: rule.identity not in first):
+        firewall.add(rule, rule.identity in first)
+    for rule in delete:
+        firewall.delete(rule)
     if target["incoming"] != state["incoming"]:
         firewall.ufw("default", target["incoming"], "incoming")
-    switched_on = target["enabled"] != state["enabled"]
-    if switched_on:
-        if module.params["fuse"] and not module.check_mode:
-            light_fuse(module)
+    if target["enabled"] != state["enabled"]:
+        if module.params["rollback_timeout"] and not module.check_mode:
+            start_rollback_timer(module)
         firewall.ufw("--force", "enable")
     elif target["ipv6"] != state["ipv6"]:
         firewall.ufw("reload")
-    ours = [rule for rule in there if rule.comment.startswith(mark)]
-    after = [rule for rule in ours if rule not in withdraw and rule.what not in {one.what for one in add}] + add
+    managed = [rule for rule in current if rule.comment.startswith(mark)]
+    added = {rule.identity for rule in add}
+    after = [rule for rule in managed if rule not in delete and rule.identity not in added] + add
     return {
-        "changed": bool(withdraw or add or target != state),
-        "fuse_lit": fuse_lit(module),
-        "diff": {"before": show(state, ours), "after": show(target, after)},
+        "changed": changed,
+        "rollback_pending": rollback_pending(module),
+        "diff": {"before": show(state, managed), "after": show(target, after)},
     }
 
 
-def light_fuse(module):
-    """Let ufw be switched off again in a while."""
-    module.run_command(["systemctl", "stop", f"{FUSE}.timer"], handle_exceptions=False)
-    argv = ["systemd-run", "--quiet", "--collect", f"--unit={FUSE}", f"--on-active={module.params['fuse']}"]
+def start_rollback_timer(module: AnsibleModule) -> None:
+    """Schedule a command that disables ufw again."""
+    module.run_command(["systemctl", "stop", f"{ROLLBACK}.timer"], handle_exceptions=False)
+    timeout = module.params["rollback_timeout"]
+    argv = ["systemd-run", "--quiet", "--collect", f"--unit={ROLLBACK}", f"--on-active={timeout}"]
     code, _, err = module.run_command([*argv, "--timer-property=AccuracySec=1s", "ufw", "disable"])
     if code:
-        module.fail_json(msg=f"firewall: no fuse could be lit, so ufw was not switched on: {err.strip()}", plain=True)
+        module.fail_json(msg=f"firewall: cannot start the rollback timer, ufw stays off: {err.strip()}", plain=True)
 
 
-def fuse_lit(module):
-    code, _, _ = module.run_command(["systemctl", "is-active", "--quiet", f"{FUSE}.timer"], handle_exceptions=False)
-    return code == 0
+def rollback_pending(module: AnsibleModule) -> bool:
+    """Tell whether a rollback timer runs."""
+    argv = ["systemctl", "is-active", "--quiet", f"{ROLLBACK}.timer"]
+    return bool(module.run_command(argv, handle_exceptions=False)[0] == 0)
 
 
-def absent(module, firewall):
+def absent(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
+    """Delete the managed rules, restore ufw's former settings, and return the result of the module."""
     mark = module.params["mark"]
-    kept = Path(module.params["keep"], "before.json")
-    state, there = status(), rules()
-    known = json.loads(kept.read_text()) if kept.exists() else {"state": state, "files": {}}
-    before = known["state"]
-    ours = [rule for rule in there if rule.comment.startswith(mark)]
-    changed = bool(ours) or state != before or kept.exists()
-    # Off first: with our rules gone and the door shut, this very connection would be the last.
+    backup = Path(module.params["backup_dir"], "before.json")
+    state, current = current_state(), current_rules()
+    saved = json.loads(backup.read_text()) if backup.exists() else {"state": state, "files": {}}
+    before = saved["state"]
+    managed = [rule for rule in current if rule.comment.startswith(mark)]
+    changed = bool(managed) or state != before or backup.exists()
+    # Disable ufw before its rules go: the rule for SSH is one of them.
     if state["enabled"] and not before["enabled"]:
         firewall.ufw("disable")
     if state["incoming"] != before["incoming"]:
         firewall.ufw("default", before["incoming"], "incoming")
-    for rule in sorted(ours, key=lambda rule: rule.source in ANYWHERE.values()):
-        firewall.withdraw(rule)
+    for rule in sorted(managed, key=lambda rule: rule.source in ANYWHERE.values()):
+        firewall.delete(rule)
     if state["ipv6"] != before["ipv6"]:
         firewall.set_ipv6("yes" if before["ipv6"] else "no")
-    if kept.exists() and not module.check_mode:
-        for family, path in FILES.items():
-            text = known["files"].get(path.name)
-            # The same rules in ufw's other words: it also writes down how it logs, once it was on.
-            if text and not before["enabled"] and parse(text, family) == parse(path.read_text(), family):
-                path.write_text(text)
-        kept.unlink()
-        if not any(kept.parent.iterdir()):
-            kept.parent.rmdir()
+    if backup.exists() and not module.check_mode:
+        restore_files(saved["files"], before["enabled"])
+        backup.unlink()
+        if not any(backup.parent.iterdir()):
+            backup.parent.rmdir()
     return {
         "changed": changed,
-        "fuse_lit": False,
-        "diff": {"before": show(state, ours), "after": show(before, [])},
+        "rollback_pending": False,
+        "diff": {"before": show(state, managed), "after": show(before, [])},
     }
 
 
-def main():
-    one = {
-        "port": {"default": "any"},
-        "proto": {"default": "tcp"},
-        "source": {"default": "any"},
-        "why": {"default": ""},
-    }
-    module = AnsibleModule(
-        argument_spec={
-            "rules": {"type": "list", "elements": "dict", "default": [], "options": one},
-            "state": {"choices": ["present", "absent"], "default": "present"},
-            "mark": {"default": "trainyard"},
-            "keep": {"type": "path", "default": "/var/lib/trainyard/firewall"},
-            "fuse": {"type": "int", "default": 0},
-        },
-        supports_check_mode=True,
-    )
-    work = present if module.params["state"] == "present" else absent
-    module.exit_json(**work(module, Firewall(module)))
+def restore_files(texts: dict[str, str], enabled: bool) -> None:
+    """Restore the text of rule files with the same rules: ufw adds its logging rules to them once it was enabled."""
+    for family, path in FILES.items():
+        text = texts.get(path.name)
+        if text and not enabled and parse_rules(text, family) == parse_rules(path.read_text(), family):
+            path.write_text(text)
+
+
+def main() -> None:
+    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
+    apply = present if module.params["state"] == "present" else absent
+    module.exit_json(**apply(module, Firewall(module)))
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def test_what_is_wrong_is_said_before_a_host_is_touched(bare: Lab, tmp_path: Pat
     }
     played = netplan(inventory(lab, tmp_path, **hosts))
     assert played.rc != 0 and played.count("changed") == 0
-    assert f"error: node1: 10.231.{one.net}.1 is taken already, by the machine with the MAC" in played.stdout
+    assert f"error: node1: 10.231.{one.net}.1 is in use by the machine with the MAC address" in played.stdout
     assert (
         f"error: node2: known_hosts has another SSH host key for {three.address} than for {two.address}"
         in played.stdout
@@ -188,4 +188,4 @@ def test_what_is_wrong_is_said_before_a_host_is_touched(bare: Lab, tmp_path: Pat
     )
     played = netplan(inventory(lab, tmp_path, node1={"netplan_address": f"{one.address}/24"}))
     assert played.rc != 0 and played.count("changed") == 0
-    assert "error: node1: netplan is not installed: install netplan.io, or leave netplan_address out" in played.stdout
+    assert "error: node1: netplan is not installed: install netplan.io, or remove netplan_address" in played.stdout

@@ -64,19 +64,22 @@ def play(lab: Lab, *arguments: str, **said: Any) -> Played:
     return run_playbook("site.yml", lab.inventory, {"nvidia_sysfs": "/root/sys", **said}, "--tags nvidia", *arguments)
 
 
-def test_it_says_what_a_card_wants_and_changes_nothing(lab: Lab, host: Host) -> None:
+def test_the_role_reports_the_driver_and_changes_nothing(lab: Lab, host: Host) -> None:
     cards(lab, host, PASCAL)
     played = play(lab)
     assert played.rc == 0 and played.count("changed") == 0, played.stdout
-    assert "0000:01:00.0  10de:1b06  Pascal  without a driver" in played.stdout
-    assert "no driver answers; the cards want branch 580 with closed kernel modules" in played.stdout
+    assert "0000:01:00.0  10de:1b06  Pascal  no driver" in played.stdout
+    assert "no driver is loaded: the GPUs need branch 580 with closed kernel modules" in played.stdout
 
 
 @pytest.mark.parametrize(
     ("devices", "word"),
     [
-        ([KEPLER], "its driver ends with 470, torch needs 525"),
-        ([PASCAL, BLACKWELL], "no one driver runs all its cards (Blackwell, Pascal): take one kind out"),
+        ([KEPLER], "the last driver for this GPU is 470, torch needs 525 or later"),
+        (
+            [PASCAL, BLACKWELL],
+            "no driver supports all GPUs of this host (Blackwell, Pascal): remove the GPUs of one generation",
+        ),
         ([ADA], "apt has no "),
     ],
 )
@@ -94,7 +97,7 @@ def test_a_driver_that_does_not_know_the_card_is_refused(lab: Lab, host: Host) -
     lab.inside(host, REPOSITORY.replace("VERSION", "535.54"))
     played = play(lab, nvidia_install=True)
     assert played.rc != 0 and played.count("changed") == 0, played.stdout
-    assert "apt's driver is 535, and a card of this host needs 570 or later" in played.stdout
+    assert "apt has driver 535, and a GPU of this host needs 570 or later" in played.stdout
 
 
 def test_a_driver_is_installed_where_there_is_a_card_and_nowhere_else(lab: Lab, host: Host, tmp_path: Any) -> None:
@@ -116,7 +119,7 @@ def test_a_driver_is_installed_where_there_is_a_card_and_nowhere_else(lab: Lab, 
     )
     assert "blacklist nouveau" in lab.inside(host, "cat /etc/modprobe.d/trainyard-nvidia.conf")
     again = play(lab, nvidia_install=True)
-    assert again.rc == 0 and again.count("changed") == 0 and "driver 580.65.1 answers" in again.stdout, again.stdout
+    assert again.rc == 0 and again.count("changed") == 0 and "driver 580.65.1 is loaded" in again.stdout, again.stdout
 
     # A driver that stopped answering, and a play that was killed before the ramdisk was written: it is written now.
     lab.inside(host, "rm /var/lib/trainyard/read/initramfs; mv /usr/bin/nvidia-smi /root/nvidia/; rm -f /root/ramdisks")

@@ -173,7 +173,7 @@ def test_no_network_at_all(cluster: PythonCluster) -> None:
             (lacking / wheel.name).symlink_to(wheel)
     refused = cluster.play(python_lock=str(lock), python_wheelhouse=str(lacking))
     assert refused.rc != 0
-    assert f"out of {lacking}: ERROR: " in refused.stdout, refused.stdout
+    assert f"from {lacking}: ERROR: " in refused.stdout, refused.stdout
     played = cluster.play(python_lock=str(lock), python_wheelhouse=str(cluster.wheels))
     assert played.rc == 0, played.stdout
     assert len(cluster.asked) == asked

@@ -66,7 +66,7 @@ def test_datasets_are_copied_and_only_what_differs_travels(
 
 def test_light_hosts_have_no_nfs_and_it_is_said(lab: Lab) -> None:
     played = play(lab, "nfs", nfs_dataset_delivery="nfs")
-    assert played.rc != 0 and "kernel has no NFS" in played.stdout and "copy" in played.stdout
+    assert played.rc != 0 and "kernel of this host does not support NFS" in played.stdout and "copy" in played.stdout
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""NVIDIA cards found in sysfs trees as the kernel lays them out, and the driver that they want."""
+"""Finding NVIDIA GPUs in a sysfs tree and selecting their driver."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from plugins.module_utils.gpus import RANGES, find, wanted
+from plugins.module_utils.gpus import RANGES, find_cards, select_driver
 
 TOP = Path(__file__).resolve().parents[2]
 NVIDIA, VGA, COMPUTE, AUDIO = "0x10de", "0x030000", "0x030200", "0x040300"
 
 
 def card(sysfs: Path, slot: str, device: str, vendor: str = NVIDIA, kind: str = VGA, module: str = "") -> None:
-    """A device as /sys/bus/pci/devices shows it: a link into /sys/devices, its driver a link again."""
+    """Create a PCI device as in sysfs: a link into /sys/devices, with a link to its driver."""
     real = sysfs / "devices/pci0000:00" / slot
     real.mkdir(parents=True)
     for name, text in (("vendor", vendor), ("device", device), ("class", kind)):
@@ -33,16 +33,16 @@ def card(sysfs: Path, slot: str, device: str, vendor: str = NVIDIA, kind: str = 
         (real / "driver").symlink_to(driver)
 
 
-def test_cards_are_found_without_their_driver_and_nothing_else_is_a_card(tmp_path: Path) -> None:
+def test_only_gpus_are_found_also_without_a_driver(tmp_path: Path) -> None:
     card(tmp_path, "0000:01:00.0", "0x2684", module="nouveau")
     card(tmp_path, "0000:01:00.1", "0x22ba", kind=AUDIO)
     card(tmp_path, "0000:41:00.0", "0x2330", kind=COMPUTE)
     card(tmp_path, "0000:00:02.0", "0x9bc5", vendor="0x8086", module="i915")
-    assert find(tmp_path) == [
+    assert find_cards(tmp_path) == [
         {"slot": "0000:01:00.0", "device": "0x2684", "generation": "Ada", "module": "nouveau"},
         {"slot": "0000:41:00.0", "device": "0x2330", "generation": "Hopper", "module": ""},
     ]
-    assert find(tmp_path / "nothing") == []
+    assert find_cards(tmp_path / "nothing") == []
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,22 @@ def test_cards_are_found_without_their_driver_and_nothing_else_is_a_card(tmp_pat
         ("0x3fff", "", 590, "open"),  # newer than the table
     ],
 )
-def test_a_card_wants_a_driver(device: str, generation: str, branch: int, modules: str, tmp_path: Path) -> None:
+def test_driver_of_each_generation(device: str, generation: str, branch: int, modules: str, tmp_path: Path) -> None:
     card(tmp_path, "0000:01:00.0", device)
-    found = find(tmp_path)
+    found = find_cards(tmp_path)
     assert found[0]["generation"] == generation
-    want = wanted(found, 590)
-    assert (want["branch"], want["modules"], want["trouble"]) == (branch, modules, "")
+    driver = select_driver(found, 590)
+    assert (driver["branch"], driver["modules"], driver["error"]) == (branch, modules, "")
 
 
-def test_cards_that_no_driver_runs_together_or_at_all() -> None:
+def test_gpus_without_a_suitable_driver() -> None:
     kepler, pascal, blackwell = ({"device": number} for number in ("0x102d", "0x1b06", "0x2b85"))
-    assert "ends with 470" in wanted([kepler], 580)["trouble"]
-    assert "no one driver runs all its cards (Blackwell, Pascal)" in wanted([pascal, blackwell], 580)["trouble"]
-    assert wanted([], 580)["trouble"] == ""
+    assert "last driver for this GPU is 470" in select_driver([kepler], 580)["error"]
+    assert (
+        "no driver supports all GPUs of this host (Blackwell, Pascal)"
+        in select_driver([pascal, blackwell], 580)["error"]
+    )
+    assert select_driver([], 580)["error"] == ""
 
 
 def test_the_ranges_do_not_overlap() -> None:
@@ -82,7 +85,7 @@ def test_the_ranges_do_not_overlap() -> None:
 
 
 @pytest.mark.slow
-def test_the_role_says_what_the_cards_want_and_changes_nothing(tmp_path: Path) -> None:
+def test_the_role_reports_the_driver_and_changes_nothing(tmp_path: Path) -> None:
     card(tmp_path / "sys", "0000:01:00.0", "0x1b06", module="nouveau")
     variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
     (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"cluster": {"hosts": {"localhost": variables}}}))
@@ -110,7 +113,7 @@ def test_the_role_says_what_the_cards_want_and_changes_nothing(tmp_path: Path) -
         assert done.returncode == 0, json.dumps([done.stdout, done.stderr])
         assert "changed=0" in done.stdout
         wants = (
-            "0000:01:00.0  10de:1b06  Pascal  driven by nouveau" in done.stdout
+            "0000:01:00.0  10de:1b06  Pascal  kernel module nouveau" in done.stdout
             and "branch 580 with closed" in done.stdout
         )
         assert wants == said, done.stdout

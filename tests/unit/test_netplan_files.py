@@ -11,12 +11,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.module_utils.netplan_files import OURS, Nic, Wish, definitions, edit, is_nic, load
+from plugins.module_utils.netplan_files import OURS, AddressSettings, Nic, definitions, edit, is_nic, load
 from trainyard.addresses import problems
 from trainyard.known_hosts import KnownHosts, find_known_hosts
 
 NIC = Nic("enp1s0", "02:79:00:00:03:09", gateway="192.168.1.1", dns=("192.168.1.1",))
-WISH = Wish("192.168.1.11/24")
+SETTINGS = AddressSettings("192.168.1.11/24")
 CLOUD_INIT = """# This file is generated from information provided by the datasource.
 network:
     version: 2
@@ -45,7 +45,7 @@ def ours(files: dict[str, str], nic: Nic = NIC, section: str = "ethernets") -> d
 
 def test_from_dhcp_to_a_static_address() -> None:
     files = {"50-cloud-init.yaml": CLOUD_INIT}
-    changed = edit(files, NIC, WISH)
+    changed = edit(files, NIC, SETTINGS)
     new = after(files, changed)
     assert ours(new) == {
         "dhcp4": False,
@@ -58,7 +58,7 @@ def test_from_dhcp_to_a_static_address() -> None:
     }
     rest = yaml.safe_load(new["50-cloud-init.yaml"])["network"]["ethernets"]
     assert rest == {"enp2s0": {"addresses": ["10.0.0.1/24"], "optional": True}}
-    assert edit(new, NIC, WISH) == {}
+    assert edit(new, NIC, SETTINGS) == {}
 
 
 def test_a_file_for_this_nic_alone_goes_and_others_are_not_written() -> None:
@@ -67,20 +67,20 @@ def test_a_file_for_this_nic_alone_goes_and_others_are_not_written() -> None:
         "20-nm.yaml": "network: {version: 2, renderer: NetworkManager}  # desktop",
         "30-other.yaml": "network: {version: 2, wifis: {wlan0: {dhcp4: true, access-points: {home: {password: x}}}}}",
     }
-    changed = edit(files, NIC, WISH)
+    changed = edit(files, NIC, SETTINGS)
     assert set(changed) == {"10-one.yaml", OURS}
     assert changed["10-one.yaml"] is None
 
 
 def test_a_definition_for_many_nics_stays_and_ours_comes_before_it() -> None:
     files = {"50.yaml": 'network: {version: 2, ethernets: {all-en: {match: {name: "en*"}, dhcp4: true, dhcp6: true}}}'}
-    changed = edit(files, NIC, WISH)
+    changed = edit(files, NIC, SETTINGS)
     assert set(changed) == {OURS}
     devices = yaml.safe_load(str(changed[OURS]))["network"]["ethernets"]
     (identity,) = devices
     assert identity < "all-en"
     assert devices[identity]["match"] == {"name": "enp1s0"} and devices[identity]["dhcp6"] is True
-    assert edit(after(files, changed), NIC, WISH) == {}
+    assert edit(after(files, changed), NIC, SETTINGS) == {}
 
 
 def test_what_an_inventory_says_goes_over_what_is_there() -> None:
@@ -92,28 +92,28 @@ def test_what_an_inventory_says_goes_over_what_is_there() -> None:
       nameservers: {addresses: [9.9.9.9], search: [lan]}
       routes: [{to: 10.9.0.0/16, via: 192.168.1.2}]
 """
-    kept = ours(after({}, edit({"1.yaml": static}, NIC, WISH)))
+    kept = ours(after({}, edit({"1.yaml": static}, NIC, SETTINGS)))
     assert kept["addresses"] == ["fd00::57/64", "192.168.1.11/24"] and "gateway4" not in kept
     assert kept["routes"] == [
         {"to": "10.9.0.0/16", "via": "192.168.1.2"},
         {"to": "default", "via": "192.168.1.254"},
     ]
     assert kept["nameservers"] == {"addresses": ["9.9.9.9"], "search": ["lan"]}
-    said = Wish("192.168.1.11/24", gateway="192.168.1.3", dns=("1.1.1.1",), mtu=9000)
+    said = AddressSettings("192.168.1.11/24", gateway="192.168.1.3", dns=("1.1.1.1",), mtu=9000)
     new = ours(after({}, edit({"1.yaml": static}, NIC, said)))
     assert new["routes"][-1] == {"to": "default", "via": "192.168.1.3"} and new["mtu"] == 9000
     assert new["nameservers"] == {"addresses": ["1.1.1.1"], "search": ["lan"]}
-    none = ours(after({}, edit({"1.yaml": static}, NIC, Wish("192.168.1.11/24", gateway="none", dns=()))))
+    none = ours(after({}, edit({"1.yaml": static}, NIC, AddressSettings("192.168.1.11/24", gateway="none", dns=()))))
     assert none["routes"] == [{"to": "10.9.0.0/16", "via": "192.168.1.2"}]
     assert none["nameservers"] == {"search": ["lan"]}
     # A router that is not in the new network is none of its routers.
-    assert "routes" not in ours(after({}, edit({}, NIC, Wish("10.5.0.2/24"))))
+    assert "routes" not in ours(after({}, edit({}, NIC, AddressSettings("10.5.0.2/24"))))
 
 
 def test_an_address_may_be_on_a_bridge() -> None:
     files = {"1.yaml": "network: {ethernets: {enp1s0: {}}, bridges: {br0: {interfaces: [enp1s0], dhcp4: yes}}}"}
     bridge = Nic("br0", "02:79:00:00:00:01")
-    new = after(files, edit(files, bridge, WISH))
+    new = after(files, edit(files, bridge, SETTINGS))
     assert ours(new, bridge, "bridges") == {
         "interfaces": ["enp1s0"],
         "dhcp4": False,
@@ -125,7 +125,7 @@ def test_an_address_may_be_on_a_bridge() -> None:
 @pytest.mark.parametrize("text", ["network: [a]", "network: {", "- x", "\t"])
 def test_a_broken_file_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^/etc/netplan/9\.yaml [^\n]*$"):
-        edit({"9.yaml": text}, NIC, WISH)
+        edit({"9.yaml": text}, NIC, SETTINGS)
 
 
 names = st.sampled_from(["enp1s0", "enp2s0", "enp3s0", "eth0"])
@@ -154,14 +154,19 @@ files = st.dictionaries(
 )
 
 
-@given(files, st.sampled_from([WISH, Wish("10.1.0.3/16", gateway="10.1.0.1", mtu=1300), Wish("fd00::3/64")]))
-def test_once_is_enough_and_other_nics_stay_as_they_are(before: dict[str, str], wish: Wish) -> None:
+@given(
+    files,
+    st.sampled_from(
+        [SETTINGS, AddressSettings("10.1.0.3/16", gateway="10.1.0.1", mtu=1300), AddressSettings("fd00::3/64")]
+    ),
+)
+def test_once_is_enough_and_other_nics_stay_as_they_are(before: dict[str, str], settings: AddressSettings) -> None:
     try:
-        new = after(before, edit(before, NIC, wish))
+        new = after(before, edit(before, NIC, settings))
     except ValueError:
         return  # a shared definition whose name comes first
-    assert edit(new, NIC, wish) == {}
-    assert wish.address in ours(new)["addresses"]
+    assert edit(new, NIC, settings) == {}
+    assert settings.address in ours(new)["addresses"]
 
     def others(files: dict[str, str]) -> list[Any]:
         trees = {name: load(name, text) for name, text in sorted(files.items())}
@@ -177,7 +182,7 @@ def test_once_is_enough_and_other_nics_stay_as_they_are(before: dict[str, str], 
 @given(st.text(), st.text())
 def test_any_text_is_an_edit_or_a_line(one: str, other: str) -> None:
     try:
-        edit({"1.yaml": one, "2.yaml": other}, NIC, WISH)
+        edit({"1.yaml": one, "2.yaml": other}, NIC, SETTINGS)
     except ValueError as error:
         assert "\n" not in str(error)
 

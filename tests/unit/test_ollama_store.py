@@ -1,4 +1,4 @@
-"""Reading a model store: names, whole and broken models, what another store lacks, digests."""
+"""Reading an Ollama store: model names, complete and incomplete models, missing files, digests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.modules.ollama_store import lacking, manifest_path, read_model, spoilt
+from plugins.modules.ollama_store import damaged_blobs, manifest_path, missing_files, read_model
 
 
 def model(store: Path, name: str, *contents: bytes) -> None:
-    """Put a model with these layers (the first is its config) into a store."""
+    """Add a model with these layers to a store; the first one is its config."""
     layers = []
     for content in contents:
         digest = hashlib.sha256(content).hexdigest()
@@ -40,7 +40,7 @@ def test_names(name: str, path: str) -> None:
 
 
 @given(st.text(max_size=30))
-def test_no_name_leads_out_of_the_store(name: str) -> None:
+def test_a_name_never_leaves_the_store(name: str) -> None:
     try:
         path = manifest_path(name)
     except ValueError:
@@ -48,7 +48,7 @@ def test_no_name_leads_out_of_the_store(name: str) -> None:
     assert len(path.split("/")) == 5 and not {"", ".", ".."} & set(path.split("/"))
 
 
-def test_whole_and_broken_models(tmp_path: Path) -> None:
+def test_complete_and_incomplete_models(tmp_path: Path) -> None:
     model(tmp_path, "tiny", b"config", b"weights")
     found = read_model(tmp_path, "tiny")
     assert found and len(found["blobs"]) == 2
@@ -59,21 +59,21 @@ def test_whole_and_broken_models(tmp_path: Path) -> None:
     assert read_model(tmp_path, "tiny") is None
 
 
-def test_what_another_store_lacks(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     head, other = tmp_path / "head", tmp_path / "other"
     model(head, "tiny", b"config", b"weights")
     wanted = {"tiny": read_model(head, "tiny")}
-    blobs, manifests = lacking(other, wanted)
+    blobs, manifests = missing_files(other, wanted)
     assert len(blobs) == 2 and manifests == ["manifests/registry.ollama.ai/library/tiny/latest"]
     model(other, "tiny", b"config", b"older weights")
-    assert lacking(other, wanted)[0] == [f"blobs/sha256-{hashlib.sha256(b'weights').hexdigest()}"]
+    assert missing_files(other, wanted)[0] == [f"blobs/sha256-{hashlib.sha256(b'weights').hexdigest()}"]
     model(other, "tiny", b"config", b"weights")
-    assert lacking(other, wanted) == ([], [])
+    assert missing_files(other, wanted) == ([], [])
 
 
 def test_digests(tmp_path: Path) -> None:
     model(tmp_path, "tiny", b"config", b"weights")
     blobs = read_model(tmp_path, "tiny")["blobs"]
-    assert spoilt(tmp_path, blobs) == []
+    assert damaged_blobs(tmp_path, blobs) == []
     (tmp_path / blobs[1]).write_bytes(b"x")
-    assert spoilt(tmp_path, blobs) == [blobs[1]]
+    assert damaged_blobs(tmp_path, blobs) == [blobs[1]]

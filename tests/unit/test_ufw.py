@@ -1,4 +1,4 @@
-"""ufw's rules: reading its files, and what is to be added and withdrawn."""
+"""Reading the rules in ufw's files and planning changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.module_utils.ufw import ANYWHERE, Rule, changes, line, parse, wanted, words
+from plugins.module_utils.ufw import ANYWHERE, Rule, allow_rules, command_words, describe, parse_rules, plan_changes
 
 # As ufw 0.36.2 wrote them.
 USER_RULES = """*filter
@@ -25,11 +25,11 @@ USER_RULES = """*filter
 """
 
 
-def test_ufws_own_lines() -> None:
-    first, second, named, limited, routed = parse(USER_RULES, 4)
+def test_rules_that_ufw_wrote() -> None:
+    first, second, named, limited, routed = parse_rules(USER_RULES, 4)
     assert first == Rule(4, "allow", "tcp", "22", "0.0.0.0/0", "any", "0.0.0.0/0", "in", "trainyard: x")
     assert second.source == "10.231.3.10" and second.port == "any" and second.comment == "trainyard y"
-    assert named.rest == "OpenSSH - in" and named.comment == "" and named.what != first.what
+    assert named.rest == "OpenSSH - in" and named.comment == "" and named.identity != first.identity
     assert limited.action == "limit" and limited.rest == "in_enp1s0"
     assert routed.action == "route:allow"
 
@@ -37,28 +37,42 @@ def test_ufws_own_lines() -> None:
 @pytest.mark.parametrize(
     ("port", "protocol", "source", "says"),
     [
-        ("0", "tcp", "any", "takes a number"),
-        ("65536", "tcp", "any", "takes a number"),
-        ("6010:6000", "tcp", "any", "takes a number"),
-        ("ssh; reboot", "tcp", "any", "takes a number"),
-        ("6000:6010", "any", "any", "takes a proto"),
-        ("22", "icmp", "any", "takes tcp, udp or any"),
-        ("22", "tcp", "node2", "no IP address"),
-        ("22", "tcp", "10.0.0.256", "no IP address"),
+        ("0", "tcp", "any", "expected a number from 1 to 65535"),
+        ("65536", "tcp", "any", "expected a number from 1 to 65535"),
+        ("6010:6000", "tcp", "any", "expected a number from 1 to 65535"),
+        ("ssh; reboot", "tcp", "any", "expected a number from 1 to 65535"),
+        ("6000:6010", "any", "any", "a range requires proto"),
+        ("22", "icmp", "any", "expected tcp, udp or any"),
+        ("22", "tcp", "node2", "expected an IP address"),
+        ("22", "tcp", "10.0.0.256", "expected an IP address"),
     ],
 )
-def test_what_ufw_would_not_take(port: str, protocol: str, source: str, says: str) -> None:
+def test_values_that_ufw_rejects(port: str, protocol: str, source: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        wanted(port, protocol, source, "")
+        allow_rules(port, protocol, source, "")
 
 
-def test_from_anywhere_is_a_rule_for_each_family() -> None:
-    four, six = wanted("22", "tcp", "any", "c")
+def test_any_source_needs_a_rule_per_family() -> None:
+    four, six = allow_rules("22", "tcp", "any", "c")
     assert (four.family, four.source, six.family, six.source) == (4, "0.0.0.0/0", 6, "::/0")
-    assert words(four) == ["allow", "proto", "tcp", "from", "0.0.0.0/0", "to", "0.0.0.0/0", "port", "22"]
-    assert words(*wanted("any", "tcp", "fd00:0::1", "c")) == ["allow", "proto", "tcp", "from", "fd00::1", "to", "::/0"]
-    assert words(*wanted("any", "any", "10.0.0.9/24", "c")) == ["allow", "from", "10.0.0.0/24", "to", "0.0.0.0/0"]
-    assert line(six) == "allow 22/tcp from anywhere (v6)  # c"
+    assert command_words(four) == ["allow", "proto", "tcp", "from", "0.0.0.0/0", "to", "0.0.0.0/0", "port", "22"]
+    assert command_words(*allow_rules("any", "tcp", "fd00:0::1", "c")) == [
+        "allow",
+        "proto",
+        "tcp",
+        "from",
+        "fd00::1",
+        "to",
+        "::/0",
+    ]
+    assert command_words(*allow_rules("any", "any", "10.0.0.9/24", "c")) == [
+        "allow",
+        "from",
+        "10.0.0.0/24",
+        "to",
+        "0.0.0.0/0",
+    ]
+    assert describe(six) == "allow 22/tcp from anywhere (v6)  # c"
 
 
 rules = st.builds(
@@ -81,29 +95,29 @@ def as_ufw_writes(rule: Rule) -> str:
 
 
 @given(st.lists(rules))
-def test_what_is_written_is_what_is_read(some: list[Rule]) -> None:
+def test_rules_are_read_as_ufw_writes_them(some: list[Rule]) -> None:
     text = "*filter\n" + "\n-A whatever\n".join(as_ufw_writes(rule) for rule in some)
-    assert parse(text, 4) == [rule._replace(family=4) for rule in some]
+    assert parse_rules(text, 4) == [rule._replace(family=4) for rule in some]
 
 
 @given(st.text())
 def test_any_text_can_be_read(text: str) -> None:
-    for rule in parse(text, 6):
+    for rule in parse_rules(text, 6):
         assert rule.family == 6
 
 
 def unique(some: list[Rule]) -> list[Rule]:
-    return list({rule.what: rule for rule in some}.values())
+    return list({rule.identity: rule for rule in some}.values())
 
 
 @given(st.lists(rules).map(unique), st.lists(rules).map(unique))
-def test_changes_converge_and_leave_others_alone(there: list[Rule], desired: list[Rule]) -> None:
+def test_changes_converge_and_keep_other_rules(current: list[Rule], desired: list[Rule]) -> None:
     desired = [rule._replace(comment=f"trainyard: {rule.comment}") for rule in desired]
-    withdraw, add = changes(there, "trainyard", desired)
-    assert all(rule.comment.startswith("trainyard") for rule in withdraw)
-    after = {rule.what: rule for rule in there if rule not in withdraw} | {rule.what: rule for rule in add}
-    assert changes(after.values(), "trainyard", desired) == ([], [])
-    assert {rule.what for rule in desired} <= set(after)
-    for rule in there:
+    delete, add = plan_changes(current, "trainyard", desired)
+    assert all(rule.comment.startswith("trainyard") for rule in delete)
+    after = {rule.identity: rule for rule in current if rule not in delete} | {rule.identity: rule for rule in add}
+    assert plan_changes(after.values(), "trainyard", desired) == ([], [])
+    assert {rule.identity for rule in desired} <= set(after)
+    for rule in current:
         if not rule.comment.startswith("trainyard"):
-            assert after[rule.what] == rule
+            assert after[rule.identity] == rule

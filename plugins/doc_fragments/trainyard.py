@@ -1,0 +1,45 @@
+"""Documentation that the modules share."""
+
+from __future__ import annotations
+
+
+class ModuleDocFragment:
+    """Fragments: C(trainyard) for every module, C(trainyard.info) and C(trainyard.files) on top of it."""
+
+    DOCUMENTATION = r"""
+options: {}
+author: trainyard
+"""
+
+    # For modules that only read.
+    INFO = r"""
+options: {}
+attributes:
+  check_mode:
+    support: full
+    description: The module changes nothing.
+"""
+
+    # For modules that write files.
+    FILES = r"""
+options: {}
+attributes:
+  check_mode:
+    support: full
+    description: Can run in check mode and return the expected status without changing the host.
+  diff_mode:
+    support: full
+    description: Returns the differences between the old and the new content.
+"""
+
+    # For action plugins that run on the controller, for all hosts of the play at once.
+    CONTROLLER = r"""
+options: {}
+attributes:
+  action:
+    support: full
+    description: Runs on the controller, for all hosts of the play at once.
+  check_mode:
+    support: full
+    description: Behaves as without check mode.
+"""

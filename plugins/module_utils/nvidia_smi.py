@@ -1,0 +1,1 @@
+../../trainyard/remote/nvidia_smi.py
