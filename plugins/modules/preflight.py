@@ -9,7 +9,7 @@ description:
   - Asks every host at once what it is and who else is at work there; has every host listen and connect to all others on the
     rendezvous port and on random high ones; runs a real all-reduce over all of them. Names each trouble with its remedy.
   - Fails when a run would fail. What may only slow it down is a warning. Changes nothing.
-  - What train.yml asks before every run (M(run_plan), and this with O(plan)) is judged by the same code.
+  - What train.yml asks before every run (M(trainyard_run), and this with O(plan)) is judged by the same code.
 options:
   run:
     description: A run whose trainer is to be the same everywhere.
@@ -28,8 +28,8 @@ options:
     default: ""
   plan:
     description:
-      - A run's plan, as M(run_plan) returned it. Only what is between its hosts is looked at then, at its rendezvous port and
-        high ones; what each host is has been asked by M(run_plan).
+      - A run's plan, as M(trainyard_run) returned it. Only what is between its hosts is looked at then, at its rendezvous port and
+        high ones; what each host is has been asked by M(trainyard_run).
     type: list
     elements: dict
     default: []
