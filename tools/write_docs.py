@@ -190,7 +190,7 @@ def role_text(role: Path, level: int) -> str:
         "",
         spec["short_description"].rstrip(".") + ".",
         "",
-        paragraphs(spec["description"], "\n"),
+        paragraphs(spec["description"], "\n\n"),
         "",
         *options,
     ]

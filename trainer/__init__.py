@@ -1,3 +1,3 @@
-"""The part of trainyard that runs on the nodes: a run spec in, a trained adapter out. Knows nothing of Ansible."""
+"""The package that runs on the nodes: it trains an adapter or a model from a run spec. It imports nothing of Ansible."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""``python -m trainer [train] [SPEC.yml] [--run-dir DIR] [--data-dir DIR] [--lr 1e-3 ...]``: one rank, or all there are."""
+"""The command line of the trainer: ``python -m trainer [COMMAND] [SPEC.yml] [options] [--lr 1e-3 ...]``."""
 
 import json
 import logging
@@ -6,8 +6,9 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.config.run_spec import (
     FIELDS,
@@ -21,101 +22,146 @@ from trainer.config.run_spec import (
     read_yaml,
     table,
 )
-from trainer.distributed.replica import Member
-from trainer.errors import DiskError, UserError, disk_trouble
+from trainer.distributed.replica import Replica
+from trainer.errors import DiskError, UserError, disk_failure
 from trainer.telemetry import Heartbeat
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
                        [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_members=torchft
-       python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     print the whole spec, or what is wrong with it
-       python -m trainer fields                               the run spec as a table
+       python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     validate the spec and print it with all defaults
+       python -m trainer fields                               print the fields of the run spec as a table
        python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
-                                                              memory, wire and speed of every strategy; which to take
+                                                              estimate memory, communication and speed of every
+                                                              strategy and recommend one
        python -m trainer config deepspeed|fsdp|accelerate|slurm [SPEC.yml] [--hosts 2] [--head ADDRESS] [--no-gpu]
-                                                              the spec as another tool's config file
+                                                              print the spec as a configuration file of another tool
 
-SPEC.yml holds names and values of the run spec, the flags go over it; `lr=1e-3` is taken for `--lr=1e-3`, too.
-Several ranks: torchrun ... -m trainer run=mine lr=1e-3 (torchrun itself stumbles over --run).
---hosts: how many, or a JSON list with one object a host (host, processes, memory_mib); a run's plan.json will do.
-DIR: the data dir (default: here) holds runs/<run>/, and in store/ what several runs share.
+SPEC.yml contains fields of the run spec; flags override it. `lr=1e-3` is equivalent to `--lr=1e-3`.
+Several ranks: torchrun ... -m trainer run=mine lr=1e-3 (torchrun interprets --run as one of its own options).
+--hosts: their number, or a JSON list with one object per host (host, processes, memory_mib); a run's plan.json works.
+DIR: the data directory (default: the current one) contains runs/<run>/, and store/ with files that runs share.
 """
-_LOST_PEER = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_LOST_PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
+# How a rank fails whose peer failed first: these types, or a RuntimeError with one of these texts.
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_ERROR_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "gloo",
+)
 
 
-def _word(argv: list[str], flag: str) -> str | None:
-    """Take ``--flag WORD`` or ``--flag=WORD`` out of argv. Raises UserError: the word is missing."""
-    for place, word in enumerate(argv):
-        if word == flag:
-            if not argv[place + 1 :] or argv[place + 1].startswith("--"):
-                raise UserError(f"{flag}: got nothing, takes a value: {flag}=...")
-            del argv[place]
-            return argv.pop(place)
-        if word.startswith(f"{flag}="):
-            return argv.pop(place).partition("=")[2]
+# Arguments -------------------------------------------------------------------------------------------------------------
+
+
+def take_value(argv: list[str], flag: str) -> str | None:
+    """Remove ``--flag VALUE`` or ``--flag=VALUE`` from argv and return the value. Raises UserError if it is missing."""
+    for index, argument in enumerate(argv):
+        if argument == flag:
+            if not argv[index + 1 :] or argv[index + 1].startswith("--"):
+                raise UserError(f"{flag}: expected a value: {flag}=...")
+            del argv[index]
+            return argv.pop(index)
+        if argument.startswith(f"{flag}="):
+            return argv.pop(index).partition("=")[2]
     return None
 
 
-def _take(argv: list[str], flag: str) -> Path | None:
-    """Take ``--flag DIR`` or ``--flag=DIR`` out of argv."""
-    word = _word(argv, flag)
-    return None if word is None else Path(word).expanduser().absolute()
+def take_path(argv: list[str], flag: str) -> Path | None:
+    """Remove ``--flag DIR`` or ``--flag=DIR`` from argv and return the absolute path. Raises UserError if it is missing."""
+    value = take_value(argv, flag)
+    return None if value is None else Path(value).expanduser().absolute()
 
 
-def _switch(argv: list[str], flag: str) -> bool:
-    """Take ``--flag`` out of argv."""
+def take_switch(argv: list[str], flag: str) -> bool:
+    """Remove ``--flag`` from argv and return whether it was there."""
     if flag not in argv:
         return False
     argv.remove(flag)
     return True
 
 
-def _is_flag(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    known = name.replace("-", "_") in FIELDS or name in OPENDILOCO or name in NOT_NEEDED
-    return bool(equals) and known and not Path(word).exists()
+def take_positional(argv: list[str]) -> str | None:
+    """Remove the first argument from argv and return it, unless it is a flag."""
+    return argv.pop(0) if argv and not argv[0].startswith("--") else None
 
 
-def _spec(argv: list[str]) -> RunSpec:
-    # torchrun takes --run=x for a short form of its own --run-path, so run=x is a flag too, unless it is a file.
-    argv[:] = [f"--{word}" if _is_flag(word) else word for word in argv]
-    path = Path(argv.pop(0)) if argv and not argv[0].startswith("--") else None
+def take_spec(argv: list[str]) -> RunSpec:
+    """Return the spec that the remaining arguments define: an optional file, and flags. Raises UserError."""
+    # torchrun interprets --run=x as an abbreviation of its --run-path, so run=x is also a flag unless it is a file.
+    argv[:] = [f"--{argument}" if _is_assignment(argument) else argument for argument in argv]
+    positional = take_positional(argv)
+    path = Path(positional) if positional is not None else None
     flags = parse_flags(argv)
     if os.environ.get("RANK", "0") == "0":
-        # On stderr: what `check` prints is a spec.
-        below, notes = from_opendiloco(read_yaml(path) if path else {})
-        for note in notes + from_opendiloco(flags, below)[1]:
+        # On stderr, because `check` prints the spec on stdout.
+        from_file, notes = from_opendiloco(read_yaml(path) if path else {})
+        for note in notes + from_opendiloco(flags, from_file)[1]:
             print(note, file=sys.stderr)
     return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")
 
 
-def _plan(argv: list[str]) -> int:
-    from trainer.planner.recommend import plan, read_hosts
+def _is_assignment(argument: str) -> bool:
+    name, equals, _ = argument.partition("=")
+    known = name.replace("-", "_") in FIELDS or name in OPENDILOCO or name in NOT_NEEDED
+    return bool(equals) and known and not Path(argument).exists()
 
-    data_dir, hosts = _take(argv, "--data-dir") or Path.cwd(), read_hosts(_word(argv, "--hosts") or "1")
-    as_json, fast, said = _switch(argv, "--json"), _switch(argv, "--no-measure"), _word(argv, "--link-mbit")
-    try:
-        link = None if said is None else float(said)
-    except ValueError:
-        link = 0.0
-    if link is not None and not 0 < link < 1e9:
-        raise UserError(f"--link-mbit: got {said!r}, takes a number of Mbit/s > 0")
-    made = plan(_spec(argv), hosts, link, fast=fast, data_dir=data_dir)
+
+# Commands --------------------------------------------------------------------------------------------------------------
+
+
+def check(argv: list[str]) -> int:
+    """Print the complete spec."""
+    print(take_spec(argv).named().to_yaml(), end="")
+    return 0
+
+
+def fields(argv: list[str]) -> int:
+    """Print the table of the spec's fields."""
+    print(table())
+    return 0
+
+
+def plan(argv: list[str]) -> int:
+    """Print the estimates for every strategy, and a recommendation."""
+    from trainer.planner.recommend import plan as make_plan
+    from trainer.planner.recommend import read_hosts
+
+    data_dir, hosts = take_path(argv, "--data-dir") or Path.cwd(), read_hosts(take_value(argv, "--hosts") or "1")
+    as_json, fast = take_switch(argv, "--json"), take_switch(argv, "--no-measure")
+    link = _link_speed(take_value(argv, "--link-mbit"))
+    made = make_plan(take_spec(argv), hosts, link, fast=fast, data_dir=data_dir)
     print(json.dumps(made, indent=1) if as_json else "\n".join(made["lines"]))
     return 0
 
 
-def _config(argv: list[str]) -> int:
+def _link_speed(value: str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        speed = float(value)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed < 1e9:
+        raise UserError(f"--link-mbit: got {value!r}, expected a number of Mbit/s > 0")
+    return speed
+
+
+def config(argv: list[str]) -> int:
+    """Print the spec as the configuration of another tool."""
     from trainer.tool_configs import render
 
-    kind = argv.pop(0) if argv and not argv[0].startswith("--") else ""
-    hosts, head, gpus = _word(argv, "--hosts") or "1", _word(argv, "--head"), not _switch(argv, "--no-gpu")
-    words = list(argv)
-    print(render(kind, _spec(argv), hosts, head, words, gpus), end="")
+    kind = take_positional(argv) or ""
+    hosts, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
+    gpus = not take_switch(argv, "--no-gpu")
+    flags = list(argv)
+    print(render(kind, take_spec(argv), hosts, head, flags, gpus), end="")
     return 0
 
 
-def _help() -> int:
+def show_help() -> int:
+    """Print the usage, and the fields of the spec as flags."""
     import tyro
 
     print(USAGE)
@@ -123,79 +169,89 @@ def _help() -> int:
     return 0
 
 
-def _train(argv: list[str]) -> int:
-    run_dir, data_dir = _take(argv, "--run-dir"), _take(argv, "--data-dir")
-    member = Member.parse(_word(argv, "--replica"), _word(argv, "--first-rank"), _word(argv, "--lighthouse"))
-    rank = member.first_rank + int(os.environ.get("RANK", "0"))
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if launched and run_dir:
-        # Before anything that takes time: what goes wrong while torch is imported belongs in the rank's own log too.
+def train(argv: list[str]) -> int:
+    """Run one rank. Errors are also reported in its heartbeat."""
+    run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
+    replica = Replica.parse(*(take_value(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")))
+    rank = replica.first_rank + int(os.environ.get("RANK", "0"))
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if under_torchrun and run_dir:
+        # First of all, so that errors while torch is imported are in the log of the rank.
         from trainer.worker_process import die_with_launcher, redirect_output
 
         die_with_launcher()
         redirect_output(run_dir / "logs" / f"rank{rank}.log")
-    spec = _spec(argv).named()
-    member.check(spec)
-    wanted = spec.quantize != "none" or spec.optimizer == "adamw8bit" or spec.backend == "unsloth"
-    if launched and not wanted:
-        # peft imports it wherever it is installed, and with it torch's compiler: a fifth of the time that a start takes.
+    spec = take_spec(argv).named()
+    replica.check(spec)
+    needs_bitsandbytes = spec.quantize != "none" or spec.optimizer == "adamw8bit" or spec.backend == "unsloth"
+    if under_torchrun and not needs_bitsandbytes:
+        # peft imports an installed bitsandbytes, which imports torch's compiler: a fifth of the start-up time.
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
     run_dir = run_dir or data_dir / "runs" / spec.run
-    beat = Heartbeat(run_dir, rank)
-    beat("starting", force=True, note="importing torch")
+    heartbeat = Heartbeat(run_dir, rank)
+    heartbeat("starting", force=True, note="importing torch")
     try:
-        result = _run(spec, run_dir, data_dir, member, beat)
-    except UserError as error:
-        return _failed(beat, error, plain=True, secondary=False)
+        result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
     except KeyboardInterrupt:
-        interrupted = UserError("interrupted; started again, the run goes on from its newest checkpoint")
-        return _failed(beat, interrupted, plain=True, secondary=False)
-    except Exception as error:
-        if isinstance(error, OSError) and (why := disk_trouble(error)):
-            full = DiskError(f"cannot write: {why}: make room or mend its rights, and start the run again")
-            return _failed(beat, full, plain=True, secondary=False)
-        lost = type(error).__name__ in _LOST_PEER or (
-            isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER_WORDS)
+        return report_failure(
+            heartbeat, UserError("interrupted: start the run again to resume from its newest checkpoint")
         )
-        return _failed(beat, error, plain=False, secondary=lost)
-    beat(result["status"], force=True, step=result["step"], steps=result["steps"])
+    except Exception as error:
+        if isinstance(error, OSError) and (reason := disk_failure(error)):
+            error = DiskError(f"cannot write: {reason}: free disk space or fix permissions, and start the run again")
+        return report_failure(heartbeat, error)
+    heartbeat(result["status"], force=True, step=result["step"], steps=result["steps"])
     return 0
 
 
-def _run(spec: RunSpec, run_dir: Path, data_dir: Path, member: Member, beat: Heartbeat) -> dict:
+def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:
+    """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
+    from trainer import train as loop
     from trainer.distributed.world import World
-    from trainer.train import claim, finished, train
+    from trainer.run_dir import claim, finished_result
 
-    done = finished(run_dir)
-    asked_for = spec.strategy
-    if asked_for == "auto":
+    previous = finished_result(run_dir)
+    automatic = spec.strategy == "auto"
+    if automatic:
         from trainer.planner.recommend import choose_here
 
-        spec, why = choose_here(spec, run_dir)
-        print(why)
+        spec, reason = choose_here(spec, run_dir)
+        print(reason)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
-    world = World.join(spec.collective_timeout, member)
-    if asked_for == "auto" and len(set(world.gather(spec.strategy))) > 1:
-        raise UserError("strategy: auto comes to another answer on unlike hosts: name one, or start by train.yml")
-    # Only if all are: a host that died before it wrote its result needs the others to get to one.
-    # Whether other torchruns need it only their meeting tells.
-    if all(world.gather(done is not None)) and done and not spec.by_torchft:
-        print(f"run {spec.run} is finished: {done['steps']} steps, last loss {done['loss_last']:.4f}; nothing to do")
-        return done
-    result = train(spec, run_dir, data_dir, world, beat)
+    world = World.join(spec.collective_timeout, replica)
+    if automatic and len(set(world.gather(spec.strategy))) > 1:
+        raise UserError(
+            "strategy: auto chooses differently on different hosts: set a strategy, or start with train.yml"
+        )
+    # Only if all hosts have a result: one that failed before it wrote its result needs the others to produce it.
+    # Only the synchronization of replicas can tell whether those of other torchruns have one.
+    if all(world.gather(previous is not None)) and previous and not spec.by_torchft:
+        steps, loss = previous["steps"], previous["loss_last"]
+        print(f"run {spec.run} is finished: {steps} steps, last loss {loss:.4f}; nothing to do")
+        return previous
+    result = loop.train(spec, run_dir, data_dir, world, heartbeat)
     if world.rank == 0 and result.get("loss_first") is not None:
         print(
-            f"run {spec.run} {result['status']} at step {result['step']}/{result['steps']}: loss {result['loss_first']:.4f} -> "
-            f"{result['loss_last']:.4f}, eval {result['eval_loss']}, {result['tokens_per_second']:.0f} tokens/s, in {run_dir}"
+            f"run {spec.run} {result['status']} at step {result['step']}/{result['steps']}: "
+            f"loss {result['loss_first']:.4f} -> {result['loss_last']:.4f}, eval {result['eval_loss']}, "
+            f"{result['tokens_per_second']:.0f} tokens/s, in {run_dir}"
         )
     return result
 
 
-def _failed(beat: Heartbeat, error: BaseException, *, plain: bool, secondary: bool) -> int:
+def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
+    """Write the error to the heartbeat and to stderr: one line for a UserError, a traceback otherwise. Return 1.
+
+    Call it while the error is being handled.
+    """
     text = traceback.format_exc()
-    beat(
+    plain = isinstance(error, UserError)
+    peer_failed = type(error).__name__ in _PEER_ERRORS or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in _PEER_ERROR_TEXTS)
+    )
+    heartbeat(
         "failed",
         force=True,
         error={
@@ -203,51 +259,50 @@ def _failed(beat: Heartbeat, error: BaseException, *, plain: bool, secondary: bo
             "message": str(error),
             "traceback": text,
             "plain": plain,
-            "secondary": secondary,
+            "secondary": peer_failed and not plain,
         },
     )
     print(f"error: {error}" if plain else text, file=sys.stderr, flush=True)
     return 1
 
 
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "check": check,
+    "fields": fields,
+    "plan": plan,
+    "config": config,
+}
+
+
 def main(argv: Sequence[str]) -> int:
-    """Run one command; return its exit status (0: well, 1: failed, 2: called wrongly)."""
-    words = list(argv)
-    # peft imports the one and asks the other: nothing that whoever reads our words could mend.
+    """Run one command and return its exit status: 0 for success, 1 for a failed run, 2 for invalid arguments."""
+    # Messages of peft's dependencies about themselves, which a user cannot act on.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     try:
-        status = _command(words)
+        status = dispatch(list(argv))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, like `head`, has seen enough
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
 
 
-def _command(words: list[str]) -> int:
-    if "--help" in words or "-h" in words:
-        return _help()
-    command = words.pop(0) if words and words[0] in ("train", "check", "fields", "plan", "config") else "train"
+def dispatch(arguments: list[str]) -> int:
+    """Run the command that the first argument names; the default is `train`."""
+    if "--help" in arguments or "-h" in arguments:
+        return show_help()
+    name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
     try:
-        if command == "fields":
-            print(table())
-            return 0
-        if command == "plan":
-            return _plan(words)
-        if command == "config":
-            return _config(words)
-        if command == "check":
-            print(_spec(words).named().to_yaml(), end="")
-            return 0
-        return _train(words)
+        return COMMANDS[name](arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
+    exit_status = main(sys.argv[1:])
     if "trainer.distributed.world" in sys.modules:
-        sys.modules["trainer.distributed.world"].leave(status)
-    sys.exit(status)
+        sys.modules["trainer.distributed.world"].leave(exit_status)
+    sys.exit(exit_status)

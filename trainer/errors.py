@@ -43,6 +43,3 @@ def disk_failure(error: BaseException) -> str:
     if number in _NO_ACCESS:
         return f"{getattr(error, 'filename', None) or 'the disk'}: {getattr(error, 'strerror', error)}"
     return ""
-
-
-disk_trouble = disk_failure

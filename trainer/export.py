@@ -1,29 +1,121 @@
-"""What a run leaves for others to use: the merged model, and the card that says where an adapter came from."""
+"""The output of a finished run: the adapter or model, the merged model, the model card and result.json."""
 
 import importlib.metadata
 import json
 import platform
+import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trainer import __version__
 from trainer.config.run_spec import RunSpec
 from trainer.data.samples import HUB_ID
-from trainer.files import whole_folder, write_atomic
+from trainer.files import atomic_folder, sha256_file, sha256_tree, write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.run_state import RunState
+    from trainer.strategy.base import Strategy
+    from trainer.telemetry import Heartbeat, Recorder
+    from trainer.train import Evaluation, Job
 
 _PACKAGES = ("torch", "transformers", "peft", "tokenizers")
 
 
-def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
-    """Write base model and adapter as one model into `run_dir/merged`, and return that folder.
-
-    Both are read afresh from disk, on the CPU: so it is the same whatever strategy trained them, and however the base was
-    quantized meanwhile.
+def finalize(
+    job: "Job",
+    strategy: "Strategy",
+    state: "RunState",
+    evaluation: "Evaluation",
+    recorder: "Recorder",
+    heartbeat: "Heartbeat",
+    run_dir: Path,
+    *,
+    finished: bool,
+) -> dict[str, Any]:
+    """Return the result of a run; if it has finished, evaluate the model and write it. Every rank calls it.
 
     Raises:
-        DiskError: no room.
+        DiskError: the disk is full or not writable.
+    """
+    spec, world = job.spec, strategy.world
+    result = _result(job, state, evaluation.loss, run_dir, finished=finished)
+    if not finished:
+        return result
+    result["eval_loss"] = evaluation.update(state.step)
+    result |= strategy.merge_replicas(state.totals, result["eval_loss"], evaluation)
+    if result["eval_loss"] is not None:
+        recorder.scalars({"eval_loss": result["eval_loss"]}, state.step)
+    heartbeat("saving")
+    hosts = world.gather(socket.gethostname())
+    state_dict = strategy.weights()
+    if world.is_host_leader:
+        result |= export_weights(job, state_dict, run_dir)
+        if spec.merge and spec.lora_r and world.rank == 0:
+            result["merged"] = str(merge_adapter(spec, run_dir))
+        write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, job.data)
+        write_atomic(run_dir / "result.json", json.dumps(result, indent=1))
+    return result
+
+
+def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Path, *, finished: bool) -> dict[str, Any]:
+    import torch
+
+    spec, totals = job.spec, state.totals
+    return {
+        "run": spec.run,
+        "status": "finished" if finished else "stopped",
+        "world_size": state.world_size,
+        "strategy": spec.strategy,
+        "step": state.step,
+        "steps": state.steps,
+        "tokens_per_second": totals["tokens"] / totals["seconds"] if totals["seconds"] else 0.0,
+        **totals,
+        "eval_loss": eval_loss,
+        "dropped_samples": job.corpus.dropped,
+        "cut_samples": job.corpus.cut,
+        "adapter": None,
+        "tensorboard": str(run_dir / "tensorboard") if "tensorboard" in spec.loggers else None,
+        "trainer": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def export_weights(job: "Job", state_dict: "dict[str, torch.Tensor] | None", run_dir: Path) -> dict[str, Any]:
+    """Write the adapter (or the full model) as transformers and peft read it; return its path and digest.
+
+    Args:
+        state_dict: the full weights by name; None if the module on this rank has them.
+
+    Raises:
+        DiskError: the disk is full or not writable.
+    """
+    spec, model = job.spec, job.module.model
+    kind = "adapter" if spec.lora_r else "model"
+    final = run_dir / kind
+    with atomic_folder(final, kind) as aside:
+        # peft would otherwise ask the hub whether the vocabulary was extended; training never does that.
+        options: dict[str, Any] = {"save_embedding_layers": False} if spec.lora_r else {}
+        options |= {"state_dict": state_dict} if state_dict else {}
+        # transformers would otherwise write only on rank 0, as if all hosts shared a disk.
+        model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
+        model.save_pretrained(aside, **options)  # type: ignore[operator]
+        job.tokenizer.save_pretrained(aside)
+    weights = sorted(file.name for file in final.glob("*.safetensors"))
+    digest = sha256_file(final / weights[0]) if len(weights) == 1 else sha256_tree(final)
+    return {kind: str(final), f"{kind}_sha256": digest}
+
+
+def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
+    """Merge the adapter into the base model, write the result to `run_dir/merged` and return that folder.
+
+    Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization.
+
+    Raises:
+        DiskError: the disk is full or not writable.
     """
     import torch
     from peft import PeftModel
@@ -33,32 +125,23 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     dtype = torch.float32 if spec.precision == "32-true" else torch.bfloat16
     base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
     model: Any = PeftModel.from_pretrained(base, str(run_dir / "adapter")).merge_and_unload()
-    with whole_folder(final, "merge") as aside:
+    with atomic_folder(final, "merge") as aside:
         model.save_pretrained(aside)
         AutoTokenizer.from_pretrained(run_dir / "adapter").save_pretrained(aside)
     return final
 
 
 def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[str], data: str) -> None:
-    """Write `folder/README.md`, the model card: front matter as the hub reads it, then what made these weights.
+    """Write the model card `folder/README.md`: front matter for the hub, then the origin of the weights.
 
     Args:
-        hosts: host name of every rank, in order.
+        hosts: host name of every rank, in rank order.
         data: digest of the encoded samples.
     """
-    run_dir = folder.parent
-    # What model and dataset were called where the run was ordered; here they are paths in the store.
-    origin_file = run_dir / "origin.json"
+    # train.yml stores the original names of model and dataset here; the spec has their paths in the store.
+    origin_file = folder.parent / "origin.json"
     origin = json.loads(origin_file.read_text()) if origin_file.exists() else {}
     model, dataset = origin.get("model", spec.model), origin.get("dataset", spec.dataset)
-    kind = "peft" if spec.lora_r else "transformers"
-    front: dict[str, Any] = {"library_name": kind, "pipeline_tag": "text-generation", "tags": ["trainyard"]}
-    if spec.lora_r:
-        front["tags"].append("lora")
-    if HUB_ID.fullmatch(model):
-        front |= {"base_model": model, "base_model_relation": "adapter" if spec.lora_r else "finetune"}
-    if HUB_ID.fullmatch(dataset):
-        front["datasets"] = [dataset]
     versions = {"python": platform.python_version(), "trainyard": __version__}
     versions |= {name: importlib.metadata.version(name) for name in _PACKAGES}
     eval_loss = "none" if result["eval_loss"] is None else f"{result['eval_loss']:.4f}"
@@ -71,14 +154,27 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
         "ranks": f"{len(hosts)} on {', '.join(dict.fromkeys(hosts))} (strategy {spec.strategy})",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     text = (
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {spec.run}\n\nTrained with trainyard.\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n## Run spec\n\n```yaml\n{spec.to_yaml()}```\n"
+        f"---\n{yaml.safe_dump(_front_matter(spec, model, dataset), sort_keys=False)}---\n\n"
+        f"# {spec.run}\n\nTrained with trainyard.\n\n"
+        f"| | |\n| --- | --- |\n{rows}\n\n## Run spec\n\n```yaml\n{spec.to_yaml()}```\n"
     )
     write_atomic(folder / "README.md", text)
 
 
+def _front_matter(spec: RunSpec, model: str, dataset: str) -> dict[str, Any]:
+    library = "peft" if spec.lora_r else "transformers"
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["trainyard"]}
+    if spec.lora_r:
+        front["tags"].append("lora")
+    if HUB_ID.fullmatch(model):
+        front |= {"base_model": model, "base_model_relation": "adapter" if spec.lora_r else "finetune"}
+    if HUB_ID.fullmatch(dataset):
+        front["datasets"] = [dataset]
+    return front
+
+
 def checksum(digest: str | None) -> str:
-    """Return a digest as it stands beside a name, or nothing."""
+    """Return ` (sha256 DIGEST)`, or an empty string if the digest is unknown."""
     return f" (sha256 {digest})" if digest else ""

@@ -1,4 +1,4 @@
-"""Files that a reader never sees half of."""
+"""Atomic writes, durable writes and digests of files."""
 
 import contextlib
 import hashlib
@@ -8,11 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.errors import DiskError, disk_trouble
+from trainer.errors import DiskError, disk_failure
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
-    """Write `data` aside, fsync and rename it to `path`: a reader sees the old file or the new one."""
+    """Write a file atomically and durably: readers see either the old contents or the new ones.
+
+    Raises:
+        OSError: the file cannot be written; the old one is unchanged.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}.")
     aside = Path(name)
     try:
@@ -25,35 +29,38 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 @contextlib.contextmanager
-def whole_folder(final: Path, what: str) -> Iterator[Path]:
-    """Yield a folder to write files into, which takes the place of `final` when they are all there and on the disk.
+def atomic_folder(final: Path, what: str) -> Iterator[Path]:
+    """Yield the path of a temporary folder that replaces `final` after its files are complete and on disk.
+
+    Args:
+        what: begins the error message.
 
     Raises:
-        DiskError: no room, or a disk that cannot be written; begins with `what`.
+        DiskError: the disk is full or not writable.
     """
     aside = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         yield aside
         sync_files(aside)
-        # Left by a start that died between this and the result.
+        # An earlier start can have left a folder if it ended before it wrote its result.
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if why := disk_trouble(error):
+        if reason := disk_failure(error):
             raise DiskError(
-                f"{what}: cannot write to {final.parent}: {why}: make room and start the run again"
+                f"{what}: cannot write to {final.parent}: {reason}: free disk space and start the run again"
             ) from error
         raise
 
 
-def sync_folder(path: Path) -> None:
-    """Make a rename inside `path` (or, if it is a file, what was written to it) survive a power cut."""
+def sync_path(path: Path) -> None:
+    """Make the contents of a file, or the renames in a folder, survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -62,20 +69,20 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Make what was written into the files of `folder`, and their names, survive a power cut."""
+    """Make the files in a folder and their names survive a power failure."""
     for file in folder.iterdir():
-        sync_folder(file)
-    sync_folder(folder)
+        sync_path(file)
+    sync_path(folder)
 
 
 def sha256_file(path: Path) -> str:
-    """Return a file's SHA-256 in hex."""
+    """Return the SHA-256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_tree(path: Path) -> str:
-    """Return one SHA-256 over the names and contents of all files below `path` (or of the one file it is)."""
+    """Return one SHA-256 (hex) of the names and contents of all files below `path`, or of the file `path`."""
     if path.is_file():
         return sha256_file(path)
     total = hashlib.sha256()

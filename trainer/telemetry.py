@@ -1,29 +1,31 @@
-"""What a run tells the world: heartbeats, one line of metrics a step, the samples it used, TensorBoard or wandb, and the log."""
+"""Telemetry of a run: heartbeats, metrics and samples per step, TensorBoard or wandb, and progress lines in the log."""
 
 import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.config.run_spec import RunSpec
 from trainer.errors import DiskError, UserError
+from trainer.formats import clock
+from trainer.run_state import RunHistory
 
-if TYPE_CHECKING:  # a heartbeat is written before torch is imported
+if TYPE_CHECKING:  # the first heartbeat is written before torch is imported
+    import torch
+
     from trainer.distributed.world import World
 
-_BEAT = 0.2  # seconds between heartbeats while nothing but the step changes
-_BALLAST = 64 * 1024  # bytes kept free for the last words of a rank whose disk is full
-_LINE = 1.0  # seconds between progress lines in the log
+_HEARTBEAT_INTERVAL = 0.2  # seconds between heartbeats while the status stays the same
+_RESERVE = 64 * 1024  # bytes that are freed for the error message of a rank whose disk is full
+_LOG_INTERVAL = 1.0  # seconds between progress lines in the log
 
 
 class Heartbeat:
-    """`state/rank<R>.json`: what this rank is doing now. Written from the first moment, before torch is there."""
+    """Writes `state/rank<R>.json`: what this rank is doing. It starts before torch is imported."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._path = run_dir / "state" / f"rank{rank}.json"
@@ -41,31 +43,31 @@ class Heartbeat:
             "error": None,
         }
         self._written = 0.0
-        self._ballast = self._path.with_suffix(".ballast")
-        self._written_once = False
+        self._reserve = self._path.with_suffix(".ballast")
+        self._has_reserve = False
 
-    def __call__(self, status: str, *, force: bool = False, **news: Any) -> None:
-        """Say what this rank is at; written at once if the status changed, else a few times a second."""
+    def __call__(self, status: str, *, force: bool = False, **fields: Any) -> None:
+        """Update the status of this rank; write it at once if `status` changed or `force` is set, else at intervals."""
         now = time.time()
-        if not force and status == self._state["status"] and now - self._written < _BEAT:
-            self._state.update(news)
+        if not force and status == self._state["status"] and now - self._written < _HEARTBEAT_INTERVAL:
+            self._state.update(fields)
             return
-        self._state.update(news, status=status, time=now)
+        self._state.update(fields, status=status, time=now)
         self._written = now
-        # Renamed but not fsynced: it is worth nothing after a power cut, and it is written several times a second.
         try:
-            self._replace()
+            self._write()
         except OSError:
-            # The disk is full. Whoever writes something that matters fails, and what it says must still find a place.
+            # The disk is full. The write that matters fails elsewhere, and its error message needs space.
             with contextlib.suppress(OSError):
-                self._ballast.unlink(missing_ok=True)
-                self._replace()
+                self._reserve.unlink(missing_ok=True)
+                self._write()
 
-    def _replace(self) -> None:
+    def _write(self) -> None:
+        # Renamed but not fsynced: heartbeats are frequent, and worthless after a power failure.
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._written_once:
-            self._ballast.write_bytes(b"\0" * _BALLAST)
-            self._written_once = True
+        if not self._has_reserve:
+            self._reserve.write_bytes(b"\0" * _RESERVE)
+            self._has_reserve = True
         aside = self._path.with_suffix(".tmp")
         try:
             aside.write_text(json.dumps(self._state))
@@ -75,49 +77,16 @@ class Heartbeat:
             raise
 
 
-@dataclass(frozen=True)
-class Past:
-    """The starts of a run so far, as its newest checkpoint tells, and this one: what of the records still holds.
+def gpu_usage(device: "torch.device") -> dict[str, float]:
+    """Return the peak memory (GB) of the GPU and, with NVML, its utilisation (percent); nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    import torch
 
-    A start that broke leaves records of steps that another start does again, maybe on other hosts. A record names its
-    start, and holds up to the step from which the next one in this list went on; of a start that is not in it, none does.
-    """
-
-    starts: list[
-        dict[str, Any]
-    ]  # each `start` (a name of its own), `step` (it goes on from) and `head` (rank 0's place)
-
-    def holds(self, record: dict[str, Any]) -> bool:
-        """Tell whether the record's step is part of the run as it is now."""
-        for this, following in pairwise(self.starts):
-            if record.get("start") == this["start"]:
-                return bool(record["step"] <= this.get("until", following["step"]))
-        return False
-
-    def met(self, present: Iterable[str], before: int, now: int) -> None:
-        """Note which starts were at the meeting of step `now`, the one before being that of step `before`.
-
-        Replicas that leave and come back have starts of their own, side by side: each holds `until` its last meeting.
-        """
-        known = {entry["start"]: entry for entry in self.starts}
-        for start in present:
-            if start not in known:
-                known[start] = {"start": start, "step": before, "head": ""}
-                self.starts.insert(len(self.starts) - 1, known[start])
-            known[start]["until"] = now
-
-    @property
-    def step(self) -> int:
-        return int(self.starts[-1]["step"])
-
-    @property
-    def start(self) -> str:
-        return str(self.starts[-1]["start"])
-
-    @property
-    def moved(self) -> bool:
-        """Whether rank 0 is somewhere else than it was."""
-        return len(self.starts) > 1 and self.starts[-1]["head"] != self.starts[-2]["head"]
+    usage = {"memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+    with contextlib.suppress(Exception):  # pynvml is not installed, or the driver rejects the query
+        usage["utilisation_percent"] = float(torch.cuda.utilization(device))
+    return usage
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -125,124 +94,136 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError:
-            return  # a line that was being written when the process died
+            return  # the process died while it wrote this line
         yield record
 
 
-def cut_back(run_dir: Path, past: Past) -> None:
-    """Drop what does not hold of this host's records: once on a host, before any rank opens them.
+def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
+    """Remove the records on this host that are no longer valid. One rank of a host calls it before any rank adds records.
 
-    Those of every rank that ever was here: the steps of one that has left come again on another.
+    This includes the records of ranks that ran here before: other ranks repeat their steps.
+
+    Raises:
+        DiskError: a file cannot be written.
     """
     try:
         for path in [run_dir / "metrics.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
             if path.exists():
-                kept = [json.dumps(record) + "\n" for record in _records(path) if past.holds(record)]
+                valid = [json.dumps(record) + "\n" for record in _records(path) if history.is_valid(record)]
                 aside = path.with_suffix(f".tmp-{os.getpid()}")
-                aside.write_text("".join(kept))
+                aside.write_text("".join(valid))
                 aside.replace(path)
     except OSError as error:
-        raise _unwritable(run_dir, error) from None
+        raise _not_writable(run_dir, error) from None
 
 
-def share_metrics(run_dir: Path, world: "World", step: int) -> None:
-    """Give metrics.jsonl to the hosts whose own is not whole up to `step`, from one whose is. Every rank calls it."""
+def replicate_metrics(run_dir: Path, world: "World", step: int) -> None:
+    """Copy metrics.jsonl to the hosts where it is incomplete up to `step`, from one where it is complete. Every rank calls it.
+
+    Raises:
+        DiskError: the file cannot be written.
+    """
     path = run_dir / "metrics.jsonl"
-    whole = sum(1 for _ in _records(path)) == step
-    everyone = world.gather(whole)
-    if all(everyone) or not any(everyone):
+    complete = sum(1 for _ in _records(path)) == step
+    all_complete = world.gather(complete)
+    if all(all_complete) or not any(all_complete):
         return
-    owner = everyone.index(True)
+    owner = all_complete.index(True)
     text = world.gather(path.read_text() if world.rank == owner else "")[owner]
-    if world.first_here and not whole:
+    if world.is_host_leader and not complete:
         try:
             path.write_text(text)
         except OSError as error:
-            raise _unwritable(run_dir, error) from None
+            raise _not_writable(run_dir, error) from None
 
 
-def _unwritable(run_dir: Path, error: OSError) -> DiskError:
-    return DiskError(f"run folder: cannot write to {run_dir}: {error.strerror}: make room or mend its rights")
+def _not_writable(run_dir: Path, error: OSError) -> DiskError:
+    return DiskError(f"run folder: cannot write to {run_dir}: {error.strerror}: free disk space or fix its permissions")
 
 
-def clock(seconds: float) -> str:
-    """Return seconds as 0:42 or 1:02:03."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+class Recorder:
+    """Records the steps of a run: its samples and metrics, and on rank 0 the loggers and progress lines.
 
-
-class Report:
-    """All of a rank's records of a run but its heartbeat.
-
-    Every host keeps the metrics, so that they outlive the head; loggers and the log's lines are rank 0's.
+    Every host keeps the metrics, so that they survive the loss of the head.
     """
 
-    def __init__(self, spec: RunSpec, run_dir: Path, world: "World", past: Past) -> None:
-        self._start, self._head = past.start, world.rank == 0
-        self._lined = 0.0
+    def __init__(self, spec: RunSpec, run_dir: Path, world: "World", history: RunHistory) -> None:
+        """Open the files of this rank. Raises DiskError if that fails, and UserError if a logger is not installed."""
+        self._start, self._is_head = history.start, world.rank == 0
+        self._logged = 0.0
         try:
             (run_dir / "samples").mkdir(parents=True, exist_ok=True)
             self._samples = (run_dir / "samples" / f"rank{world.global_rank}.jsonl").open("a")
             self._metrics: TextIO | None = None
-            self._board: Any = None
+            self._tensorboard: Any = None
             self._wandb: Any = None
-            if world.first_here:
+            if world.is_host_leader:
                 self._metrics = (run_dir / "metrics.jsonl").open("a")
-            if past.moved:  # what another head has written is in its folder, and what is here may be a part of it
+            if (
+                history.head_moved
+            ):  # the event files of the previous head are on another host; those here may be incomplete
                 shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
         except OSError as error:
-            raise _unwritable(run_dir, error) from None
-        if not self._head:
+            raise _not_writable(run_dir, error) from None
+        if not self._is_head:
             return
         if "tensorboard" in spec.loggers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if past.moved else past.step + 1)
-            for record in _records(run_dir / "metrics.jsonl") if past.moved else []:
-                self.scalars(scalars_of(record), record["step"])
+            purge_step = None if history.head_moved else history.step + 1
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+            for record in _records(run_dir / "metrics.jsonl") if history.head_moved else []:
+                self.scalars(_scalars(record), record["step"])
         if "wandb" in spec.loggers and world.global_rank == 0:
             self._wandb = _start_wandb(spec, run_dir)
 
-    def used(self, step: int, rows: list[list[int]]) -> None:
-        """Note which samples this rank takes in `step`, row by row; before the ranks meet, so that no checkpoint knows more."""
+    def samples(self, step: int, rows: list[list[int]]) -> None:
+        """Record the samples of this rank in `step`, row by row; before ranks synchronize, so that no checkpoint is newer.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
         self._write(self._samples, {"step": step, "start": self._start, "rows": rows})
 
     def step(self, record: dict[str, Any], *, eta: float, last: bool) -> None:
-        """Record one step: a line of metrics; on rank 0 scalars, and now and then a line in the log."""
+        """Record the metrics of one step; on rank 0 also scalars and, at intervals or if it is the `last`, a progress line.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
         if self._metrics:
             self._write(self._metrics, record | {"start": self._start})
-        if not self._head:
+        if not self._is_head:
             return
-        self.scalars(scalars_of(record), record["step"])
-        if last or time.monotonic() - self._lined >= _LINE:
-            self._lined = time.monotonic()
+        self.scalars(_scalars(record), record["step"])
+        if last or time.monotonic() - self._logged >= _LOG_INTERVAL:
+            self._logged = time.monotonic()
             print(
                 f"step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  "
                 f"{record['tokens_per_second']:.0f} tokens/s  ETA {clock(eta)}"
             )
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Send values to the loggers that the spec names."""
-        if self._board:
+        """Send values to the loggers of the spec."""
+        if self._tensorboard:
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+                self._tensorboard.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(values, step=step)
 
     def flush(self) -> None:
-        """Bring all that was recorded to the disk: called before a checkpoint, which must not know more than the records."""
+        """Flush all records: a checkpoint must never be newer than the records."""
         self._samples.flush()
         if self._metrics:
             self._metrics.flush()
-        if self._board:
-            self._board.flush()
+        if self._tensorboard:
+            self._tensorboard.flush()
 
     def close(self) -> None:
-        """End the records."""
+        """Flush all records and close the loggers."""
         self.flush()
-        if self._board:
-            self._board.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
 
@@ -253,12 +234,12 @@ class Report:
             file.flush()
         except OSError as error:
             raise DiskError(
-                f"run folder: cannot write {file.name}: {error.strerror}: make room and start the run again"
+                f"run folder: cannot write {file.name}: {error.strerror}: free disk space and start the run again"
             ) from None
 
 
-def scalars_of(record: dict[str, Any]) -> dict[str, float]:
-    """Return what the loggers get of a line of metrics."""
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return the values of a metrics record that loggers receive."""
     scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
     scalars = {name: value for name, value in scalars.items() if value is not None}
     scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
@@ -271,7 +252,7 @@ def _start_wandb(spec: RunSpec, run_dir: Path) -> Any:
         import wandb
     except ImportError:
         raise UserError(
-            "loggers: wandb is not installed here: pip install 'trainyard[wandb]', or loggers=tensorboard"
+            "loggers: wandb is not installed on this host: pip install 'trainyard[wandb]', or set loggers=tensorboard"
         ) from None
     return wandb.init(
         project="trainyard",

@@ -1,4 +1,4 @@
-"""The first things that a rank does under torchrun, before torch is imported: tie its life to the launcher's, open its log."""
+"""Set up a worker process of torchrun before torch is imported: end with the launcher, and write to a log file."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with_launcher() -> None:
-    """Ask the kernel to end this process when the one that started it dies: kill -9 of torchrun leaves its workers otherwise."""
+    """Ask the kernel to kill this process when its parent dies: otherwise the workers survive a kill -9 of torchrun."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -18,7 +18,7 @@ def die_with_launcher() -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Send this process's stdout and stderr, C code's too, to the end of a log file."""
+    """Append stdout and stderr of this process, including those of C code, to a log file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -26,5 +26,5 @@ def redirect_output(path: Path) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-    # A log that is followed live must not wait for a full buffer.
+    # Line buffering: readers follow the log while it grows.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Filters for what every host has to know of its peers: addresses, names, keys. Thin, so that roles read as tables."""
+"""Filters for what every host needs to know about its peers: addresses, names, SSH keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
-    """Return `{host: address that its peers reach it at}` in the order of the inventory."""
+    """Return `{host: address at which its peers reach it}` in the order of the inventory."""
     return {
         host: str(hostvars[host].get("cluster_address") or hostvars[host].get("ansible_host") or host) for host in hosts
     }
@@ -22,7 +22,7 @@ def _is_address(name: str) -> bool:
 
 
 def peer_names(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
-    """Return for every host its line of /etc/hosts; none for a host that has no name but its address."""
+    """Return the line of /etc/hosts for every host; none for a host whose name is an address."""
     addresses = cluster_addresses(hostvars, hosts)
     return {
         host: [] if _is_address(host) or not _is_address(address) else [f"{address} {host}"]
@@ -37,14 +37,14 @@ def _public_keys(hostvars: Any, host: str, kind: str) -> list[str]:
 
 
 def _key(line: str) -> str:
-    """Return kind and key of a public key's line, without its comment, which may say anything."""
+    """Return type and key of a public key, without its comment, which may contain anything."""
     return " ".join(line.split()[:2])
 
 
 def peer_host_keys(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
-    """Return the known_hosts lines of the hosts that were asked in this play.
+    """Return the known_hosts lines of the hosts that reported their keys in this play.
 
-    A server at another port than 22 is ``[name]:port`` there: man sshd, SSH_KNOWN_HOSTS FILE FORMAT.
+    A server at another port than 22 is written ``[name]:port``: man sshd, SSH_KNOWN_HOSTS FILE FORMAT.
     """
     addresses = cluster_addresses(hostvars, hosts)
     lines: dict[str, list[str]] = {}
@@ -58,9 +58,9 @@ def peer_host_keys(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
 
 
 def peer_keys(hostvars: Any, hosts: list[str], controller_key: str = "") -> dict[str, list[str]]:
-    """Return the authorized_keys lines of the hosts that were asked in this play, and the controller's.
+    """Return the authorized_keys lines of the hosts that reported their keys in this play, and of the controller.
 
-    A peer's key is good from the cluster's addresses only, and forwards nothing: man sshd, AUTHORIZED_KEYS FILE FORMAT.
+    The key of a peer is valid from cluster addresses only, and permits no forwarding: man sshd, AUTHORIZED_KEYS FILE FORMAT.
     """
     addresses = ",".join(dict.fromkeys(cluster_addresses(hostvars, hosts).values()))
     limits = f'from="{addresses}",no-agent-forwarding,no-port-forwarding,no-X11-forwarding'

@@ -1,4 +1,4 @@
-"""Filters for the firewall: who the peers are, and what they may reach. Thin: the rules are in module_utils/ufw."""
+"""Filters of the role firewall: validate its variables and list its rules. The logic is in trainyard/ufw.py."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from trainyard.ufw import allow_rules
 
 
 def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], allow: list[dict[str, Any]]) -> list[str]:
-    """Return a plain line for each thing that cannot be opened."""
+    """Return one line for each address, port or source that is not valid."""
     problems = []
     for host, address in peers.items():
         try:
             ipaddress.ip_address(address)
         except ValueError:
             problems.append(
-                f"cluster_address of {host} is {address!r}, takes the IP address that its peers reach it at"
+                f"cluster_address of {host} is {address!r}, expected the IP address at which its peers reach it"
             )
     for name, entries in (("firewall_openings", openings), ("firewall_allow", allow)):
         for entry in entries:
@@ -30,9 +30,9 @@ def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], all
 def firewall_rules(
     peers: dict[str, str], host: str, openings: list[dict[str, Any]], allow: list[dict[str, Any]]
 ) -> list[dict[str, str]]:
-    """Return the rules of `host` for M(ufw_rules): all TCP and the openings from every peer, and a person's own.
+    """Return the rules of `host` for M(ufw_rules): all TCP ports and the UDP openings for every peer, and `allow`.
 
-    gloo and NCCL listen on random high ports, so single ports would not do. TCP openings are said by that already.
+    All TCP ports are open to peers, because gloo and NCCL listen on random high ports. This includes TCP openings.
     """
     rules = []
     for peer, address in peers.items():

@@ -1,21 +1,25 @@
-"""Filter `settle_machines`: which inventory entries are one machine. Thin: the work is in trainyard/discovery."""
+"""Filter `find_duplicates`: which inventory entries are one machine. The logic is in trainyard/discovery."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from trainyard.discovery.settle import settle
+from trainyard.discovery.duplicates import find_duplicates as compare
 
 
-def settle_machines(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """`{entry: {identity, login, aliases}}` -> `machines`, `drop`, `warnings`, `verdict` and `lines` to show."""
-    result = settle(
+def find_duplicates(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return `machines`, `drop`, `warnings`, `verdict` and the `lines` to print.
+
+    Args:
+        entries: entry -> `identity`, `login` and `aliases`, see trainyard.discovery.duplicates.
+    """
+    result = compare(
         {name: entry["identity"] for name, entry in entries.items()},
         {name: str(entry["login"]) for name, entry in entries.items()},
         {name: entry["aliases"] for name, entry in entries.items()},
     )
-    lines = [f"drop {name}: it is {kept} ({why})" for name, (kept, why) in result.drop.items()]
+    lines = [f"remove {name}: it is the same machine as {kept} ({why})" for name, (kept, why) in result.drop.items()]
     return {**asdict(result), "lines": [*lines, *result.warnings, result.verdict]}
 
 
@@ -23,4 +27,4 @@ class FilterModule:
     """For Ansible."""
 
     def filters(self) -> dict[str, Any]:
-        return {"settle_machines": settle_machines}
+        return {"find_duplicates": find_duplicates}

@@ -1,20 +1,20 @@
-"""Filter `netplan_problems`: what is wrong with the addresses that the inventory gives out. Thin: see module_utils/addresses."""
+"""Filter `netplan_problems`: errors in the addresses that the inventory assigns. The logic is in trainyard/addresses.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainyard.addresses import problems
+from trainyard.addresses import address_errors
 
 NAMES = ("netplan_address", "netplan_gateway", "netplan_dns", "netplan_mtu", "netplan_nic")
 
 
 def netplan_problems(hostvars: Any, hosts: list[str]) -> list[str]:
-    """Return a plain line for each thing that is wrong, over all hosts of the cluster."""
-    return problems(
+    """Return one line for each error in the `netplan_*` variables of all hosts of the cluster."""
+    return address_errors(
         {
             host: {name: hostvars[host][name] for name in NAMES if name in hostvars[host]}
-            | {"present": str(hostvars[host].get("ansible_host", ""))}
+            | {"current": str(hostvars[host].get("ansible_host", ""))}
             for host in hosts
         }
     )

@@ -1,73 +1,73 @@
-"""Dynamic inventory: the machines that answer on the Ollama port. Thin: the work is in trainyard/discovery."""
+"""Dynamic inventory of the machines that answer on the Ollama port. The scan is in trainyard/discovery."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 name: ollama
-short_description: Finds the machines of the local network that run Ollama
+short_description: Find the machines of the local network that run Ollama
 description:
-  - Scans private networks for Ollama servers, tells which answers are one machine, and fills the cluster from them.
-  - A found machine whose SSH host key is not in known_hosts lands in the group C(untrusted), with the one command that
-    accepts it. The others go to C(cluster), and there to C(head) or C(workers).
-  - A found machine that an earlier inventory source declares, by address or by a name that resolves to it, is that host
-    and no second one. Sources are read in the order given, those in a folder by name, so this file comes last.
-  - The groups C(discovered), C(cluster), C(head), C(workers) and C(untrusted) always exist, empty if need be.
+  - Scans private networks for Ollama servers, groups the answers by machine, and adds the machines to the cluster.
+  - A machine whose SSH host key is not in known_hosts is added to the group C(untrusted), with the command that accepts
+    the key. All other machines are added to C(cluster), and there to C(head) or C(workers).
+  - A machine that an earlier inventory source declares, by address or by a name that resolves to it, is the same host.
+    Sources are read in the given order, and those in a folder by name, so this file comes last.
+  - The groups C(discovered), C(cluster), C(head), C(workers) and C(untrusted) always exist and may be empty.
 options:
   plugin:
-    description: Marks this file as this plugin's.
+    description: Name of the plugin.
     type: str
     required: true
     choices: [ollama]
   networks:
     description:
-      - Networks to scan, in CIDR notation. V(auto) stands for every private IPv4 network that this machine is attached
-        to, with its real mask.
-      - A public network is refused.
+      - Networks to scan, in CIDR notation. V(auto) means every private IPv4 network to which this machine is attached,
+        with its actual netmask.
+      - A public network is rejected.
     type: list
     elements: str
     default: [auto]
   interface:
-    description: Names of the interfaces that V(auto) and O(ipv6_neighbours) look at. Empty means all that are up.
+    description: Names of the interfaces that V(auto) and O(ipv6_neighbours) use. Empty means all interfaces that are up.
     type: list
     elements: str
     default: []
   hosts:
     description:
-      - Single machines to ask beside the networks, by name or address, IPv4 or IPv6, with or without a port
+      - Single machines to scan in addition to the networks, by name or address, IPv4 or IPv6, with or without a port
         (C(node1), C(10.0.0.5:11500), C([fd00::5]:11434), C(fe80::5%eth0)). These may be public.
     type: list
     elements: str
     default: []
   exclude:
-    description: Addresses and networks that are never asked.
+    description: Addresses and networks that are never scanned.
     type: list
     elements: str
     default: []
   this_machine:
-    description: Ask this machine as well, at 127.0.0.1.
+    description: Also scan this machine, at 127.0.0.1.
     type: bool
     default: true
   ipv6_neighbours:
-    description: Ask the IPv6 link-local neighbours that the kernel knows as well. IPv6 networks are too large to scan.
+    description: Also scan the IPv6 link-local neighbours that the kernel knows. IPv6 networks are too large to scan.
     type: bool
     default: false
   ports:
-    description: TCP ports to ask at every address.
+    description: TCP ports to scan at every address.
     type: list
     elements: int
     default: [11434]
   connect_timeout:
     description:
-      - Seconds to wait for a connection, counted from the first of the addresses that are asked at once. A silent network
-        costs this once for every O(concurrency) addresses.
+      - Seconds to wait for a connection, counted from the first address of a batch. A network without answers takes this
+        long for every O(concurrency) addresses.
     type: float
     default: 0.3
   answer_timeout:
-    description: Seconds for each reply of an open port, from the request to the last byte.
+    description: Seconds to wait for each reply of an open port, from the request to the last byte.
     type: float
     default: 2.0
   passes:
-    description: V(2) asks the addresses that stayed silent once more, slower, for machines on Wi-Fi that sleep.
+    description: V(2) scans the addresses without an answer a second time and more slowly, for machines with Wi-Fi in power-save mode.
     type: int
     default: 1
     choices: [1, 2]
@@ -77,41 +77,42 @@ options:
     default: 1.0
   concurrency:
     description:
-      - Unanswered connections at once, 1 to 4096. Fewer are used where the limit of open files is low, and never more
-        than the kernel's neighbour table holds.
+      - Maximum number of simultaneous connection attempts, 1 to 4096. The limit of open files and the size of the
+        kernel's neighbour table may reduce it.
     type: int
     default: 256
   max_addresses:
     description:
-      - The most addresses to scan, 1 to 1048576. An attached network beyond it is left out with a warning, a written
-        one is an error.
+      - Maximum number of addresses to scan, 1 to 1048576. An attached network that exceeds it is skipped with a warning.
+        A configured network that exceeds it is an error.
     type: int
     default: 4096
   verify:
     description:
-      - Take only what is really Ollama, that is whose C(/api/version) and C(/api/tags) parse. With V(false) every open
-        port counts, with an empty version and no models.
+      - Accept only Ollama servers, whose C(/api/version) and C(/api/tags) are valid. With V(false), every open port is
+        accepted, with an empty version and no models.
     type: bool
     default: true
   ssh_port:
-    description: Port where SSH listens on machines that no earlier source declares with an C(ansible_port).
+    description: SSH port of machines for which no earlier source declares C(ansible_port).
     type: int
     default: 22
   known_hosts:
-    description: Files with the accepted SSH host keys. The command that accepts a machine writes to the first.
+    description: Files with the accepted SSH host keys. The command that accepts a key writes to the first file.
     type: list
     elements: str
     default: [~/.ssh/known_hosts, /etc/ssh/ssh_known_hosts]
   head:
     description:
-      - Which machine is the head, unless an earlier source says so. V(lowest) takes the lowest address, V(this_machine)
-        the one that scans; anything else is an address or an inventory name. Where it is not there, V(lowest) holds.
+      - The head, unless an earlier source declares it. V(lowest) selects the machine with the lowest address,
+        V(this_machine) the controller; any other value is an address or an inventory name. If that machine was not found,
+        V(lowest) applies.
     type: str
     default: lowest
   strict:
     description:
-      - Make an invalid entry of O(compose), O(groups) or O(keyed_groups), and a O(head) or a name of O(hosts) that is
-        not there, an error instead of a warning.
+      - Treat an invalid entry of O(compose), O(groups) or O(keyed_groups), and a O(head) or a name of O(hosts) that was
+        not found, as an error instead of a warning.
 extends_documentation_fragment:
   - constructed
   - inventory_cache
@@ -119,16 +120,16 @@ extends_documentation_fragment:
 
 EXAMPLES = r"""
 ---
-# inventory/ollama.yml: this network, as it is
+# inventory/ollama.yml: the attached networks
 plugin: ollama
 ---
-# two networks and a machine behind a router, Wi-Fi machines too
+# two networks, a machine behind a router, and machines with Wi-Fi
 plugin: ollama
 networks: [auto, 10.20.0.0/24]
 hosts: [workstation.example.org]
 passes: 2
 ---
-# a group for each quantisation, a group for the large ones, and 60 s of cache
+# a group for each quantisation, a group for large models, and a cache of 60 s
 plugin: ollama
 keyed_groups:
   - key: ollama_models | map(attribute='quantisation') | unique | list
@@ -152,13 +153,20 @@ from ansible.errors import AnsibleParserError
 from ansible.inventory.helpers import get_group_vars
 from ansible.plugins.inventory import BaseInventoryPlugin, Cacheable, Constructable
 
-from trainyard.discovery import networks
-from trainyard.discovery.engine import discover
-from trainyard.discovery.identity import Machine
-from trainyard.discovery.report import Report, advice, summary, verdict
-from trainyard.discovery.settings import Settings, SettingsError
-from trainyard.discovery.ssh import read_known_hosts
-from trainyard.discovery.trust import Trust, judge
+try:
+    from trainyard.discovery import networks
+    from trainyard.discovery.engine import discover
+    from trainyard.discovery.identity import Machine
+    from trainyard.discovery.report import Report, advice, summary, verdict
+    from trainyard.discovery.settings import Settings, SettingsError
+    from trainyard.discovery.ssh import read_known_hosts
+    from trainyard.discovery.trust import Trust, check_trust
+except ModuleNotFoundError as error:
+    # An AnsibleError would be one warning among those of the other inventory plugins, which cannot read the file.
+    sys.exit(
+        f"error: Ansible's Python ({sys.executable}) does not have the package {error.name}: "
+        "run make setup, or pip install '.[controller]', in the project's folder"
+    )
 
 GROUPS = ("discovered", "cluster", "head", "workers", "untrusted")
 
@@ -169,14 +177,14 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
     NAME = "ollama"
 
     def verify_file(self, path: str) -> bool:
-        """Any YAML file: which plugin it is for, its `plugin:` line says."""
+        """Accept any YAML file; its `plugin:` line names the plugin."""
         return super().verify_file(path) and path.endswith((".yml", ".yaml"))
 
     def parse(self, inventory: Any, loader: Any, path: str, cache: bool = True) -> None:
-        """Scans, and fills the inventory.
+        """Scan the networks and fill the inventory.
 
         Raises:
-            AnsibleParserError: an option that cannot be used; one line.
+            AnsibleParserError: an option is invalid; the message is one line.
         """
         super().parse(inventory, loader, path, cache)
         self._read_config_data(path)
@@ -209,7 +217,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         )
 
     def _report(self, path: str, use_cache: bool) -> Report:
-        """The scan, or its copy out of the cache where the options and the network are still the same."""
+        """Return the report of a scan, or the cached one if the options and the attached networks are the same."""
         settings = self._settings()
         if not self.get_option("cache"):
             return discover(settings, self.declared.ssh_ports)
@@ -224,9 +232,9 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             except ValueError:
                 self.display.warning(f"ollama: the cache entry {key} is damaged: scanning again")
             else:
-                self._say(
-                    f"not scanned now: shown from the cache, {time.time() - report.scanned_at:.0f} s old "
-                    f"(cache_timeout {self.get_option('cache_timeout')} s); it may be stale, --flush-cache scans again"
+                self._print(
+                    f"not scanned: the cached result is {time.time() - report.scanned_at:.0f} s old "
+                    f"(cache_timeout {self.get_option('cache_timeout')} s) and may be outdated; to scan, use --flush-cache"
                 )
                 return report
         report = discover(settings, self.declared.ssh_ports)
@@ -237,11 +245,11 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         known = read_known_hosts(self.get_option("known_hosts"))
         names = self.declared.names
         file = self.get_option("known_hosts")[0]
-        judged = [(machine, judge(machine, known, names, file)) for machine in report.machines]
-        judged.sort(key=lambda pair: networks.address_order(_login_address(pair[0], pair[1], report)))
+        checked = [(machine, check_trust(machine, known, names, file)) for machine in report.machines]
+        checked.sort(key=lambda pair: networks.address_order(_login_address(pair[0], pair[1], report)))
         ready: list[str] = []
-        refused: list[tuple[str, Trust]] = []
-        for machine, trust in judged:
+        untrusted: list[tuple[str, Trust]] = []
+        for machine, trust in checked:
             declared = self.declared.hosts_of(machine, report.own_addresses)
             hosts = declared or [_host_name(_login_address(machine, trust, report))]
             for host in hosts:
@@ -249,19 +257,19 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             if trust.ready:
                 ready += [h for h in hosts if not self.declared.in_cluster(h)]
                 continue
-            refused.append((hosts[0], trust))
+            untrusted.append((hosts[0], trust))
             if not declared:
                 self.inventory.add_child("untrusted", hosts[0])
         missing = self.declared.cluster_size() - sum(
             any(self.declared.in_cluster(h) for h in self.declared.hosts_of(m, report.own_addresses))
             for m in report.machines
         )
-        self._share_out(ready)
+        self._assign_roles(ready)
         self._construct()
-        self._speak(report, refused, missing)
+        self._print_report(report, untrusted, missing)
 
     def _add(self, host: str, machine: Machine, trust: Trust, report: Report, declared: bool) -> None:
-        """One host and its variables. What the person declared about a host stands."""
+        """Add a host and its variables. Variables that earlier sources declare about the host have priority."""
         self.inventory.add_host(host, group="discovered")
         variables = _variables(machine, trust, report)
         if not declared:
@@ -272,7 +280,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             elif trust.place.ssh_port != 22:
                 variables["ansible_port"] = trust.place.ssh_port
         for name, value in variables.items():
-            # Never marked as a template: text from the network stays text.
+            # Text from the network must not be marked as a template.
             self.inventory.set_variable(host, name, value)
         for kind, words in (
             ("model", {m["name"] for m in variables["ollama_models"]}),
@@ -282,15 +290,15 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
                 self.inventory.add_group(group)
                 self.inventory.add_child(group, host)
 
-    def _share_out(self, ready: list[str]) -> None:
-        """Head and workers: what was declared first, then by address."""
+    def _assign_roles(self, ready: list[str]) -> None:
+        """Assign hosts to `head` and `workers`: declared hosts first, then the others by address."""
         cluster = self.inventory.groups["cluster"]
-        waiting = [h.name for h in cluster.get_hosts() if not self.declared.has_role(h.name)] + ready
-        if waiting and not self.inventory.groups["head"].get_hosts():
-            head = self._head(waiting)
-            waiting.remove(head)
+        unassigned = [h.name for h in cluster.get_hosts() if not self.declared.has_role(h.name)] + ready
+        if unassigned and not self.inventory.groups["head"].get_hosts():
+            head = self._head(unassigned)
+            unassigned.remove(head)
             self.inventory.add_child("head", head)
-        for host in waiting:
+        for host in unassigned:
             self.inventory.add_child("workers", host)
 
     def _head(self, candidates: list[str]) -> str:
@@ -303,7 +311,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
                 return host
             if rule == "this_machine" and variables.get("ollama_this_machine"):
                 return host
-        self._complain(f"head: {rule} is not among the machines that are ready; took {candidates[0]}")
+        self._warn(f"head: {rule} is not among the machines that are ready; {candidates[0]} is the head")
         return candidates[0]
 
     def _construct(self) -> None:
@@ -313,9 +321,16 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             self._add_host_to_composed_groups(self.get_option("groups"), host.get_vars(), host.name, strict)
             self._add_host_to_keyed_groups(self.get_option("keyed_groups"), host.get_vars(), host.name, strict)
 
-    def _speak(self, report: Report, refused: list[tuple[str, Trust]], missing: int) -> None:
-        ready = len(report.machines) - len(refused)
-        words = verdict(len(report.machines), ready, missing)
+    def _print_report(self, report: Report, untrusted: list[tuple[str, Trust]], missing: int) -> None:
+        """Print what was found and what the user can do, and keep the summary as the variable `ollama_scan`.
+
+        Args:
+            report: the scan.
+            untrusted: machines whose host key has not been accepted, with their inventory names.
+            missing: how many declared hosts of the cluster the scan did not find.
+        """
+        ready = len(report.machines) - len(untrusted)
+        conclusion = verdict(len(report.machines), ready, missing)
         self.inventory.set_variable(
             "discovered",
             "ollama_scan",
@@ -325,39 +340,44 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
                 "seconds": report.seconds,
                 "machines": len(report.machines),
                 "ready": ready,
-                "verdict": words,
+                "verdict": conclusion,
             },
         )
-        self._say(summary(report))
+        self._print(summary(report))
         for line in (*report.skipped, *report.warnings[:20]):
             self.display.warning(f"ollama: {line}")
         for name in report.unresolved:
-            self._complain(f"hosts: {name} does not resolve to an address; write its address")
+            self._warn(f"hosts: {name} does not resolve to an address; use its address instead")
         if report.left_out:
-            self._say(f"{report.left_out} models have malformed entries and were left out")
+            self._print(f"{report.left_out} models have malformed entries and are ignored")
         for place, reason in report.rejected:
             self.display.vv(f"ollama: {place}: {reason}")
-        for host, trust in refused[:20]:
-            self._say(f"{host} is untrusted: {trust.reason}")
+        for host, trust in untrusted[:20]:
+            self._print(f"{host} is untrusted: {trust.reason}")
             if trust.accept:
-                self._say(f"  if {trust.fingerprint} is its key, accept it: {trust.accept}")
+                self._print(f"  if {trust.fingerprint} is its key, accept it: {trust.accept}")
         if not report.machines:
             for tip in advice(report):
-                self._say(f"try: {tip}")
-        self._say(words)
+                self._print(f"try: {tip}")
+        self._print(conclusion)
 
-    def _complain(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if self.get_option("strict"):
             raise AnsibleParserError(f"ollama: {text}")
         self.display.warning(f"ollama: {text}")
 
-    def _say(self, text: str) -> None:
-        """To stderr: stdout belongs to the graph, or to JSON."""
+    def _print(self, text: str) -> None:
+        """Print to stderr, because stdout carries the graph or JSON."""
         self.display.display(f"ollama: {text}", stderr=True)
 
 
 class Declared:
-    """The hosts of the sources before this one, by address. `names`, `ssh_ports`: what is declared for an address."""
+    """The hosts of earlier inventory sources.
+
+    Attributes:
+        names: address -> names or addresses by which the declared hosts are reached.
+        ssh_ports: address -> declared SSH port.
+    """
 
     def __init__(self, inventory: Any) -> None:
         self._inventory = inventory
@@ -378,12 +398,12 @@ class Declared:
                 port = str(variables.get("ansible_port") or "")
                 if port.isdecimal():
                     self.ssh_ports[address] = int(port)
-        # As it was before this plugin adds to it.
+        # The groups before this plugin adds hosts to them.
         self._cluster = [h.name for h in inventory.groups["cluster"].get_hosts()]
         self._roles = {h.name for g in ("head", "workers", "untrusted") for h in inventory.groups[g].get_hosts()}
 
     def hosts_of(self, machine: Machine, own_addresses: tuple[str, ...]) -> list[str]:
-        """The declared hosts that are this machine: several where the inventory has one machine as several nodes."""
+        """Return the declared hosts that are this machine. One machine may be declared as several hosts."""
         found = [h for address in machine.addresses for h in self._hosts.get(address, [])]
         if machine.local:
             found += self._local
@@ -393,29 +413,32 @@ class Declared:
         return list(dict.fromkeys(found))
 
     def in_cluster(self, host: str) -> bool:
+        """Return whether the host was declared as a part of the cluster, or as untrusted."""
         return host in self._cluster or host in self._roles
 
     def has_role(self, host: str) -> bool:
+        """Return whether the host was declared in `head`, `workers` or `untrusted`."""
         return host in self._roles
 
     def cluster_size(self) -> int:
+        """Return how many hosts of the cluster were declared."""
         return len(self._cluster)
 
 
 def _login_address(machine: Machine, trust: Trust, report: Report) -> str:
-    """Where the other machines reach it: this machine may have answered at 127.0.0.1 alone."""
+    """Return the address at which other machines reach it: this machine may have answered only at 127.0.0.1."""
     if trust.place.address.startswith("127.") and report.own_addresses:
         return report.own_addresses[0]
     return trust.place.address
 
 
 def _host_name(address: str) -> str:
-    """An address as inventory name: without the characters that host patterns give a meaning to."""
+    """Return an address as an inventory name, without characters that have a meaning in host patterns."""
     return re.sub(r"[:%]+", "-", address).strip("-")
 
 
 def _variables(machine: Machine, trust: Trust, report: Report) -> dict[str, Any]:
-    """A machine's variables; sizes in bytes, times in milliseconds."""
+    """Return the variables of a machine; sizes in bytes, times in milliseconds."""
     places = [trust.place, *(p for p in machine.places if p is not trust.place)]
     servers = [(p.address, s) for p in places for s in p.servers]
     models = {m.name: m for _, s in reversed(servers) for m in s.models}
@@ -444,6 +467,6 @@ def _url(address: str, server: Any) -> str:
 
 
 def _group_name(kind: str, word: str) -> str:
-    """`ollama_model_qwen2_5_0_5b` out of `qwen2.5:0.5b`; nothing where no letter or digit is left."""
+    """Return `ollama_model_qwen2_5_0_5b` for `qwen2.5:0.5b`; empty if the word has neither letters nor digits."""
     safe = re.sub(r"[^a-z0-9]", "_", word.lower())
     return f"ollama_{kind}_{safe}" if re.search("[a-z0-9]", safe) else ""

@@ -1,35 +1,32 @@
-"""Documentation of the action plugin of this name: it runs on the controller, for all hosts of the play at once."""
+"""Documentation of the action plugin of this name, which runs on the controller, once for all hosts of the play."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: preflight
-short_description: Find what would spoil a run, on every host and between every two
+short_description: Check all hosts of a cluster before a run
 description:
-  - Asks every host at once what it is and who else is at work there; has every host listen and connect to all others on the
-    rendezvous port and on random high ones; runs a real all-reduce over all of them. Names each trouble with its remedy.
-  - Fails when a run would fail. What may only slow it down is a warning. Changes nothing.
-  - What train.yml asks before every run (M(trainyard_run), and this with O(plan)) is judged by the same code.
+  - Collects facts and health of all hosts at once. Lets every host listen on the rendezvous port and on random high ports,
+    and connect to every other host. Runs an all-reduce over all hosts. Reports each problem with its remedy.
+  - Fails if a run would fail. A problem that only makes a run slower is a warning. Changes nothing on the hosts.
 options:
   run:
-    description: A run whose trainer is to be the same everywhere.
+    description: Name of a run whose trainer must be the same on all hosts.
     type: str
     default: ""
   master_port:
     description: Rendezvous port. By default 29500.
     type: int
   quick:
-    description: Leave the all-reduce out. Lines are then measured with plain sockets alone.
+    description: Skip the all-reduce. The speed of links is then measured with plain sockets only.
     type: bool
     default: false
   json:
-    description: File on the controller for the report, or C(true) to print it in place of the table.
+    description: File on the controller for the report, or C(true) to print the report instead of the table.
     type: str
     default: ""
   plan:
-    description:
-      - A run's plan, as M(trainyard_run) returned it. Only what is between its hosts is looked at then, at its rendezvous port and
-        high ones; what each host is has been asked by M(trainyard_run).
+    description: Nodes of a planned run. Only the connections between them are checked.
     type: list
     elements: dict
     default: []
@@ -41,7 +38,7 @@ author: trainyard
 """
 
 EXAMPLES = r"""
-- name: Find troubles
+- name: Check all hosts
   preflight:
     json: report.json
   run_once: true
@@ -49,24 +46,26 @@ EXAMPLES = r"""
 
 RETURN = r"""
 exit:
-  description: 0 for nothing found, 1 for warnings, 2 for failures.
+  description: 0 without findings, 1 for warnings, 2 for failures.
   returned: always
   type: int
 findings:
-  description: C(check), C(host) (empty for the whole cluster), C(level) (failure, warning, note), C(text), C(remedy), the worst first.
+  description:
+    - C(check), C(host) (empty for the whole cluster), C(level) (failure, warning or note), C(text) and C(remedy) of each
+      problem, the most severe first.
   returned: always
   type: list
   elements: dict
 hosts:
-  description: What every host answered.
+  description: Address, C(facts), C(health) and C(mesh) of every host, or its C(error).
   returned: always
   type: dict
 all_reduce:
-  description: C(mbit), C(latency_ms) and C(torch) of the all-reduce over all hosts; null where there was none.
+  description: C(mbit), C(latency_ms) and C(torch) of the all-reduce over all hosts; null if it was not run.
   returned: always
   type: dict
 lines:
-  description: Table and findings.
+  description: The table and the findings.
   returned: always
   type: list
   elements: str

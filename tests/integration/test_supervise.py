@@ -1,4 +1,4 @@
-"""One host's part of a run, with real processes: how it ends is told rightly, and nothing is left of it."""
+"""One host's part of a run with real processes: its end is reported correctly, and no process remains."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def stop(bed: Bed, **how: Any) -> dict[str, Any]:
 
 def ended(bed: Bed) -> dict[str, Any]:
     until(lambda: bed.node(0).get("ended"), what="the end")
-    until(lambda: not bed.left(), 5, what="nothing left")
+    until(lambda: not bed.left(), 5, what="the end of all processes")
     return status(bed)
 
 
 def plain_rank(steps: int = 1000, pause: float = 0.05) -> list[str]:
-    """Rank 0 without torchrun: quick, for what torchrun has no part in."""
+    """Rank 0 without torchrun, which is faster, for tests that do not depend on torchrun."""
     return ["/usr/bin/env", "RANK=0", sys.executable, str(FAKE_RANK), str(steps), str(pause)]
 
 
@@ -68,17 +68,17 @@ def torchrun(steps: int = 1000, local_ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, *where, str(FAKE_RANK), str(steps), "0.05"]
 
 
-def test_a_run_ends_well(bed: Bed) -> None:
+def test_a_run_finishes(bed: Bed) -> None:
     bed.make_run(1)
     answer = start(bed, torchrun(steps=3))
     assert answer["backend"] == "process"
-    told = ended(bed)
-    assert (told["status"], told["alive"], told["node"]["exit_code"]) == ("finished", False, 0)
-    assert told["node"]["pid"] == answer["pid"]
-    assert told["ranks"]["0"]["status"] == "finished"
+    final = ended(bed)
+    assert (final["status"], final["alive"], final["node"]["exit_code"]) == ("finished", False, 0)
+    assert final["node"]["pid"] == answer["pid"]
+    assert final["ranks"]["0"]["status"] == "finished"
 
 
-def test_start_comes_back_at_once_and_status_is_cheap(bed: Bed) -> None:
+def test_start_returns_immediately_and_status_is_cheap(bed: Bed) -> None:
     bed.make_run(1)
     began = time.monotonic()
     start(bed, plain_rank())
@@ -95,7 +95,7 @@ def resources(work: Any) -> float:
     return after.children_user - before.children_user + after.children_system - before.children_system
 
 
-def test_a_second_start_is_refused_by_name(bed: Bed) -> None:
+def test_a_second_start_is_rejected_and_names_the_run(bed: Bed) -> None:
     bed.make_run(1)
     bed.make_run(1, run="other")
     start(bed, plain_rank())
@@ -105,7 +105,7 @@ def test_a_second_start_is_refused_by_name(bed: Bed) -> None:
     assert "pid" in start(bed, plain_rank(), run="other")
 
 
-def test_of_two_starts_at_once_one_wins(bed: Bed) -> None:
+def test_one_of_several_simultaneous_starts_succeeds(bed: Bed) -> None:
     runs = [f"r{i}" for i in range(4)]
     for run in runs:
         bed.make_run(1, run=run)
@@ -115,31 +115,31 @@ def test_of_two_starts_at_once_one_wins(bed: Bed) -> None:
     assert sum(answer.get("error", "").startswith("busy: run r") for answer in answers) == 3, answers
 
 
-def test_what_cannot_start_says_so(bed: Bed) -> None:
+def test_a_start_that_fails_reports_why(bed: Bed) -> None:
     bed.make_run(1)
     assert "No such file" in start(bed, ["/nonexistent/python", "-m", "x"])["error"]
     assert "there is no run folder" in ask("start", run_dir=str(bed.folder / "nothing"), command=["true"])["error"]
 
 
 @pytest.mark.slow
-def test_kill_9_of_a_worker(bed: Bed) -> None:
+def test_sigkill_of_a_worker(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:3:child\n")
     start(bed, torchrun())
     until(lambda: bed.node(0).get("failures"), what="the failure")
-    told = ended(bed)  # with the process that it left in a session of its own
-    assert told["status"] == "failed"
-    assert [(f["rank"], f["exit_code"], f["signal"]) for f in told["node"]["failures"]] == [(0, -9, "SIGKILL")]
+    final = ended(bed)  # including the child that the rank started in another session
+    assert final["status"] == "failed"
+    assert [(f["rank"], f["exit_code"], f["signal"]) for f in final["node"]["failures"]] == [(0, -9, "SIGKILL")]
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_noticed_while_torchrun_waits_for_the_others(bed: Bed) -> None:
-    bed.make_run(1, environment="FAKE=0:1:deaf\n")  # torchrun gives rank 0 30 s to heed SIGTERM
+def test_a_dead_worker_is_noticed_while_torchrun_waits_for_other_workers(bed: Bed) -> None:
+    bed.make_run(1, environment="FAKE=0:1:deaf\n")  # torchrun gives rank 0 30 s to react to SIGTERM
     start(bed, torchrun(local_ranks=2), ranks=(0, 1))
     victim = bed.at_step(1, host=0)["pid"]
     bed.at_step(0)
     os.kill(victim, signal.SIGKILL)
-    noticed = until(lambda: bed.node(0)["failures"], 3, what="the failure")
-    assert [(f["rank"], f["pid"]) for f in noticed] == [(1, victim)]
+    failures = until(lambda: bed.node(0)["failures"], 3, what="the failure")
+    assert [(f["rank"], f["pid"]) for f in failures] == [(1, victim)]
     began = time.monotonic()
     assert stop(bed, now=True)["status"] == "failed"
     assert time.monotonic() - began < 3
@@ -150,37 +150,37 @@ def test_a_dead_worker_is_noticed_while_torchrun_waits_for_the_others(bed: Bed) 
 def test_a_worker_that_raises(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:2:raise\n")
     start(bed, torchrun())
-    told = ended(bed)
-    assert told["status"] == "failed"
-    assert told["node"]["failures"][0]["exit_code"] == 1
-    assert told["ranks"]["0"]["error"]["message"] == "the loss is not a number"
+    final = ended(bed)
+    assert final["status"] == "failed"
+    assert final["node"]["failures"][0]["exit_code"] == 1
+    assert final["ranks"]["0"]["error"]["message"] == "the loss is not a number"
 
 
 @pytest.mark.slow
-def test_kill_9_of_torchrun_leaves_no_orphan(bed: Bed) -> None:
+def test_sigkill_of_torchrun_leaves_no_orphan(bed: Bed) -> None:
     bed.make_run(1)
     start(bed, torchrun())
     os.kill(parent_of(bed.at_step(0)["pid"]), signal.SIGKILL)
-    told = ended(bed)
-    assert (told["status"], told["node"]["exit_code"]) == ("failed", -9)
+    final = ended(bed)
+    assert (final["status"], final["node"]["exit_code"]) == ("failed", -9)
 
 
 @pytest.mark.slow
-def test_kill_9_of_the_supervisor_takes_all_with_it(bed: Bed) -> None:
+def test_sigkill_of_the_supervisor_ends_all_processes(bed: Bed) -> None:
     bed.make_run(1)
     pid = start(bed, torchrun())["pid"]
     bed.at_step(0)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not bed.left(), 5, what="nothing left")
+    until(lambda: not bed.left(), 5, what="the end of all processes")
     assert status(bed)["status"] == "lost"
     assert stop(bed, now=True) == {"status": "failed", "killed": 0}
     start(bed, plain_rank(steps=1))
     assert ended(bed)["node"]["attempt"] == 2
 
 
-def test_stop_finds_what_a_lost_supervisor_left_behind(bed: Bed) -> None:
+def test_stop_kills_processes_that_outlived_their_supervisor(bed: Bed) -> None:
     bed.make_run(1)
-    # A shell that does not die with its parent, as a data loader would not.
+    # A shell that does not end with its parent, as a data loader may not.
     pid = start(bed, ["/bin/sh", "-c", "setsid sleep 3600 & sleep 3600"])["pid"]
     until(lambda: len(bed.left()) >= 4)
     os.kill(pid, signal.SIGKILL)
@@ -190,18 +190,18 @@ def test_stop_finds_what_a_lost_supervisor_left_behind(bed: Bed) -> None:
     assert not bed.left()
 
 
-def test_a_clean_stop_lets_the_rank_leave_by_itself(bed: Bed) -> None:
+def test_a_clean_stop_lets_the_rank_end_by_itself(bed: Bed) -> None:
     bed.make_run(1)
     start(bed, plain_rank())
     bed.at_step(0)
     assert stop(bed, grace=20) == {"status": "stopped", "killed": 0}
     assert bed.state(0)["status"] == "stopped"
-    assert stop(bed)["status"] == "stopped", "again is no harm"
-    start(bed, plain_rank(steps=3))  # the old `stop` does not stop the new one
+    assert stop(bed)["status"] == "stopped", "a second stop changes nothing"
+    start(bed, plain_rank(steps=3))  # the earlier `stop` file does not stop the new run
     assert ended(bed)["status"] == "finished"
 
 
-def test_a_rank_that_does_not_heed_stop_gets_sigterm(bed: Bed) -> None:
+def test_a_rank_that_ignores_stop_gets_sigterm(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:2:hang\n")
     start(bed, plain_rank())
     bed.at_step(0, 1)
@@ -209,7 +209,7 @@ def test_a_rank_that_does_not_heed_stop_gets_sigterm(bed: Bed) -> None:
     assert not bed.left()
 
 
-def test_stop_now_does_not_ask(bed: Bed) -> None:
+def test_stop_now_kills_at_once(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:2:deaf\n")
     start(bed, plain_rank())
     bed.at_step(0)
@@ -219,43 +219,43 @@ def test_stop_now_does_not_ask(bed: Bed) -> None:
     assert not bed.left()
 
 
-def test_stop_of_what_never_ran(bed: Bed) -> None:
+def test_stop_of_a_run_that_never_started(bed: Bed) -> None:
     bed.make_run(1)
     assert stop(bed) == {"status": "none", "killed": 0}
     assert status(bed)["status"] == "none"
 
 
-def test_a_rank_is_judged_by_its_own_word(bed: Bed) -> None:
-    """The launcher's exit can fail after the worker has ended well."""
+def test_the_state_of_the_rank_decides_how_a_run_ended(bed: Bed) -> None:
+    """The launcher can fail after the worker has finished."""
     bed.make_run(1)
     start(bed, ["/bin/sh", "-c", f"{' '.join(plain_rank(steps=2))}; echo DistNetworkError; exit 1"])
-    told = ended(bed)
-    assert (told["status"], told["node"]["exit_code"]) == ("finished", 1)
+    final = ended(bed)
+    assert (final["status"], final["node"]["exit_code"]) == ("finished", 1)
 
 
-def test_a_launcher_that_waits_for_peers_that_are_gone_is_ended(bed: Bed) -> None:
-    """torchrun's exit barrier holds it for minutes when a peer is gone: its ranks have ended well long before."""
+def test_a_launcher_that_waits_for_missing_peers_is_killed(bed: Bed) -> None:
+    """torchrun's exit barrier waits minutes for a peer that is gone, long after its own ranks have finished."""
     bed.make_run(1)
     start(bed, ["/bin/sh", "-c", f"{' '.join(plain_rank(steps=2))} & wait; sleep 300; :"])
     until(lambda: bed.state(0).get("status") == "finished", what="the rank's end")
     began = time.monotonic()
-    told = ended(bed)
-    assert told["status"] == "finished"
+    final = ended(bed)
+    assert final["status"] == "finished"
     assert EXIT_LIMIT - 1 < time.monotonic() - began < EXIT_LIMIT + 5
 
 
-def test_ranks_that_torchrun_starts_again_may_have_other_numbers(bed: Bed) -> None:
+def test_ranks_that_torchrun_restarts_may_be_renumbered(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=1:1:kill\n")
     second, first = (" ".join(plain_rank(steps=20)).replace("RANK=0", f"RANK={rank}") for rank in (1, 0))
     start(bed, ["/bin/sh", "-c", f"{second}; {first}; exit 1", "--max-restarts=3"], ranks=(1,))
     bed.at_step(0)
-    told = status(bed)
-    assert (told["status"], told["node"]["ranks"], list(told["ranks"])) == ("running", [0], ["0"])
-    assert not told["node"]["failures"]
+    state = status(bed)
+    assert (state["status"], state["node"]["ranks"], list(state["ranks"])) == ("running", [0], ["0"])
+    assert not state["node"]["failures"]
     assert ended(bed)["status"] == "finished"
 
 
-def test_the_environment_is_clean_and_secrets_stay_out_of_argv(bed: Bed) -> None:
+def test_the_environment_is_clean_and_argv_has_no_secrets(bed: Bed) -> None:
     bed.make_run(1, environment="# a comment\nSECRET=hunter2=x y\nFAKE=0:1:secret\n")
     start(bed, plain_rank(), environment={"LOGIN_ONLY": "1"})
     pid = bed.at_step(0)["pid"]
@@ -268,7 +268,7 @@ def test_the_environment_is_clean_and_secrets_stay_out_of_argv(bed: Bed) -> None
     assert "hunter2" not in json.dumps(status(bed))
 
 
-def test_an_env_file_that_others_can_read_is_refused(bed: Bed) -> None:
+def test_an_env_file_that_other_users_can_read_is_rejected(bed: Bed) -> None:
     bed.make_run(1)
     (bed.run_dir(0) / "env").chmod(0o644)
     assert "chmod 600" in start(bed, plain_rank())["error"]
@@ -276,7 +276,7 @@ def test_an_env_file_that_others_can_read_is_refused(bed: Bed) -> None:
     assert "env:1 is not KEY=VALUE" in start(bed, plain_rank())["error"]
 
 
-def test_logs_come_in_whole_lines_from_where_one_was(bed: Bed) -> None:
+def test_logs_are_returned_in_complete_lines_from_an_offset(bed: Bed) -> None:
     bed.make_run(1)
     (bed.run_dir(0) / "logs").mkdir()
     log = bed.run_dir(0) / "logs/rank0.log"
@@ -292,7 +292,7 @@ def test_logs_come_in_whole_lines_from_where_one_was(bed: Bed) -> None:
     assert status(bed, {"../env": 0})["logs"]["../env"]["lines"] == []
 
 
-def test_every_run_of_a_host_is_listed(bed: Bed) -> None:
+def test_list_returns_every_run_of_a_host(bed: Bed) -> None:
     bed.make_run(1)
     bed.make_run(1, run="other")
     start(bed, plain_rank(steps=1))
@@ -301,7 +301,7 @@ def test_every_run_of_a_host_is_listed(bed: Bed) -> None:
     assert [(run["node"]["run"], run["status"]) for run in listed] == [("r", "finished")]
 
 
-def test_a_pid_that_is_somebody_elses_by_now_is_left_alone() -> None:
+def test_a_reused_pid_is_not_signalled() -> None:
     other = subprocess.Popen(["sleep", "3600"])
     try:
         seen = process_stat(other.pid)
@@ -314,7 +314,7 @@ def test_a_pid_that_is_somebody_elses_by_now_is_left_alone() -> None:
         other.kill()
 
 
-def test_it_needs_nothing_but_a_bare_python(bed: Bed) -> None:
+def test_the_archive_needs_only_the_standard_library(bed: Bed) -> None:
     """The controller sends it to hosts for `run_status`, `run_stop` and `run_list`."""
     command = remote_command("run_list", sys.executable)
     request = remote_input({"data_dir": str(bed.folder)})

@@ -95,7 +95,7 @@ SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
         ({"dataset": "no-such.jsonl"}, ["no-such.jsonl"]),
         ({"dataset": "@empty"}, ["empty"]),
         ({"dataset": "@broken"}, ["broken.jsonl:2:", "not JSON"]),
-        ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "takes messages"]),
+        ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "expected messages"]),
         ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
         ({"hosts": "nobody"}, ["no host matches nobody", "node1"]),
     ],
@@ -230,7 +230,7 @@ def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, datase
     assert stop.returncode == 0, stop.stdout
     assert playing.wait().rc == 0
     log = (folders[0] / "logs" / "rank0.log").read_text()
-    assert f"{newest.name} is not whole" in log and "going on from step" in log
+    assert f"{newest.name} is incomplete" in log and "resuming from step" in log
     after = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in after] == list(range(1, len(after) + 1))
     assert [row["loss"] for row in after[: len(before)]] == [row["loss"] for row in before]
@@ -309,7 +309,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
     played = playing.wait()
     assert played.rc != 0
     line = error_line(played)
-    assert "node2" in line and ("No space left" in line or "no space left" in line) and "make room" in line
+    assert "node2" in line and ("No space left" in line or "no space left" in line) and "free disk space" in line
     kept = sorted((folder / "checkpoints").glob("step-*"))
     assert kept and not list((folder / "checkpoints").glob(".tmp-*"))
     refused = run_playbook("train.yml", inventory, said)
@@ -319,7 +319,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
     # (node1's spec is kept with its checkpoints: without them the folder is free for the same run)
     playing = Background(inventory, said | {"max_steps": 400})
     until(
-        lambda: "going on from step" in (run_dir(inventory, "node1", "full") / "logs" / "rank0.log").read_text(),
+        lambda: "resuming from step" in (run_dir(inventory, "node1", "full") / "logs" / "rank0.log").read_text(),
         120,
         "a resume",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -88,7 +89,7 @@ def test_large_input_and_output(transport: Transport) -> None:
     assert transport.execute("cat", data)[1] == data
 
 
-def test_files_travel_both_ways(transport: Transport, tmp_path: Path) -> None:
+def test_files_are_copied_in_both_directions(transport: Transport, tmp_path: Path) -> None:
     data = bytes(range(256)) * 5000
     source, there, back = tmp_path / "a b'c.bin", tmp_path / "there $x'y.bin", tmp_path / "back.bin"
     source.write_bytes(data)
@@ -97,7 +98,7 @@ def test_files_travel_both_ways(transport: Transport, tmp_path: Path) -> None:
     assert there.read_bytes() == back.read_bytes() == data
 
 
-def test_a_file_that_cannot_travel_is_one_line(transport: Transport, tmp_path: Path) -> None:
+def test_a_failed_copy_is_reported_in_one_line(transport: Transport, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(RemoteError, match=r"^cannot copy \S+/file to \S+/nowhere/file: .*\S$") as error:
         transport.put(str(tmp_path / "file"), str(tmp_path / "nowhere/file"))
@@ -135,7 +136,7 @@ def test_errors_of_a_verb_are_one_line(connection: HostConnection) -> None:
 
 
 def test_a_request_is_not_in_any_command_line(connection: HostConnection, tmp_path: Path) -> None:
-    """`mesh` waits for its peer, so its processes can be looked at meanwhile."""
+    """`mesh` waits for its peer, so its process can be inspected in the meantime."""
     request = {
         "name": "a", "names": ["a", "b"], "address": "127.0.0.1", "head": "a", "ports": [free_port()],
         "peers": {"b": "127.0.0.1"}, "token": "hunter2hunter2", "limit": 3.0, "device": "lo",
@@ -157,7 +158,20 @@ def command_lines() -> list[bytes]:
     return found
 
 
-def test_an_unreachable_host_is_said_so(server: Server, tmp_path: Path) -> None:
+def test_all_reduce_measures_and_reports_failure() -> None:
+    """The verb imports torch, so it runs with the environment's packages."""
+    host = HostConnection(Host("here", "127.0.0.1", "/nonexistent", sys.executable), LocalTransport())
+    request = {"world": 2, "master": "127.0.0.1", "port": free_port(), "device": "lo", "limit": 60}
+    requests = {str(rank): functools.partial(host.call, "all_reduce", request | {"rank": rank}) for rank in (0, 1)}
+    done = FanOut(requests).wait(120)
+    assert not done.errors
+    assert done.answers["0"]["mbit"] > 0 and done.answers["1"]["latency_ms"] > 0 and done.answers["0"]["torch"]
+    with pytest.raises(RemoteError) as error:
+        host.call("all_reduce", request | {"rank": 0, "port": free_port(), "limit": 1})
+    assert "\n" not in str(error.value) and "Error: " in str(error.value)
+
+
+def test_an_unreachable_host_is_reported(server: Server, tmp_path: Path) -> None:
     closed = Login("127.0.0.1", port=free_port(), extra_arguments=server.login.extra_arguments)
     for transport in (OpenSSHTransport(closed), ansible_transport(tmp_path, **ssh_variables(closed, tmp_path))[1]):
         with pytest.raises(RemoteError, match="refused") as error:
@@ -171,7 +185,7 @@ def test_an_unknown_host_key_is_refused(server: Server, tmp_path: Path) -> None:
     login = Login("127.0.0.1", server.login.user, server.login.port, server.login.key_file, known)
     with pytest.raises(RemoteError, match="Host key verification failed"):
         OpenSSHTransport(login).execute("true")
-    assert (tmp_path / "known_hosts").read_text() == "", "it is not accepted in passing either"
+    assert (tmp_path / "known_hosts").read_text() == "", "the key is not added"
 
 
 def test_requests_share_one_ssh_connection(server: Server) -> None:
@@ -240,7 +254,7 @@ def test_vault_values_of_an_inventory(tmp_path: Path) -> None:
 
 
 def test_many_hosts_at_once() -> None:
-    """A host that hangs has no answer within the limit, one that fails has its error, and nobody waits for another."""
+    """A host that hangs has no answer within the limit, one that fails has its error, and no host waits for another."""
 
     def answer(after: float, error: str = "") -> Callable[[], dict[str, Any]]:
         def work() -> dict[str, Any]:

@@ -174,7 +174,7 @@ def test_what_cannot_be_opened_is_said_before_a_host_is_touched(lab: Lab, hosts:
     played = firewall(inventory([host.name for host in hosts], node2=bad))
     assert played.rc != 0
     assert played.count("changed") == 0
-    assert "cluster_address of node2 is 'box', takes the IP address that its peers reach it at" in played.stdout
+    assert "cluster_address of node2 is 'box', expected the IP address at which its peers reach it" in played.stdout
     assert "firewall_allow: port is '99999': expected a number from 1 to 65535 or a range" in played.stdout
 
 

@@ -83,7 +83,7 @@ def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
     played = netplan(written)
     assert played.rc != 0
     assert "error: node2: not reached at 10.99.0.5 (" in played.stdout, played.stdout
-    assert f"so it went back to {two.address}" in played.stdout
+    assert f"so it rolled back to {two.address}" in played.stdout
     assert played.stats["changed"] == {"node1": 1, "node3": 1}
     assert time.monotonic() - began < 60 and logs_in(lab, two, two.address)
     assert lab.inside(two, FILES) == before["node2"]
@@ -170,7 +170,7 @@ def test_what_is_wrong_is_said_before_a_host_is_touched(bare: Lab, tmp_path: Pat
     hosts = {"node1": {"netplan_address": "10.1.1.1"}, "node2": {"netplan_mtu": 1400}, "node3": {}}
     played = netplan(inventory(lab, tmp_path, **hosts))
     assert played.rc != 0 and played.count("changed") == 0
-    assert "error: node1: netplan_address is '10.1.1.1', takes an address with its prefix" in played.stdout
+    assert "error: node1: netplan_address is '10.1.1.1', expected an address with its prefix" in played.stdout
     # Somebody else's address: the gateway's, whom only the host can see; and that of a machine with another key.
     hosts = {
         "node1": {"netplan_address": f"10.231.{one.net}.1/24"},

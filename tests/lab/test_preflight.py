@@ -1,4 +1,4 @@
-"""Every fault of the lab, and some more, named by preflight: check, host, and level."""
+"""Every fault of the lab, and some more, reported by preflight: check, host and level."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def unit(name: str, command: str) -> Callable[[Lab, Host], Any]:
     return inside(f'systemd-run --quiet --collect --unit={name} --uid=tester /bin/bash -c "{command}"')
 
 
-# Faults that do not hide one another happen together: one run of preflight names them all.
-# (fault, the host it happens to, the check that names it, a word of the line)
+# Faults that do not hide one another are injected together, and one run of preflight reports them all.
+# (fault, its host, the check that reports it, a part of the text)
 TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
     [
         ("clone", fault("clone", "node1"), 2, "twice", "machine-id of node1"),
         ("mtu", fault("mtu", "1280"), 3, "mtu", "1280"),
         ("nic", fault("nic"), 2, "nic", "second NIC"),
-        ("hosts", fault("hosts"), 3, "names", "takes the name node1 for"),
+        ("hosts", fault("hosts"), 3, "names", "resolves node1 to"),
         ("skew", fault("skew", "PyYAML", "0.0.7"), 1, "", ""),
         ("port", fault("port", "29500"), 1, "port", "29500"),
         ("block", fault("block", "32768-60999"), 2, "firewall", "high TCP ports"),
@@ -51,8 +51,8 @@ TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
         ("shape", fault("shape", "100mbit"), 2, "link", "Mbit/s"),
         ("one port", fault("block", "29500"), 3, "firewall", "29500"),
         ("no sudo", inside("mv /etc/sudoers.d/90-cloud-init-users /var/lib/sudoers.aside"), 2, "sudo", "sudo"),
-        ("somebody's load", unit("lab-load", "while :; do :; done"), 1, "load", "cores"),
-        ("somebody's run", unit("lab-run", TORCHRUN), 1, "busy", "torch.distributed.run"),
+        ("load of another program", unit("lab-load", "while :; do :; done"), 1, "load", "cores"),
+        ("run of another launcher", unit("lab-run", TORCHRUN), 1, "busy", "torch.distributed.run"),
         (
             "damaged dataset",
             inside(
@@ -89,7 +89,7 @@ def preflight(inventory: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def named(lab: Lab) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """The report with the faults of one group in place; each group is run once."""
+    """Return the report with the faults of one group; preflight runs once per group."""
     reports: dict[int, dict[str, Any]] = {}
 
     def run(group: int) -> dict[str, Any]:
@@ -124,9 +124,9 @@ def test_named(named: Callable[[int], dict[str, Any]], group: int, host: int, ch
     assert all(row["remedy"] for row in mine)
 
 
-def test_a_sound_cluster_has_no_failure_and_an_all_reduce(lab: Lab, hosts: list[Host]) -> None:
+def test_a_sound_cluster_has_no_failure_and_runs_an_all_reduce(lab: Lab, hosts: list[Host]) -> None:
     code, report = preflight(lab.inventory)
-    # Other work on the machine shows as load and slow lines: warnings.
+    # Other programs on the machine cause warnings about load and slow links.
     assert code in (0, 1) and code == report["exit"], report["findings"]
     assert {row["check"] for row in report["findings"]} <= {"load", "cpu", "names", "link"}, report["findings"]
     assert report["all_reduce"]["mbit"] > 0 and report["all_reduce"]["latency_ms"] > 0
@@ -134,7 +134,7 @@ def test_a_sound_cluster_has_no_failure_and_an_all_reduce(lab: Lab, hosts: list[
         reached = answer["mesh"]["reached"]
         assert set(reached) == {host.name for host in hosts} - {name}
         for peer, ports in reached.items():
-            # A port that was drawn by chance may be somebody's on that host: it is not asked then.
+            # A random port may be in use on that host; then it is not checked.
             taken = report["hosts"][peer]["mesh"]["taken"]
             assert len(taken) < len(ports) and not any(wrong for port, wrong in ports.items() if int(port) not in taken)
 

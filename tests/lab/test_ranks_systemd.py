@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with
-from run_hosts import FAKE_RANK, MARK, TOP, until
+from run_hosts import FAKE_RANK, RUN_VARIABLE, TOP, until
 from testbed import faults
 
 pytestmark = NEEDS_LAB
@@ -120,7 +120,7 @@ class Site:
         return until(there, 240, what=f"step {step} of rank {rank}")
 
     def left(self, host: Host) -> str:
-        return self.lab.inside(host, f"grep -lsaz {MARK}={RUN_DIR} /proc/[0-9]*/environ || true").strip()
+        return self.lab.inside(host, f"grep -lsaz {RUN_VARIABLE}={RUN_DIR} /proc/[0-9]*/environ || true").strip()
 
     def nothing_left(self, hosts: list[Host] | None = None) -> None:
         for host in hosts or self.lab.hosts:
@@ -140,7 +140,7 @@ def site(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[Site]:
         faults.undo(lab, host)
         lab.inside(
             host,
-            f"for p in $(grep -lsaz {MARK}={RUN_DIR} /proc/[0-9]*/environ); do kill -9 $(echo $p | cut -d/ -f3); done",
+            f"for p in $(grep -lsaz {RUN_VARIABLE}={RUN_DIR} /proc/[0-9]*/environ); do kill -9 $(echo $p | cut -d/ -f3); done",
             False,
         )
 

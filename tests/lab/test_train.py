@@ -137,7 +137,7 @@ def test_a_strategy_trains_and_resumes_and_follows_ddp(
         ask(made, host, f"rm -r {folder}/result.json {folder}/checkpoints/step-00000006")
     again = run_playbook("train.yml", made.inventory, fields)
     assert again.rc == 0, again.stdout
-    assert "going on from step 4 of 6" in ask(made, hosts[1], f"cat {folder}/logs/rank1.log")
+    assert "resuming from step 4 of 6" in ask(made, hosts[1], f"cat {folder}/logs/rank1.log")
     assert json.loads(ask(made, hosts[1], f"cat {folder}/result.json"))[kind] == kept[0][kind]
 
     if kind == "model_sha256":

@@ -1,10 +1,15 @@
-"""A rank that keeps the run folder's contract (docs/run-folder.md) without torch: it beats, and breaks as it is told.
+"""A rank that follows the contract of the run folder (docs/run-folder.md) without torch, and fails on request.
 
-    fake_rank.py STEPS SECONDS_A_STEP
+    fake_rank.py STEPS SECONDS_PER_STEP
 
-FAKE in its environment is RANK:STEP:DEED, for what that rank does at that step: raise, plain, exit, kill, hang, deaf (go on
-but heed neither `stop` nor SIGTERM), eat (1.5 GiB of memory), child (leave a process in a session of its own, then die by SIGKILL), secret (print the
-variable SECRET). When one has broken, the others fail by losing their peer, as real ones do, if PEERS names a common file.
+The environment variable FAKE is RANK:STEP:FAULT, the fault of that rank at that step:
+    raise, plain, exit, kill, hang
+    deaf    continue, but ignore `stop` and SIGTERM
+    eat     allocate 1.5 GiB of memory
+    child   start a process in another session, then die by SIGKILL
+    secret  print the variable SECRET
+
+If PEERS names a common file, the other ranks then fail because they lose their peer, as real ranks do.
 """
 
 import ctypes
@@ -19,58 +24,58 @@ from pathlib import Path
 
 RUN_DIR, RANK = Path(os.environ["TRAINYARD_RUN_DIR"]), int(os.environ["RANK"])
 STEPS, PAUSE = int(sys.argv[1]), float(sys.argv[2])
-WHO, WHEN, DEED = os.environ.get("FAKE", "-1:0:").split(":")
+FAULTY_RANK, FAULTY_STEP, FAULT = os.environ.get("FAKE", "-1:0:").split(":")
 PEERS = Path(os.environ.get("PEERS", "/nonexistent/broken"))
 
 
-def beat(**values):
+def write_state(**values):
     state = {"rank": RANK, "pid": os.getpid(), "time": time.time(), "steps": STEPS, "note": "", "error": None}
     state |= {"loss": 5.31, "tokens_per_second": 1890.2, "eta": 42.0}
     file = RUN_DIR / f"state/rank{RANK}.json"
-    aside = file.with_name(f".{file.name}.tmp")
-    aside.write_text(json.dumps(state | values))
-    aside.replace(file)
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(json.dumps(state | values))
+    temporary.replace(file)
 
 
 def fail(step, kind, message, plain=False, secondary=False):
-    told = {
+    error = {
         "type": kind,
         "message": message,
         "traceback": traceback.format_exc(),
         "plain": plain,
         "secondary": secondary,
     }
-    beat(status="failed", step=step, error=told)
+    write_state(status="failed", step=step, error=error)
     sys.exit(1)
 
 
-def do(deed, step):
-    if deed in ("raise", "plain", "exit", "kill", "child") and PEERS.parent.is_dir():
+def cause(fault, step):
+    if fault in ("raise", "plain", "exit", "kill", "child") and PEERS.parent.is_dir():
         PEERS.touch()
-    if deed == "raise":
+    if fault == "raise":
         try:
             raise ZeroDivisionError("the loss is not a number")
         except ZeroDivisionError as error:
             print("just before the end", flush=True)
-            time.sleep(0.3)  # the peers complain first
+            time.sleep(0.3)  # the peers report first
             fail(step, "ZeroDivisionError", str(error))
-    elif deed == "plain":
+    elif fault == "plain":
         fail(step, "UserError", "dataset.jsonl:3 is not JSON", plain=True)
-    elif deed == "exit":
+    elif fault == "exit":
         sys.exit(3)
-    elif deed == "kill":
+    elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif deed == "hang":
+    elif fault == "hang":
         time.sleep(3600)
-    elif deed == "eat":
-        hoard = [os.urandom(1 << 24) for _ in range(96)]  # 1.5 GiB, then rest: whoever runs this may lack a limit
-        time.sleep(3600 + len(hoard))
-    elif deed == "deaf":
+    elif fault == "eat":
+        blocks = [os.urandom(1 << 24) for _ in range(96)]  # 1.5 GiB, then sleep: there may be no memory limit
+        time.sleep(3600 + len(blocks))
+    elif fault == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    elif deed == "child":
+    elif fault == "child":
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    elif deed == "secret":
+    elif fault == "secret":
         print(os.environ["SECRET"], flush=True)
 
 
@@ -83,19 +88,19 @@ def main():
     os.dup2(log, 1)
     os.dup2(log, 2)
     deaf = False
-    beat(status="starting", step=0, loss=None)
+    write_state(status="starting", step=0, loss=None)
     for step in range(1, STEPS + 1):
         print(f"rank {RANK} step {step}", flush=True)
-        if int(WHO) == RANK and int(WHEN) == step:
-            deaf = DEED == "deaf"
-            do(DEED, step)
+        if int(FAULTY_RANK) == RANK and int(FAULTY_STEP) == step:
+            deaf = FAULT == "deaf"
+            cause(FAULT, step)
         if PEERS.exists():
             fail(step, "RuntimeError", "Connection closed by peer", secondary=True)
         if (RUN_DIR / "stop").exists() and not deaf:
-            return beat(status="stopped", step=step)
-        beat(status="training", step=step)
+            return write_state(status="stopped", step=step)
+        write_state(status="training", step=step)
         time.sleep(PAUSE)
-    return beat(status="finished", step=STEPS)
+    return write_state(status="finished", step=STEPS)
 
 
 if __name__ == "__main__":

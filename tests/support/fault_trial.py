@@ -26,7 +26,7 @@ from testbed import faults
 from trainer.config.run_spec import RunSpec
 from trainer.data.encode import load_corpus, split
 from trainer.data.order import Order, held_out
-from trainer.telemetry import Past
+from trainer.run_state import RunHistory
 
 DATA = "/home/tester/trainyard"
 CRASHES = ("kill", "torchrun", "supervisor")  # a process dies; the host is there
@@ -181,14 +181,14 @@ class Trial:
         head = self.members()[0]
         newest = self.lab.inside(head, f"ls -d {self.run_dir}/checkpoints/step-* | tail -1").strip().rpartition("/")[2]
         state = json.loads(self.read(head, f"checkpoints/{newest}/state.json"))
-        past = Past([*state["starts"], {"start": "", "step": state["step"], "head": ""}])
+        history = RunHistory([*state["starts"], {"start": "", "step": state["step"], "head": ""}])
         taken: dict[int, list[tuple[int, list[int]]]] = {}
         for host in self.lab.hosts:
             names = self.lab.inside(host, f"ls {self.run_dir}/samples 2>/dev/null || true").split()
             for name in names:
                 for line in self.read(host, f"samples/{name}").decode().splitlines():
                     record = json.loads(line)
-                    if past.holds(record):
+                    if history.is_valid(record):
                         rank = int(re.findall(r"\d+", name)[0])
                         taken.setdefault(record["step"], []).extend((rank, row) for row in record["rows"])
         spec = RunSpec.model_validate(yaml.safe_load(self.read(head, "spec.yml")))

@@ -1,4 +1,4 @@
-"""Hosts to test on: inventory hosts on this machine, each with a data dir of its own, and runs of `fake_rank.py` on them."""
+"""Test hosts: inventory hosts on this machine, each with its own data folder, and runs of `fake_rank.py` on them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
+from trainer.supervise.processes import RUN_VARIABLE
+
 TOP = Path(__file__).resolve().parents[2]
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
-MARK = "TRAINYARD_RUN_DIR"
 
 
 def until(true: Callable[[], Any], limit: float = 60.0, what: str = "") -> Any:
-    """Wait for a condition, not for luck."""
+    """Wait up to `limit` seconds for a condition; return its value."""
     deadline = time.monotonic() + limit
     while not (value := true()):
         assert time.monotonic() < deadline, f"waited {limit} s for {what or true}"
@@ -32,13 +33,13 @@ def until(true: Callable[[], Any], limit: float = 60.0, what: str = "") -> Any:
     return value
 
 
-# Below the range from which the kernel takes ports for others. Two processes that test at once have pids close together:
-# 500 ports lie between them, or each would take a port that the other was given and has not opened yet.
+# Below the kernel's range of ephemeral ports. Two test processes that run at the same time have similar pids: their ports
+# are 500 apart, so that neither takes a port that the other has chosen and not opened yet.
 _PORTS = itertools.count(os.getpid() * 500 % 12000)
 
 
 def free_port() -> int:
-    """Return a free port; never the same one twice."""
+    """Return a free port, never the same one twice."""
     for _ in range(12000):
         port = 20000 + next(_PORTS) % 12000
         with socket.socket() as probe:
@@ -51,6 +52,8 @@ def free_port() -> int:
 
 
 class Bed:
+    """Run folders and playbooks on hosts that are all this machine."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: list[subprocess.Popen[Any]] = []
@@ -61,7 +64,7 @@ class Bed:
         return self.folder / f"node{host + 1}/runs/{run}"
 
     def make_run(self, hosts: int, run: str = "r", environment: str = "") -> None:
-        """What `stage` does: a folder on each host with the trainer in it."""
+        """Create a run folder with the trainer on each host, as staging does."""
         for host in range(hosts):
             folder = self.run_dir(host, run)
             folder.mkdir(parents=True)
@@ -114,7 +117,7 @@ class Bed:
         return file
 
     def playbook(self, playbook: Path | str, hosts: int, *arguments: str) -> subprocess.Popen[str]:
-        """Start ansible-playbook; its output is in `output`."""
+        """Start ansible-playbook; the file `output` receives its output."""
         self.output = self.folder / f"output-{len(self.started)}.txt"
         command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(self.inventory(hosts))]
         with self.output.open("w") as sink:
@@ -132,7 +135,7 @@ class Bed:
         return started
 
     def ranks(self, plan: list[dict[str, Any]], *arguments: str, **follow: Any) -> subprocess.Popen[str]:
-        """A play that starts and follows `plan`."""
+        """Start a play that launches and follows `plan`."""
         follow = {"progress_interval": 0.2} | follow
         steps = [
             {"step": "launch", "session": {"plan": plan}},
@@ -146,7 +149,7 @@ class Bed:
     def said(self) -> str:
         return self.output.read_text()
 
-    # What became of it
+    # The state of a run
 
     def state(self, rank: int, run: str = "r", host: int | None = None) -> dict[str, Any]:
         file = self.run_dir(rank if host is None else host, run) / f"state/rank{rank}.json"
@@ -157,7 +160,7 @@ class Bed:
         return json.loads(file.read_text()) if file.exists() else {}
 
     def at_step(self, rank: int, step: int = 2, run: str = "r", host: int | None = None) -> dict[str, Any]:
-        """Wait until the rank has come to that step."""
+        """Wait until the rank has reached a step; return its state."""
 
         def there() -> dict[str, Any] | None:
             state = self.state(rank, run, host)
@@ -166,11 +169,14 @@ class Bed:
         return until(there, what=f"step {step} of rank {rank}")
 
     def left(self) -> list[int]:
-        """Every live process of any run of this bed, by the mark in its environment."""
+        """Return every live process of any run of these hosts, by the variable in its environment."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and f"{MARK}={self.folder}".encode() in (entry / "environ").read_bytes():
+                if (
+                    entry.name.isdigit()
+                    and f"{RUN_VARIABLE}={self.folder}".encode() in (entry / "environ").read_bytes()
+                ):
                     found.append(int(entry.name))
             except OSError:
                 continue

@@ -1,4 +1,4 @@
-"""Small models and datasets made here, and runs of them."""
+"""Fixtures: small models and datasets, and runs of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer_runs import Cluster, Here, records, write_jsonl
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of some 20,000 weights, with the tiny model's tokenizer: a step of it takes milliseconds."""
+    """A Llama with about 20,000 weights and the tokenizer of the tiny model: a step takes milliseconds."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,7 +64,7 @@ def here(tmp_path: Path, model_folder: Path, dataset: Path, capsys: pytest.Captu
 
 @pytest.fixture
 def cluster(tmp_path: Path, model_folder: Path, dataset: Path) -> Iterator[Cluster]:
-    """A cluster for runs of the small model: milliseconds a step."""
+    """Simulated hosts for runs of the small model: a step takes milliseconds."""
     spec = {"model": model_folder, "dataset": dataset, "seq_length": 64, "total_batch_size": 6, "batch_size": 2}
     made = Cluster(tmp_path, spec | {"lr": 1e-2, "loggers": "none", "eval_split": 0.05})
     yield made

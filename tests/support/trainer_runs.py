@@ -1,4 +1,4 @@
-"""What the trainer's tests share: datasets, runs in this process, and hosts on this machine with real torchrun."""
+"""Helpers for tests of the trainer: datasets, runs in this process, and hosts on this machine with real torchrun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = ["the", "a", "cat", "dog", "runs", "sits", "red", "blue", "tree", "house
 
 
 def records(count: int, seed: int = 1) -> list[dict[str, str]]:
-    """Return Alpaca records of unlike lengths."""
+    """Return Alpaca records of different lengths."""
     draw = random.Random(seed)
 
     def words(most: int) -> str:
@@ -39,18 +39,18 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    """Return what lies in a folder, hidden things too."""
+    """Return the names of all files and folders in a folder, including hidden ones."""
     return sorted(item.name for item in folder.iterdir())
 
 
 def chat(*contents: str) -> Sample:
-    """Return a chat in which user and assistant take turns."""
+    """Return a chat in which user and assistant alternate."""
     roles = ("user", "assistant")
     return Sample(messages=tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(contents)))
 
 
 def until(true: Callable[[], Any], limit: float = 240.0, what: str = "") -> Any:
-    """Wait for a condition, not for luck."""
+    """Wait until a condition is true and return its value; fail after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not (value := true()):
         assert time.monotonic() < deadline, f"waited {limit} s for {what or true}"
@@ -59,13 +59,13 @@ def until(true: Callable[[], Any], limit: float = 240.0, what: str = "") -> Any:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file that may be growing: a line without its end is not there yet."""
+    """Return the records of a JSONL file that may be growing; an incomplete last line is ignored."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Return the loss of every step; each step is there once, in order."""
+    """Return the loss of every step after checking that each step occurs once, in order."""
     metrics = lines(run_dir / "metrics.jsonl")
     assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
     return [record["loss"] for record in metrics]
@@ -75,14 +75,14 @@ def losses(run_dir: Path) -> list[float]:
 
 
 class Here:
-    """Runs of one rank in this process: the same code as ``python -m trainer``, without seconds of imports."""
+    """Runs of one rank in this process: the code of ``python -m trainer`` without the time for imports."""
 
     def __init__(self, folder: Path, model: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.model, self.dataset, self._capsys = folder, model, dataset, capsys
         self.out = self.err = ""
 
     def __call__(self, run: str = "r", **fields: Any) -> int:
-        """Run to the end; return the exit status, keep what it said in `out` and `err`."""
+        """Run to the end and return the exit status; its output is in `out` and `err`."""
         import torch.distributed as dist
 
         from trainer.__main__ import main
@@ -98,8 +98,8 @@ class Here:
                 signal.signal(number, handler)
             if dist.is_initialized():
                 dist.destroy_process_group()
-            said = self._capsys.readouterr()
-            self.out, self.err = said.out, said.err
+            output = self._capsys.readouterr()
+            self.out, self.err = output.out, output.err
 
     def run_dir(self, run: str = "r") -> Path:
         return self.folder / "runs" / run
@@ -115,7 +115,7 @@ class Here:
 
 
 def llama(folder: Path, tokenizer: Path, **sizes: int) -> Path:
-    """Write a Llama of these sizes, with the tokenizer of the model in folder `tokenizer`; return its folder."""
+    """Write a Llama with these dimensions and the tokenizer of the model in folder `tokenizer`; return its folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096)).save_pretrained(folder)
@@ -124,12 +124,12 @@ def llama(folder: Path, tokenizer: Path, **sizes: int) -> Path:
     return folder
 
 
-# Of a million weights: the headers of its messages are little beside them.
+# A million weights: large enough that message headers are negligible.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 class Cluster:
-    """Hosts on this machine, each with a data dir and a torchrun of its own, as the playbook starts them."""
+    """Simulated hosts, each with its own data directory and torchrun, as the playbook starts them."""
 
     def __init__(self, folder: Path, spec: dict[str, Any]) -> None:
         self.folder, self.spec = folder, spec
@@ -138,22 +138,22 @@ class Cluster:
     def run_dir(self, host: int = 0, run: str = "r") -> Path:
         return self.folder / f"host{host}" / "runs" / run
 
-    def member_command(
+    def replica_command(
         self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
     ) -> list[str]:
-        """Return the command of replica `number` of `count`, a torchrun of its own."""
+        """Return the command that starts replica `number` of `count` with its own torchrun."""
         port = free_port()
         flags = [f"--replica={number}/{count}", f"--first-rank={number * ranks}", f"--lighthouse={lighthouse}"]
         return self._command(number, [], ranks, run, port, fields) + flags
 
-    def start_member(
+    def start_replica(
         self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
     ) -> subprocess.Popen[str]:
-        """Start replica `number` of `count` as a torchrun of its own; return its launcher."""
-        return self._launch(number, run, self.member_command(number, count, lighthouse, run, ranks, **fields))
+        """Start replica `number` of `count` with its own torchrun; return its launcher."""
+        return self._launch(number, run, self.replica_command(number, count, lighthouse, run, ranks, **fields))
 
     def lighthouse(self) -> str:
-        """Start a lighthouse; return where it listens."""
+        """Start a lighthouse; return its address."""
         where = f"127.0.0.1:{free_port()}"
         log = (self.folder / "lighthouse.log").open("a")
         command = [sys.executable, "-m", "trainer.distributed.lighthouse", where]
@@ -179,7 +179,7 @@ class Cluster:
         run_dir.mkdir(parents=True, exist_ok=True)
         torchrun = ["-m", "torch.distributed.run", *place]
         torchrun += [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        # As a file: torchrun takes --run for a short form of its own --run-path.
+        # As a file: torchrun interprets --run as an abbreviation of its --run-path.
         file = run_dir.parents[1] / f"{run}.yml"
         file.write_text(json.dumps({name: str(value) for name, value in spec.items()}))
         where = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
@@ -195,7 +195,7 @@ class Cluster:
         return launcher
 
     def wait(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> list[int]:
-        """Return how the launchers ended."""
+        """Return the exit statuses of the launchers."""
         deadline = time.monotonic() + limit
         return [launcher.wait(max(0.1, deadline - time.monotonic())) for launcher in launchers]
 
@@ -205,12 +205,12 @@ class Cluster:
         return losses(self.run_dir(0, run))
 
     def logs(self, run: str = "r") -> str:
-        """Return all that was said, for a failing test."""
+        """Return the ends of all logs, for the message of a failing test."""
         files = sorted(self.folder.glob(f"host*/runs/{run}/logs/*.log")) or sorted(self.folder.glob("**/torchrun.log"))
         return "\n".join(f"--- {file.relative_to(self.folder)}\n{file.read_text()[-3000:]}" for file in files)
 
     def state(self, rank: int, host: int = 0, run: str = "r") -> dict[str, Any]:
-        """Return a rank's heartbeat, or nothing if it has none yet."""
+        """Return the heartbeat of a rank, or an empty dict if it has none yet."""
         file = self.run_dir(host, run) / "state" / f"rank{rank}.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
@@ -224,7 +224,7 @@ class Cluster:
         until(there, what=f"step {step}")
 
     def stop_between(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> int:
-        """Stop a run of 40 steps, in rounds of five, at the end of one of them, and return it; keep a copy as run `lost`."""
+        """Stop a run of 40 steps at a synchronization (every 5 steps), copy it to run `lost`, and return the step."""
         self.at_step(10)
         (self.run_dir(1) / "stop").touch()
         assert self.wait(launchers, limit) == [0, 0], self.logs()
@@ -239,6 +239,6 @@ class Cluster:
     def end(self) -> None:
         for launcher in self.started:
             if launcher.poll() is None:
-                # Its ranks die with it: trainer.worker_process asks the kernel for that.
+                # Its ranks die with it: trainer.worker_process requests that from the kernel.
                 launcher.kill()
                 launcher.wait()

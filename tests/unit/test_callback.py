@@ -1,4 +1,4 @@
-"""The output callback `trainyard`: plain failures on one line, tables as they are, all else as Ansible's default."""
+"""The output callback `trainyard`: plain failures on one line, tables unchanged, other output as Ansible's default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ module.exit_json(**module.params["result"])
 
 @pytest.fixture
 def say(tmp_path: Path):
-    """Run a task whose result is given, on two hosts; what was printed, without colours."""
+    """Run a task with a given result on two hosts; return what was printed, without colours."""
     (tmp_path / "say.py").write_text(SAY)
     environment = {
         **os.environ,
@@ -50,7 +50,7 @@ def say(tmp_path: Path):
 
 
 def body(said: str) -> list[str]:
-    """What was printed between the play's banner and the recap, without empty lines."""
+    """Return the lines between the banner of the play and the recap, without empty lines."""
     return [line for line in said.splitlines() if line.strip() and not line.startswith("PLAY ")]
 
 
@@ -58,17 +58,17 @@ def result(**values) -> dict:
     return {"name": "Task", "say": {"result": values}}
 
 
-def test_a_plain_failure_is_one_line_a_host(say) -> None:
+def test_a_plain_failure_is_one_line_per_host(say) -> None:
     said = say(result(failed=True, plain=True, msg="no room\n on /data"))
     assert sorted(body(said)) == ["error: a: no room on /data", "error: b: no room on /data"]
 
 
-def test_a_plain_failure_of_all_names_no_host(say) -> None:
+def test_a_plain_failure_of_all_hosts_names_no_host(say) -> None:
     said = say(result(failed=True, plain=True, msg="no room", lines=["because", "of this"]) | {"run_once": True})
     assert body(said) == ["error: no room", "because", "of this"]
 
 
-def test_fail_and_assert_are_sentences(say) -> None:
+def test_fail_and_assert_are_one_line(say) -> None:
     assert body(say({"name": "Task", "ansible.builtin.fail": {"msg": "give a model"}}, hosts="a,")) == [
         "error: a: give a model"
     ]
@@ -76,7 +76,12 @@ def test_fail_and_assert_are_sentences(say) -> None:
     assert body(say(check)) == ["error: give a model"]
 
 
-def test_items_fail_plainly_too(say) -> None:
+def test_text_after_an_empty_line_of_a_message_is_printed_unchanged(say) -> None:
+    task = {"name": "Task", "ansible.builtin.fail": {"msg": "the hosts\ndiffer\n\n       a    b\ntorch  2.0  2.1"}}
+    assert body(say(task | {"run_once": True})) == ["error: the hosts differ", "       a    b", "torch  2.0  2.1"]
+
+
+def test_items_with_plain_failures(say) -> None:
     task = {"name": "Task", "say": {"result": "{{ item }}"}, "run_once": True}
     task["loop"] = [{"failed": True, "plain": True, "msg": "first"}, {"msg": "well"}]
     said = body(say(task))
@@ -84,18 +89,18 @@ def test_items_fail_plainly_too(say) -> None:
     assert not any("fatal" in line or "One or more" in line for line in said)
 
 
-def test_an_ignored_plain_failure_says_so(say) -> None:
+def test_an_ignored_plain_failure(say) -> None:
     said = say(result(failed=True, plain=True, msg="no room") | {"ignore_errors": True}, hosts="a,")
     assert body(said) == ["error: a: no room", "...ignoring"]
 
 
-def test_lines_are_printed_as_they_are(say) -> None:
+def test_lines_are_printed_unchanged(say) -> None:
     said = body(say(result(lines=["rank  host", "0     a"]) | {"run_once": True}))
     assert said[0].startswith("TASK [Task]")
     assert said[1:] == ["rank  host", "0     a"]
 
 
-def test_all_else_is_the_default(say) -> None:
+def test_other_results_have_the_default_output(say) -> None:
     said = say(result(failed=True, msg="no room"), hosts="a,")
     assert "fatal: [a]: FAILED! =>" in said and "no room" in said
     assert body(say(result(changed=True), hosts="a,"))[1:] == ["changed: [a]"]

@@ -1,4 +1,4 @@
-"""The programs that preflight pipes to hosts, run for real on loopback addresses."""
+"""The remote programs mesh and health, run on loopback addresses of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {"node1": "127.0.13.1", "node2": "127.0.13.2"}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free on both addresses now."""
+    """Return ports that are free on both addresses now."""
     held = [socket.create_server(("127.0.13.1", 0)) for _ in range(count)]
     ports = [server.getsockname()[1] for server in held]
     for server in held:
@@ -29,7 +29,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def pair(ports: list[int], tokens: tuple[str, str] = ("secret", "secret"), limit: float = 8.0) -> list[dict[str, Any]]:
-    """Run both hosts' parts at once; return their answers."""
+    """Run both hosts' parts at the same time; return their answers."""
     started = []
     for (name, address), token in zip(NAMES.items(), tokens, strict=True):
         about = {"name": name, "names": list(NAMES), "address": address, "head": "node1", "ports": ports}
@@ -44,7 +44,7 @@ def pair(ports: list[int], tokens: tuple[str, str] = ("secret", "secret"), limit
         return [answer.result(60) for answer in [pool.submit(one) for one in started]]
 
 
-def test_two_hosts_reach_each_other_and_measure_their_line() -> None:
+def test_two_hosts_reach_each_other_and_measure_their_connection() -> None:
     ports = free_ports(3)
     first, second = pair(ports)
     assert first["taken"] == second["taken"] == []
@@ -54,21 +54,21 @@ def test_two_hosts_reach_each_other_and_measure_their_line() -> None:
     assert "mbit" not in first["lines"]["node2"]
 
 
-def test_whoever_does_not_know_the_token_is_a_stranger() -> None:
+def test_a_peer_without_the_token_is_another_program() -> None:
     ports = free_ports(1)
     for answer in pair(ports, ("one", "another"), limit=3.0):
         [(_, reached)] = answer["reached"].items()
         assert reached == {str(ports[0]): "another program answers"}
 
 
-def test_a_stranger_on_a_port() -> None:
+def test_another_server_on_a_port() -> None:
     ports = free_ports(2)
-    with socket.create_server((NAMES["node2"], ports[0])) as stranger:
+    with socket.create_server((NAMES["node2"], ports[0])) as other:
 
         def greet() -> None:
             while True:
                 try:
-                    peer, _ = stranger.accept()
+                    peer, _ = other.accept()
                 except OSError:
                     return
                 peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
@@ -80,15 +80,15 @@ def test_a_stranger_on_a_port() -> None:
     assert second["reached"]["node1"] == {str(ports[0]): "", str(ports[1]): ""}
 
 
-def test_a_host_that_is_not_there() -> None:
+def test_a_host_that_does_not_listen() -> None:
     about = {"name": "node1", "names": list(NAMES), "address": NAMES["node1"], "head": "node1", "ports": free_ports(1)}
     about |= {"peers": {"node2": NAMES["node2"]}, "token": "secret", "limit": 2.0, "device": "lo"}
     answer = CONNECTION.call("mesh", about)
     assert answer["reached"]["node2"] == {str(about["ports"][0]): "connection refused"}
 
 
-def test_checkup_of_this_machine(tmp_path: Path) -> None:
-    """Damaged datasets are seen; this machine is what it is."""
+def test_health_of_this_machine(tmp_path: Path) -> None:
+    """Damaged datasets are reported, and the measurements have plausible values."""
     good = b'{"text": "x"}\n'
     store = tmp_path / "store/datasets"
     store.mkdir(parents=True)
@@ -98,13 +98,13 @@ def test_checkup_of_this_machine(tmp_path: Path) -> None:
     answer = health.gather(
         {"peers": ["localhost"], "data_dir": str(tmp_path), "run": "", "sudo": False, "memory_mib": 16}
     )
-    assert answer["files"]["spoilt"] == [str(store / "0123456789abcdef.jsonl")]
+    assert answer["files"]["damaged"] == [str(store / "0123456789abcdef.jsonl")]
     assert answer["names"]["addresses"]["localhost"] == ["127.0.0.1"]
-    assert answer["memory_had"] and 0 < answer["memory"]["available_mib"] <= answer["memory"]["total_mib"]
+    assert answer["memory_allocated"] and 0 < answer["memory"]["available_mib"] <= answer["memory"]["total_mib"]
     assert any(row["name"] == "lo" and row["address"] == "127.0.0.1" for row in answer["devices"])
     assert 0 < answer["spin"]["share"] <= 1.05
 
 
-def test_a_process_cannot_have_more_than_there_is() -> None:
+def test_a_process_cannot_allocate_more_than_the_memory() -> None:
     assert health.can_allocate(8)
     assert not health.can_allocate(1 << 40)

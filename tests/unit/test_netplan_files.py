@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.module_utils.netplan_files import OURS, AddressSettings, Nic, definitions, edit, is_nic, load
-from trainyard.addresses import problems
+from trainyard.addresses import address_errors
 from trainyard.known_hosts import KnownHosts, find_known_hosts
 
 NIC = Nic("enp1s0", "02:79:00:00:03:09", gateway="192.168.1.1", dns=("192.168.1.1",))
@@ -190,38 +190,40 @@ def test_any_text_is_an_edit_or_a_line(one: str, other: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"netplan_address": "192.168.1.300/24"}, "takes an address with its prefix"),
-        ({"netplan_address": "192.168.1.11"}, "takes an address with its prefix"),
-        ({"netplan_address": "192.168.1.11/33"}, "takes an address with its prefix"),
-        ({"netplan_address": "192.168.1.0/24"}, "the network's own address"),
-        ({"netplan_address": "192.168.1.255/24"}, "the network's own address"),
-        ({"netplan_address": "127.0.0.2/8"}, "which no NIC can have"),
+        ({"netplan_address": "192.168.1.300/24"}, "expected an address with its prefix"),
+        ({"netplan_address": "192.168.1.11"}, "expected an address with its prefix"),
+        ({"netplan_address": "192.168.1.11/33"}, "expected an address with its prefix"),
+        ({"netplan_address": "192.168.1.0/24"}, "which is reserved in its network"),
+        ({"netplan_address": "192.168.1.255/24"}, "which is reserved in its network"),
+        ({"netplan_address": "127.0.0.2/8"}, "which is not a valid address of a NIC"),
         ({"netplan_gateway": "192.168.2.1"}, "is not in the network 192.168.1.0/24"),
         ({"netplan_gateway": "192.168.1.11"}, "is the host's own address"),
-        ({"netplan_gateway": "router"}, "takes an IP address, or none"),
+        ({"netplan_gateway": "router"}, "expected an IP address or none"),
         ({"netplan_dns": ["9.9.9"]}, "netplan_dns has '9.9.9'"),
-        ({"netplan_mtu": 100}, "takes 576 to 9216 bytes"),
-        ({"netplan_mtu": 90000}, "takes 576 to 9216 bytes"),
-        ({"netplan_mtu": "big"}, "takes 576 to 9216 bytes"),
-        ({"netplan_nic": "eth0; reboot"}, "takes the name of a NIC or its MAC"),
+        ({"netplan_mtu": 100}, "expected 576 to 9216 bytes"),
+        ({"netplan_mtu": 90000}, "expected 576 to 9216 bytes"),
+        ({"netplan_mtu": "big"}, "expected 576 to 9216 bytes"),
+        ({"netplan_nic": "eth0; reboot"}, "expected the name of a NIC or its MAC"),
     ],
 )
 def test_what_is_wrong_with_one_host(variables: dict[str, Any], says: str) -> None:
-    (line,) = problems({"node1": {"netplan_address": "192.168.1.11/24", **variables}})
+    (line,) = address_errors({"node1": {"netplan_address": "192.168.1.11/24", **variables}})
     assert line.startswith("node1: netplan_") and says in line
 
 
 def test_what_is_wrong_between_hosts() -> None:
-    one = {"netplan_address": "192.168.1.11/24", "present": "192.168.1.57"}
-    assert problems({"node1": one, "node2": {"present": "192.168.1.58"}}) == []
-    assert problems({"node1": one, "node2": {"netplan_address": "192.168.1.11/24"}}) == [
+    one = {"netplan_address": "192.168.1.11/24", "current": "192.168.1.57"}
+    assert address_errors({"node1": one, "node2": {"current": "192.168.1.58"}}) == []
+    assert address_errors({"node1": one, "node2": {"netplan_address": "192.168.1.11/24"}}) == [
         "netplan_address of node1 and node2 are both 192.168.1.11"
     ]
-    assert problems({"node1": one, "node2": {"present": "192.168.1.11"}}) == [
-        "netplan_address of node1 is 192.168.1.11, where node2 is reached now: move node2 first"
+    assert address_errors({"node1": one, "node2": {"current": "192.168.1.11"}}) == [
+        "netplan_address of node1 is 192.168.1.11, the current address of node2: change the address of node2 first"
     ]
     good = {"netplan_gateway": "none", "netplan_dns": [], "netplan_mtu": 9000, "netplan_nic": "02:79:00:00:03:09"}
-    assert problems({"node1": one | good, "node2": {"netplan_address": "fd00::2/64", "netplan_mtu": "1280"}}) == []
+    assert (
+        address_errors({"node1": one | good, "node2": {"netplan_address": "fd00::2/64", "netplan_mtu": "1280"}}) == []
+    )
 
 
 def test_a_known_key_is_added_for_the_new_address(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.telemetry import Past
+from trainer.run_state import RunHistory
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.receive import Digests, receive
@@ -205,12 +205,15 @@ def test_only_what_holds_of_the_records_counts() -> None:
         {"start": "c", "step": 10, "head": "y"},
         {"start": "d", "step": 30, "head": "y"},
     ]
-    past = Past(starts)
+    history = RunHistory(starts)
     holds = [
-        (start, step) for start in "abcd" for step in (5, 10, 11, 30, 31) if past.holds({"start": start, "step": step})
+        (start, step)
+        for start in "abcd"
+        for step in (5, 10, 11, 30, 31)
+        if history.is_valid({"start": start, "step": step})
     ]
     assert holds == [("a", 5), ("a", 10), ("c", 5), ("c", 10), ("c", 11), ("c", 30)]
-    assert not past.moved and Past(starts[:2]).moved and not Past(starts[:1]).moved
+    assert not history.head_moved and RunHistory(starts[:2]).head_moved and not RunHistory(starts[:1]).head_moved
 
 
 def test_a_file_is_read_once_and_again_when_it_changed(tmp_path: Path) -> None:

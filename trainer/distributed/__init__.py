@@ -1,0 +1,1 @@
+"""Process groups, replicas and the distribution of rows over ranks."""

@@ -1,30 +1,33 @@
-"""torchft's lighthouse, which tells the replicas of a run who of them is there: ``python -m trainer.distributed.lighthouse HOST:PORT``.
+"""The lighthouse of torchft, which tells the replicas of a run which of them are alive.
 
-https://meta-pytorch.org/torchft/lighthouse.html. It listens at that address alone, and ends with whoever started it.
-Nobody is asked who they are: whoever reaches the port can join the run or end it.
+Usage: ``python -m trainer.distributed.lighthouse HOST:PORT``; see https://meta-pytorch.org/torchft/lighthouse.html.
+It listens only on that address and ends with its parent process. It has no authentication: any process that can reach
+the port can join or end the run.
 """
 
 import os
 import signal
 import sys
 
-PATIENCE = 30 * 24 * 3600 * 1000  # ms that replicas wait for one that lives and is not there yet
-SILENCE = 3000  # ms without a heartbeat (they come ten times a second) after which a replica is gone
+JOIN_TIMEOUT = 30 * 24 * 3600 * 1000  # ms that replicas wait for a live one that has not joined yet
+HEARTBEAT_TIMEOUT = 3000  # ms without a heartbeat after which a replica is lost; heartbeats are sent every 100 ms
 
 
 def main(bind: str) -> None:
-    """Serve until a signal comes."""
+    """Serve at `bind` (HOST:PORT) until SIGTERM or SIGINT. Exits with an error if the address is unavailable."""
     from trainer.worker_process import die_with_launcher
 
     die_with_launcher()
-    os.environ.setdefault("RUST_LOG", "warn")  # it tells of every question otherwise
+    os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every request
     from torchft.coordination import LighthouseServer
 
     try:
-        server = LighthouseServer(bind=bind, min_replicas=1, join_timeout_ms=PATIENCE, heartbeat_timeout_ms=SILENCE)
+        server = LighthouseServer(
+            bind=bind, min_replicas=1, join_timeout_ms=JOIN_TIMEOUT, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT
+        )
     except RuntimeError as error:
-        sys.exit(f"cannot listen at {bind}: {error}")
-    print(f"lighthouse at {bind}", flush=True)
+        sys.exit(f"lighthouse: cannot listen on {bind}: {error}")
+    print(f"lighthouse listens on {bind}", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     server.shutdown()
 

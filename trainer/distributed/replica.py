@@ -1,4 +1,4 @@
-"""Which replica of a run this process belongs to, where every replica is a torchrun of its own. No torch here."""
+"""The replica of a run that this process belongs to, if every replica is started by its own torchrun. No torch here."""
 
 import os
 import re
@@ -9,48 +9,49 @@ from trainer.errors import UserError
 
 
 @dataclass(frozen=True)
-class Member:
-    """Replica `number` (from 0) of `count`, whose first rank is `first_rank` of the run; `lighthouse` is host:port.
+class Replica:
+    """Replica `number` (from 0) of `count`; its first rank is `first_rank` of the run; `lighthouse` is HOST:PORT.
 
-    `again`: this replica was started again by itself while the run went on.
+    `restarted`: this replica was restarted on its own while the run continued.
     """
 
     number: int = 0
     count: int = 1
     first_rank: int = 0
     lighthouse: str = ""
-    again: bool = False
+    restarted: bool = False
 
     @classmethod
-    def parse(cls, replica: str | None, first_rank: str | None, lighthouse: str | None) -> "Member":
-        """Read ``--replica 1/3 --first-rank 2 --lighthouse 10.0.0.1:29501``; a run without them has one torchrun.
+    def parse(cls, replica: str | None, first_rank: str | None, lighthouse: str | None) -> "Replica":
+        """Parse ``--replica 1/3 --first-rank 2 --lighthouse 10.0.0.1:29501``; without them the run has one torchrun.
 
         Raises:
-            UserError: a value that cannot be, or one without the others.
+            UserError: a value is invalid or missing.
         """
         if not replica and not lighthouse:
-            return NO_MEMBER
-        place = re.fullmatch(r"(\d+)/(\d+)", replica or "")
-        if not place or not int(place[1]) < int(place[2]):
-            raise UserError(f"--replica: got {replica!r}, takes a replica's number, from 0, and how many: 0/2")
+            return SINGLE_REPLICA
+        match = re.fullmatch(r"(\d+)/(\d+)", replica or "")
+        if not match or not int(match[1]) < int(match[2]):
+            raise UserError(f"--replica: got {replica!r}, expected the replica's number (from 0) and their count: 0/2")
         if not re.fullmatch(r"[^:/\s]+:\d+", lighthouse or ""):
-            raise UserError(f"--lighthouse: got {lighthouse!r}, takes where the lighthouse listens: 10.0.0.1:29501")
-        if not (first_rank or place[1]).isdigit():
-            raise UserError(f"--first-rank: got {first_rank!r}, takes a whole number >= 0")
-        again = any(int(os.environ.get(name, "0")) for name in ("TRAINYARD_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
-        return cls(int(place[1]), int(place[2]), int(first_rank or place[1]), lighthouse or "", again)
+            raise UserError(f"--lighthouse: got {lighthouse!r}, expected its address: 10.0.0.1:29501")
+        if not (first_rank or match[1]).isdigit():
+            raise UserError(f"--first-rank: got {first_rank!r}, expected an integer >= 0")
+        restarts = ("TRAINYARD_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+        restarted = any(int(os.environ.get(name, "0")) for name in restarts)
+        return cls(int(match[1]), int(match[2]), int(first_rank or match[1]), lighthouse or "", restarted)
 
     def check(self, spec: RunSpec) -> None:
-        """Check that the spec is for a run of such parts. Raises UserError."""
+        """Check that the spec has replicas of this kind. Raises UserError."""
         if spec.by_torchft and not self.lighthouse:
             raise UserError(
-                "diloco_members: torchft starts every replica by itself and has to know its place: give --replica 0/2 and "
-                "--lighthouse HOST:PORT (docs/strategies.md), or take diloco_members=fixed"
+                "diloco_members: with torchft every replica is started on its own and needs its number: set "
+                "--replica 0/2 and --lighthouse HOST:PORT (docs/strategies.md), or diloco_members=fixed"
             )
         if self.lighthouse and not spec.by_torchft:
             raise UserError(
-                "--replica is for strategy=diloco with diloco_members=torchft: set both, or leave --replica out"
+                "--replica requires strategy=diloco and diloco_members=torchft: set both, or remove --replica"
             )
 
 
-NO_MEMBER = Member()
+SINGLE_REPLICA = Replica()

@@ -1,4 +1,4 @@
-"""Who am I among the ranks: joining the process group, the few collectives that the loop needs, and leaving without a crash."""
+"""The ranks of a run: joining the process group, the collectives that the loop needs, and a clean process exit."""
 
 import datetime
 import os
@@ -11,19 +11,22 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.replica import NO_MEMBER, Member
+from trainer.distributed.replica import SINGLE_REPLICA, Replica
 
 T = TypeVar("T")
 
-_LOOK = 0.002  # seconds between two looks at a collective that is waited for with patience
-_PATIENCE = datetime.timedelta(days=30)
+_POLL_INTERVAL = 0.002  # seconds between polls of a collective without a timeout
+_NO_TIMEOUT = datetime.timedelta(days=30)  # a process group needs a timeout; this one is longer than any run
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all, or among the ranks of a part of all (see `part`), whose collectives are its own.
+    """This process among all ranks, or among the ranks of a subgroup (see `subgroup`), whose collectives it runs.
 
-    `rank` counts over all hosts, or over the part; `local_rank` on this host (as torchrun sets it).
+    `rank` and `size` count the ranks of all hosts, or those of the subgroup; `local_rank` counts those of this host, as
+    torchrun sets it. `ranks`: the ranks of a subgroup, numbered over all hosts. `untimed_group`: a process group of the
+    same ranks whose collectives have no timeout. `replica`: the replica of which these are the ranks, if every replica
+    is started by its own torchrun.
     """
 
     rank: int
@@ -31,80 +34,93 @@ class World:
     local_rank: int
     node_rank: int
     device: torch.device
-    members: tuple[int, ...] = ()  # of a part: its ranks, as they count over all hosts
+    ranks: tuple[int, ...] = ()
     group: Any = None
-    patient: Any = None  # a group of the same ranks whose collectives may take as long as they like
+    untimed_group: Any = None
     store: Any = None
-    member: Member = NO_MEMBER  # the replica that all these ranks are, if it is a torchrun of its own
+    replica: Replica = SINGLE_REPLICA
 
     @classmethod
-    def join(cls, timeout: float, member: Member = NO_MEMBER) -> "World":
-        """Join the process group that torchrun's environment names, or one of our own if there is none.
+    def join(cls, timeout: float, replica: Replica = SINGLE_REPLICA) -> "World":
+        """Join the process group that the environment of torchrun defines, or create one with a single rank.
 
-        NCCL where CUDA is, gloo elsewhere. `timeout`: seconds until a collective fails.
+        It uses NCCL with CUDA and gloo otherwise.
+
+        Args:
+            timeout: seconds after which a collective fails.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        wait = datetime.timedelta(seconds=timeout)
+        limit = datetime.timedelta(seconds=timeout)
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        backend = "nccl" if cuda else "gloo"
-        store = next(iter(dist.rendezvous("env://", timeout=wait)))[0] if size > 1 else dist.HashStore()
-        where: Any = {"device_id": device} if cuda and size > 1 else {}
+        store = next(iter(dist.rendezvous("env://", timeout=limit)))[0] if size > 1 else dist.HashStore()
+        options: dict[str, Any] = {"device_id": device} if cuda and size > 1 else {}
         dist.init_process_group(
-            backend, store=store, rank=rank if size > 1 else 0, world_size=size, timeout=wait, **where
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=rank if size > 1 else 0,
+            world_size=size,
+            timeout=limit,
+            **options,
         )
-        return cls(rank, size, local_rank, int(os.environ.get("GROUP_RANK", "0")), device, store=store, member=member)
+        node_rank = int(os.environ.get("GROUP_RANK", "0"))
+        return cls(rank, size, local_rank, node_rank, device, store=store, replica=replica)
 
-    def part(self, parts: Sequence[Sequence[int]], timeout: float) -> "World":
-        """Return the world of that one of `parts` (lists of ranks) which this rank is in. Every rank calls it.
+    def subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
+        """Return the world of the group in `groups` (lists of ranks) that contains this rank. Every rank calls it.
 
-        Ranks that are in none get a world of their own. `timeout`: seconds until one of its collectives fails.
+        A rank that is in none of them gets a world of its own.
+
+        Args:
+            timeout: seconds after which a collective of the group fails.
         """
-        found = next((tuple(sorted(ranks)) for ranks in parts if self.rank in ranks), (self.rank,))
-        wait = datetime.timedelta(seconds=timeout)
-        group, _ = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in parts], timeout=wait)
-        return replace(self, rank=found.index(self.rank), size=len(found), members=found, group=group)
+        found = next((tuple(sorted(ranks)) for ranks in groups if self.rank in ranks), (self.rank,))
+        limit = datetime.timedelta(seconds=timeout)
+        group, _ = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in groups], timeout=limit)
+        return replace(self, rank=found.index(self.rank), size=len(found), ranks=found, group=group)
 
-    def with_patience(self) -> "World":
-        """Return this world with `sum_patiently`. Every rank calls it."""
-        return replace(self, patient=dist.new_group(backend="gloo", timeout=_PATIENCE)) if self.size > 1 else self
+    def with_untimed_group(self) -> "World":
+        """Return this world with a group for `sum_without_timeout`. Every rank calls it."""
+        if self.size == 1:
+            return self
+        return replace(self, untimed_group=dist.new_group(backend="gloo", timeout=_NO_TIMEOUT))
 
     @property
     def global_rank(self) -> int:
-        """This process's rank over all hosts."""
-        return self.member.first_rank + (self.members[self.rank] if self.members else self.rank)
+        """The rank of this process over all hosts and replicas."""
+        return self.replica.first_rank + (self.ranks[self.rank] if self.ranks else self.rank)
 
     @property
-    def first_here(self) -> bool:
-        """Whether this rank does what has to be done once on every host (checkpoints, result)."""
+    def is_host_leader(self) -> bool:
+        """Whether this rank does the work that is done once per host (checkpoints, result)."""
         return self.local_rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Return `values` summed over all ranks, in float64: one small all-reduce."""
+        """Return `values` summed over all ranks in float64: one small all-reduce. Every rank calls it."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
-    def sum_patiently(self, values: list[float], waiting: Callable[[], object]) -> list[float]:
-        """Return what `sum` does, however long the slowest rank takes to come; `waiting` is called meanwhile.
+    def sum_without_timeout(self, values: list[float], waiting: Callable[[], object]) -> list[float]:
+        """Return what `sum` returns, however long the slowest rank needs; call `waiting` at intervals until then.
 
-        A peer that dies is noticed at once: its connection breaks.
+        The failure of a peer is noticed at once, because its connection closes.
         """
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
-            work = dist.all_reduce(tensor, group=self.patient, async_op=True)
+            work = dist.all_reduce(tensor, group=self.untimed_group, async_op=True)
             while not work.is_completed():
                 waiting()
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
             work.wait()
         return tensor.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's `value`, in rank order (pickled between ranks of one run only)."""
+        """Return the `value` of every rank, in rank order (pickled, between ranks of one run only). Every rank calls it."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -112,21 +128,21 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def once_here(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank of every host, then on the others, which find what it left on disk."""
-        result = work() if self.first_here else None
+    def once_per_host(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first rank of every host, then on the other ranks, which find its files on disk."""
+        result = work() if self.is_host_leader else None
         self.barrier()
         return result if result is not None else work()
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, well or not, without the abort that gloo's threads now and then cause at interpreter exit.
+    """Exit the process without the abort that gloo's threads occasionally cause at interpreter exit.
 
-    After a failure the peers may be hanging: the group is left as it is then, because destroying it can wait for them.
+    After a failure the process group is not destroyed: that could wait for peers that hang.
     """
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()

@@ -32,9 +32,9 @@ class Averaging(DDP):
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         self.workers = Replicas.find(spec, world)
-        crew = world.part(self.workers.ranks, spec.collective_timeout)
+        crew = world.subgroup(self.workers.ranks, spec.collective_timeout)
         super().__init__(spec, world, module, crew)
-        self.all, self.world = world.with_patience(), crew
+        self.all, self.world = world.with_untimed_group(), crew
         self._asked = 0.0
 
     def local_rows(self, rows: Rows) -> Rows:
@@ -52,7 +52,7 @@ class Averaging(DDP):
         return summed
 
     def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
-        return not self.all.sum_patiently([float(not finished)], waiting)[0]
+        return not self.all.sum_without_timeout([float(not finished)], waiting)[0]
 
     @torch.no_grad()
     def merge_replicas(

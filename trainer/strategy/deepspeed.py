@@ -189,6 +189,6 @@ class DeepSpeedZeRO(Strategy):
                 value = utils.safe_get_full_fp32_param(parameter)
             else:
                 value = utils.safe_get_full_optimizer_state(parameter, kind)
-            if self.world.first_here:
+            if self.world.is_host_leader:
                 whole[name] = value.detach().to("cpu", copy=True)
         return whole

@@ -47,19 +47,19 @@ class DiLoCo(Strategy):
     per_host_files = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
-        super().__init__(spec, world.with_patience(), module)
+        super().__init__(spec, world.with_untimed_group(), module)
         parts = self.find(spec, world)
-        self.crew = world.part(parts, spec.collective_timeout)
+        self.crew = world.subgroup(parts, spec.collective_timeout)
         self.inside = _inside(spec, world, module, self.crew)
         self.lockstep = self.inside.lockstep
-        firsts = [rank for rank, first in enumerate(world.gather(world.first_here)) if first]
+        firsts = [rank for rank, first in enumerate(world.gather(world.is_host_leader)) if first]
         # Who speaks for a replica, who keeps its outer state on each of its hosts, and who is beside the one that does.
-        self.across = world.part([[ranks[0] for ranks in parts]], spec.collective_timeout)
-        self.keepers = world.part(
+        self.across = world.subgroup([[ranks[0] for ranks in parts]], spec.collective_timeout)
+        self.keepers = world.subgroup(
             [[rank for rank in ranks if rank in firsts] for ranks in parts], spec.collective_timeout
         )
         nodes = world.gather(world.node_rank)
-        self.host = world.part(
+        self.host = world.subgroup(
             [[rank for rank, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))],
             spec.collective_timeout,
         )
@@ -71,7 +71,7 @@ class DiLoCo(Strategy):
         # What is trained, whole: on the first rank of every host while replicas meet.
         self.come: dict[str, torch.Tensor] = {}
         began = self.inside.whole()
-        if world.first_here:
+        if world.is_host_leader:
             self.outer = {name: nn.Parameter(value.cpu().clone()) for name, value in began.items()}
             self.outer_optimizer = torch.optim.SGD(
                 self.outer.values(), lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0
@@ -143,11 +143,11 @@ class DiLoCo(Strategy):
         count, mine = len(self.sizes), self.mine
         numbers = [0.0] * (2 * count)
         numbers[mine], numbers[count + mine] = (value / self.crew.size for value in self.round())
-        numbers = self.world.sum_patiently(numbers, waiting)
+        numbers = self.world.sum_without_timeout(numbers, waiting)
         tokens = numbers[:count]
         self.learned(numbers[count:])
         self.come = self.inside.whole()
-        if self.world.first_here:
+        if self.world.is_host_leader:
             for names in self.chunks(CHUNK):
                 way = self.way(names, tokens[mine] / max(1.0, sum(tokens)), self.world.device)
                 if self.across.size > 1:
@@ -188,12 +188,12 @@ class DiLoCo(Strategy):
     def outer_step(self) -> None:
         """Go where the pseudo-gradients lead, on all ranks of this replica."""
         self.come = {}
-        if self.world.first_here:
+        if self.world.is_host_leader:
             for group in self.outer_optimizer.param_groups:
                 group["momentum"] = self._momentum()
             self.outer_optimizer.step()
             self.outer_optimizer.zero_grad()
-        self.inside.put(self.outer if self.world.first_here else None, self.host)
+        self.inside.put(self.outer if self.world.is_host_leader else None, self.host)
 
     def _momentum(self) -> float:
         """Return the outer momentum of this meeting: in proportion to the learning rate, and to short rounds.
@@ -217,7 +217,7 @@ class DiLoCo(Strategy):
 
     def save(self, folder: Path) -> None:
         self.inside.save(folder)
-        if self.world.first_here:
+        if self.world.is_host_leader:
             outer = {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
             torch.save(outer, folder / "outer.pt")
 
@@ -227,7 +227,7 @@ class DiLoCo(Strategy):
         outer = torch.load(folder / "outer.pt", weights_only=True)
         if len(outer["costs"]) == len(self.costs):
             self.costs = outer["costs"]
-        if self.world.first_here:
+        if self.world.is_host_leader:
             with torch.no_grad():
                 for name, parameter in self.outer.items():
                     parameter.copy_(began[name])

@@ -92,7 +92,7 @@ class DiLoCoTorchFT(DiLoCo):
     """One replica among those that are there."""
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
-        self.member = world.member
+        self.replica = world.replica
         super().__init__(spec, world, module)
         self.seen: Seen | None = None  # at the last meeting, or at one that is going on
         self._at = 0  # the step of the last meeting
@@ -104,9 +104,9 @@ class DiLoCoTorchFT(DiLoCo):
         self._aside = ThreadPoolExecutor(1)
 
     def find(self, spec: RunSpec, world: World) -> list[list[int]]:
-        count = self.member.count
+        count = self.replica.count
         check_rows(spec, count)
-        self.sizes, self.mine = [1.0] * count, self.member.number
+        self.sizes, self.mine = [1.0] * count, self.replica.number
         return [list(range(world.size))]
 
     # Joining ----------------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class DiLoCoTorchFT(DiLoCo):
             try:
                 told = [0.0, *self._find_others(waiting)]
             except Stopped:
-                told = [1.0] * (4 + 5 * self.member.count)
-        told = self._pass_on(told, 4 + 5 * self.member.count, waiting)
+                told = [1.0] * (4 + 5 * self.replica.count)
+        told = self._pass_on(told, 4 + 5 * self.replica.count, waiting)
         if told[0]:
             raise Stopped
         healed, self._watching, self._at, self.seen = bool(told[1]), bool(told[2]), int(told[3]), self._seen(told[4:])
@@ -147,7 +147,7 @@ class DiLoCoTorchFT(DiLoCo):
     def _find_others(self, waiting: Callable[[], bool]) -> list[float]:
         """Return whether we took over their state, whether they are in a round, the step of it all, and who is there."""
         self.seen = seen = self._gather(self.spec.collective_timeout, waiting)
-        if self.member.again and seen.here == [self.mine] and self.member.count > 1:
+        if self.replica.restarted and seen.here == [self.mine] and self.replica.count > 1:
             raise RuntimeError("no other replica is there any more")
         # At the very start all are alike without being healed, unless unlike machines drew unlike weights.
         checksums = {seen.weights[number] for number in seen.here} - {0.0}
@@ -165,7 +165,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _open(self) -> None:
         """Begin to speak with the lighthouse and the other replicas."""
-        host, _, port = self.member.lighthouse.partition(":")
+        host, _, port = self.replica.lighthouse.partition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
             probe.connect((host, int(port)))
             address = probe.getsockname()[0]
@@ -186,7 +186,7 @@ class DiLoCoTorchFT(DiLoCo):
             world_size=1,
             store_addr=address,
             store_port=self._store.port,
-            lighthouse_addr=f"http://{self.member.lighthouse}",
+            lighthouse_addr=f"http://{self.replica.lighthouse}",
             replica_id=f"replica{self.mine}",
             hostname=address,
             checkpoint_transport=Transport(address, patience),
@@ -254,7 +254,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
         """Take the outer step with those who are there."""
-        count = self.member.count
+        count = self.replica.count
         self._at_next = min(self._at + self.spec.local_steps - self._at % self.spec.local_steps, self._steps)
         flags = self.world.sum(flags)
         self.come = self.inside.whole()
@@ -263,7 +263,7 @@ class DiLoCoTorchFT(DiLoCo):
         before = self.seen
         self.seen, costs, self._told = self._seen(numbers), numbers[5 * count : 6 * count], numbers[6 * count :]
         self.learned(costs)
-        if self.world.first_here and self.keepers.size > 1:
+        if self.world.is_host_leader and self.keepers.size > 1:
             for names in self.chunks(_CHUNK):
                 ways = [self.outer[name].grad for name in names] if self.world.rank == 0 else []
                 size = sum(self.outer[name].numel() for name in names)
@@ -277,7 +277,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _speak(self, flags: list[float], waiting: Callable[[], bool]) -> list[float]:
         """Bring the replicas' numbers and their ways together, on the rank that speaks for this one; again until it holds."""
-        count = self.member.count
+        count = self.replica.count
         tokens, cost = self.round()
         while True:
             if not self._meeting:
@@ -312,7 +312,7 @@ class DiLoCoTorchFT(DiLoCo):
                     raise Stopped
                 time.sleep(_LOOK)
             asked.result()
-            about = [0.0] * (5 * self.member.count)
+            about = [0.0] * (5 * self.replica.count)
             healed = self._taken_over is not None
             mine = (
                 self._name,
@@ -321,12 +321,12 @@ class DiLoCoTorchFT(DiLoCo):
                 not self._joined,
                 0 if healed else self._checksum(),
             )
-            about[self.mine :: self.member.count] = map(float, mine)
+            about[self.mine :: self.replica.count] = map(float, mine)
             seen = self._seen(self._sum(torch.tensor(about, dtype=torch.float64)).tolist())
             if self.manager.errored():
                 self._holds()
                 continue
-            if len(seen.here) == self.member.count or not all(seen.patient[number] for number in seen.here):
+            if len(seen.here) == self.replica.count or not all(seen.patient[number] for number in seen.here):
                 return seen
             time.sleep(_AGAIN)
 
@@ -343,7 +343,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _pass_on(self, values: list[float], count: int, waiting: Callable[[], bool]) -> list[float]:
         """Give the ranks of this replica what its first one has, however long that takes to come."""
-        return self.world.sum_patiently(values or [0.0] * count, waiting)
+        return self.world.sum_without_timeout(values or [0.0] * count, waiting)
 
     def _checksum(self) -> float:
         digest = 0
@@ -352,7 +352,7 @@ class DiLoCoTorchFT(DiLoCo):
         return float(digest)
 
     def _seen(self, numbers: list[float]) -> Seen:
-        count = self.member.count
+        count = self.replica.count
         return Seen(*(numbers[count * place : count * (place + 1)] for place in range(5)))
 
     def _flat(self) -> list[float]:
@@ -362,7 +362,9 @@ class DiLoCoTorchFT(DiLoCo):
     def _say(self) -> None:
         if self.world.rank == 0 and self.seen:
             here = self.seen.here
-            print(f"replicas from step {self._at} on: {', '.join(map(str, here))} ({len(here)} of {self.member.count})")
+            print(
+                f"replicas from step {self._at} on: {', '.join(map(str, here))} ({len(here)} of {self.replica.count})"
+            )
 
     def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
@@ -371,5 +373,5 @@ class DiLoCoTorchFT(DiLoCo):
         assert self.seen
         return {
             "world_size": int(sum(self.seen.sizes)),
-            "replicas": {"configured": self.member.count, "at_the_end": self.seen.here},
+            "replicas": {"configured": self.replica.count, "at_the_end": self.seen.here},
         }

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.config.run_spec import RunSpec
 from trainer.distributed.world import World
-from trainer.errors import DiskError, UserError, disk_trouble
+from trainer.errors import DiskError, UserError, disk_failure
 from trainer.model import TokenLoss, base_dtype
 from trainer.optim import make_optimizer
 from trainer.strategy import fsdp_exchange as exchange
@@ -84,7 +84,7 @@ class Parts:
         # Only the first rank's host has it, and every host needs it.
         mine = (self._folder / METADATA).read_bytes() if self._world.rank == 0 else b""
         metadata = self._world.gather(mine)[0]
-        if self._world.first_here:
+        if self._world.is_host_leader:
             (self._folder / METADATA).write_bytes(metadata)
 
 
@@ -92,8 +92,8 @@ def _why(error: BaseException) -> str:
     """Say which rank could not write its part, and why."""
     failures = getattr(error, "failures", {})  # CheckpointException: rank -> (its exception, traceback)
     for rank, failure in failures.items():
-        return f"rank {rank} could not write its part: {disk_trouble(failure[0]) or failure[0]}"
-    return f"a part could not be written: {disk_trouble(error) or error}"
+        return f"rank {rank} could not write its part: {disk_failure(failure[0]) or failure[0]}"
+    return f"a part could not be written: {disk_failure(error) or error}"
 
 
 class FSDP(Strategy):
@@ -225,6 +225,6 @@ class FSDP(Strategy):
         whole = {}
         for name, tensor in tensors.items():
             value = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-            if self.world.first_here:
+            if self.world.is_host_leader:
                 whole[name] = value.to("cpu", copy=True)
         return whole

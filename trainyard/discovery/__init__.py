@@ -1,7 +1,7 @@
-"""Finds the Ollama servers of a local network and tells which machines they are.
+"""Find the Ollama servers of a local network, and group their answers by machine. Nothing here imports Ansible.
 
-Pure Python, nothing of Ansible. Read in this order: `settings` (what a person may say), `networks` (where to look),
-`scan` (who has the port open), `http` and `replies` (is it really Ollama), `ssh` (host keys), `identity` (which answers
-are one machine), `engine` (all of it, in order), `report` (what came out, and the words for it). `settle` judges again
-after login, with facts instead of hints.
+Read in this order: `settings` (the options), `networks` (which addresses to scan), `scan` (which ports are open), `http`
+and `replies` (whether Ollama answers), `ssh` (host keys), `identity` (which answers come from one machine), `engine` (the
+complete scan), `report` (its result and messages), `trust` (whether a machine may be used). `duplicates` compares
+machines again after login, with facts instead of hints.
 """

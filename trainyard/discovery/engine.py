@@ -1,4 +1,4 @@
-"""A scan from its settings to its report."""
+"""A complete scan, from its settings to its report."""
 
 import asyncio
 import time
@@ -11,14 +11,14 @@ from .settings import Settings
 
 
 def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> Report:
-    """Finds the machines with Ollama.
+    """Find the machines that run Ollama.
 
     Args:
-        settings: where to look, and how patiently.
-        ssh_ports: address -> SSH port of machines that are known to have it elsewhere.
+        settings: addresses, ports and timeouts.
+        ssh_ports: address -> SSH port of machines that do not use `settings.ssh_port`.
 
     Raises:
-        SettingsError: the settings cannot be used; one line.
+        SettingsError: the settings are invalid; the message is one line.
     """
     start = time.perf_counter()
     here = networks.attached()
@@ -55,6 +55,6 @@ def _rejected(found: Findings) -> tuple[tuple[str, str], ...]:
 
 
 def _reachable(here: list[networks.Attached], scanned: tuple[str, ...]) -> tuple[str, ...]:
-    """This machine's addresses that others on the scanned networks can reach."""
+    """Return the addresses of this machine that other machines on the scanned networks can reach."""
     mine = {str(a.address) for a in here if not a.address.is_loopback and str(a.network) in scanned}
     return tuple(sorted(mine, key=networks.address_order))

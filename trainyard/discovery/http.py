@@ -1,4 +1,4 @@
-"""One bounded HTTP GET. Whoever answers is a stranger: nothing is trusted to end, to be small or to make sense."""
+"""A bounded HTTP GET. The server is not trusted: its reply may be endless, too large or malformed."""
 
 import asyncio
 import contextlib
@@ -10,21 +10,21 @@ MAX_BODY = 2 * 1024 * 1024  # bytes; a real /api/tags with 1,000 models is about
 
 
 class BadReply(Exception):
-    """The reply cannot be used. The text is ours alone: nothing that came from the network is in it."""
+    """The reply is invalid. The message contains no text from the network."""
 
 
 async def get(address: str, port: int, path: str, timeout: float, connected: socket.socket | None = None) -> bytes:
-    """The body of `GET http://address:port/path`.
+    """Return the body of `GET http://address:port/path`.
 
     Args:
         address: an IP address; IPv6 link-local with its %scope.
         port: TCP port.
-        path: must be a plain path of ours.
-        timeout: seconds for all of it, connect to last byte. A slow drip ends here.
-        connected: a socket that is connected already; it is closed in any case.
+        path: a constant path, which is not escaped.
+        timeout: seconds from the connection to the last byte of the reply.
+        connected: a socket that is already connected; it is closed in any case.
 
     Raises:
-        BadReply: no HTTP, a status other than 200 (redirects are not followed), too large, too slow, cut short.
+        BadReply: not HTTP, a status other than 200 (redirects are not followed), too large, too slow, or incomplete.
     """
     writer = None
     try:
@@ -40,16 +40,16 @@ async def get(address: str, port: int, path: str, timeout: float, connected: soc
             )
             return await _read_reply(reader)
     except TimeoutError:
-        raise BadReply(f"no whole reply within {timeout:g} s") from None
+        raise BadReply(f"no complete reply within {timeout:g} s") from None
     except asyncio.IncompleteReadError:
-        raise BadReply("the reply was cut short") from None
+        raise BadReply("the reply is incomplete") from None
     except (asyncio.LimitOverrunError, ValueError):
         raise BadReply("the reply is not HTTP") from None
     except OSError:
-        raise BadReply("the connection broke") from None
+        raise BadReply("the connection was lost") from None
     finally:
         if writer is not None:
-            # abort, not close: close would wait to flush to a peer that may never read.
+            # abort() instead of close(), which waits until the peer has read everything.
             writer.transport.abort()
         elif connected is not None:
             with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
-    """RFC 9112, section 7.1; extensions and trailers are not looked at."""
+    """Read a chunked body (RFC 9112, section 7.1); extensions and trailers are ignored."""
     body = bytearray()
     while True:
         line = await reader.readuntil(b"\r\n")

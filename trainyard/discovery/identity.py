@@ -1,4 +1,4 @@
-"""Which answers come from one machine. Before login there are hints only; `settle` has the facts afterwards."""
+"""Which answers come from one machine. Before login there are only hints; `duplicates` uses the facts after login."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class Server(BaseModel):
-    """One Ollama server. `response_ms` is /api/version's."""
+    """An Ollama server. `response_ms` is the response time of /api/version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ class Server(BaseModel):
 
 
 class Place(BaseModel):
-    """One address of a machine, and what was seen there."""
+    """An address of a machine, and what was found there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ class Place(BaseModel):
 
 
 class Machine(BaseModel):
-    """One machine: its addresses in numerical order, loopback last. `local`: it is the one that scans."""
+    """A machine with its addresses in numerical order, loopback last. `local` is true for the machine that scans."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,11 +50,12 @@ class Machine(BaseModel):
 
     @property
     def addresses(self) -> list[str]:
+        """The addresses of the machine."""
         return [p.address for p in self.places]
 
 
 def places(answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str, int], ssh_port: int) -> list[Place]:
-    """One place an address: several ports at one address are one machine anyway."""
+    """Return one place per address: several ports at one address are always one machine."""
     by_address: dict[str, list[Answer]] = {}
     for answer in answers:
         by_address.setdefault(answer.target.address, []).append(answer)
@@ -80,20 +81,20 @@ def places(answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str,
 
 
 def place_order(address: str) -> tuple:
-    """Sorts a machine's addresses: those that others can reach first, IPv4 before IPv6, by number."""
+    """Return a sort key: addresses that other machines can reach first, IPv4 before IPv6, by number."""
     ip = ipaddress.ip_address(address)
     return (ip.is_loopback, ip.is_link_local, *address_order(ip))
 
 
 def machines(found: Sequence[Place], own_addresses: set[str]) -> tuple[list[Machine], list[str]]:
-    """Groups places into machines.
+    """Group places by machine.
 
     Args:
-        found: the places, from `places`.
+        found: the result of `places`.
         own_addresses: the addresses of the machine that scans.
 
     Returns:
-        the machines by the number of their first address, and warnings about pairs that look like clones.
+        The machines, sorted by their first address, and warnings about pairs that look like clones.
     """
     warnings = []
     groups: list[list[_Hints]] = []
@@ -102,10 +103,10 @@ def machines(found: Sequence[Place], own_addresses: set[str]) -> tuple[list[Mach
         same = []
         for group in groups:
             for member in group:
-                one, why_not = _one_machine(member, hints)
-                if why_not:
-                    warnings.append(why_not)
-                if one:
+                same_machine, warning = _same_machine(member, hints)
+                if warning:
+                    warnings.append(warning)
+                if same_machine:
                     same.append(group)
                     break
         groups = [g for g in groups if g not in same] + [[hints, *(h for g in same for h in g)]]
@@ -120,7 +121,7 @@ def machines(found: Sequence[Place], own_addresses: set[str]) -> tuple[list[Mach
 
 @dataclass(frozen=True, eq=False)
 class _Hints:
-    """What may tell a place's machine: it is ours; its SSH keys; its network card; its models' times on disk."""
+    """Hints about the machine of a place: whether it is this machine, SSH keys, network card, modification times of models."""
 
     place: Place
     own: bool
@@ -139,11 +140,11 @@ def _hints(place: Place, own_addresses: set[str]) -> _Hints:
     )
 
 
-def _one_machine(a: _Hints, b: _Hints) -> tuple[bool, str]:
-    """Whether two places are one machine, and a warning where somebody should look.
+def _same_machine(a: _Hints, b: _Hints) -> tuple[bool, str]:
+    """Return whether two places are one machine, and a warning if the user should check them.
 
-    The SSH host key says most, the MAC says which network card, the models' modification times (to the nanosecond)
-    say which disk. A cloned image has the key, and often the models, but never the network card.
+    The SSH host key is the strongest hint. The MAC address identifies the network card, and the modification times of the
+    models (in nanoseconds) the disk. A cloned image has the same key and often the same models, but another network card.
     """
     if a.own or b.own:
         return a.own and b.own, ""
@@ -155,18 +156,18 @@ def _one_machine(a: _Hints, b: _Hints) -> tuple[bool, str]:
     same_mac = macs_known and a.mac == b.mac
     same_models = bool(a.models) and a.models == b.models
     if same_key:
-        # Not all models: one of the two may have a second server, with models of its own.
+        # Some models are enough: one of the two may have a second server with other models.
         if same_mac or a.models & b.models or (not macs_known and a.models == b.models):
             return True, ""
         return False, (
-            f"{pair} show the same SSH host key and look like two machines (clones of one image): give one of them new "
-            "keys (sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, then restart ssh)"
+            f"{pair} present the same SSH host key but seem to be two machines (clones of one image): create new "
+            "keys on one of them (sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, then restart ssh)"
         )
     if same_mac:
         return a.models == b.models, ""
     if same_models and macs_known:
         return False, (
-            f"{pair} have the same models to the nanosecond: one machine with two network cards, or clones; "
-            "playbooks/identity.yml tells once both can be logged in to"
+            f"{pair} have models with the same modification times: they are one machine with two network cards, or clones; "
+            "playbooks/identity.yml checks it as soon as both can be logged in to"
         )
     return same_models, ""

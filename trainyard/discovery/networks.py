@@ -1,4 +1,4 @@
-"""Where to look: this machine's networks, the addresses in them, and the kernel's table of neighbours."""
+"""The addresses to scan: the networks of this machine, their addresses, and the kernel's neighbour table."""
 
 import ipaddress
 import json
@@ -17,7 +17,7 @@ from .settings import Settings, SettingsError
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Where nobody's public machines are. `is_private` of the standard library takes in documentation and benchmark ranges too.
+# Ranges without public machines. `is_private` of the standard library also includes documentation and benchmark ranges.
 PRIVATE = [
     ipaddress.ip_network(n)
     for n in (
@@ -29,7 +29,7 @@ PRIVATE = [
 
 @dataclass(frozen=True)
 class Attached:
-    """An address of this machine, and the network that it stands in."""
+    """An address of this machine, and its network."""
 
     interface: str
     address: IPAddress
@@ -45,7 +45,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a scan will ask: `targets` in numerical order, `networks` for the summary, `skipped` in words."""
+    """What to scan: `targets` in numerical order, `networks` for the summary, and `skipped` networks with the reason."""
 
     targets: tuple[Target, ...]
     networks: tuple[str, ...]
@@ -53,10 +53,10 @@ class Plan:
 
 
 def attached() -> list[Attached]:
-    """This machine's addresses on interfaces that are up (loopback too), as the kernel has them.
+    """Return the addresses of this machine on interfaces that are up, including loopback.
 
     Raises:
-        SettingsError: there is no `ip` (package iproute2).
+        SettingsError: the command `ip` (package iproute2) is not installed.
     """
     found = []
     for link in _ip("address"):
@@ -70,11 +70,11 @@ def attached() -> list[Attached]:
 
 
 def plan(settings: Settings, here: list[Attached], resolved: dict[str, list[str]]) -> Plan:
-    """The addresses and ports to ask.
+    """Return the addresses and ports to scan.
 
     Args:
-        settings: what the person said.
-        here: this machine's addresses, from `attached`.
+        settings: the options.
+        here: the addresses of this machine, from `attached`.
         resolved: name -> addresses, from `resolve`, for the names under `hosts`.
 
     Raises:
@@ -83,13 +83,15 @@ def plan(settings: Settings, here: list[Attached], resolved: dict[str, list[str]
     known = {a.interface for a in here}
     for name in settings.interfaces:
         if name not in known:
-            raise SettingsError(f"interface: {name} is not up on this machine; there are {', '.join(sorted(known))}")
+            raise SettingsError(
+                f"interface: {name} is not up on this machine; its interfaces are {', '.join(sorted(known))}"
+            )
     named = [_private_network(text) for text in settings.networks if text != "auto"]
     size = sum(n.num_addresses for n in named)
     if size > settings.max_addresses:
         raise SettingsError(
             f"networks: {', '.join(map(str, named))} is {size:,} addresses, more than max_addresses "
-            f"({settings.max_addresses:,}); write a smaller network or raise max_addresses"
+            f"({settings.max_addresses:,}); specify a smaller network, or increase max_addresses"
         )
     automatic, skipped = _automatic(settings, here, size) if "auto" in settings.networks else ([], [])
     networks = list(dict.fromkeys(named + automatic))
@@ -107,13 +109,13 @@ def plan(settings: Settings, here: list[Attached], resolved: dict[str, list[str]
 
 
 def address_order(address: str | IPAddress) -> tuple[int, int, str]:
-    """A key that sorts addresses by number, IPv4 before IPv6 (as text, .10 would come before .9)."""
+    """Return a sort key: by number, and IPv4 before IPv6. As text, .10 would sort before .9."""
     ip = ipaddress.ip_address(address) if isinstance(address, str) else address
     return ip.version, int(ip), getattr(ip, "scope_id", None) or ""
 
 
 def host_and_port(text: str) -> tuple[str, int | None]:
-    """`node1`, `10.0.0.5:11500`, `[fd00::5]:11434`, `fe80::5%eth0` or `http://node1:11434` -> (host, port or None).
+    """Split `node1`, `10.0.0.5:11500`, `[fd00::5]:11434`, `fe80::5%eth0` or `http://node1:11434` into host and port.
 
     Raises:
         SettingsError: not one of these forms, or an address that only servers listen on (0.0.0.0, ::).
@@ -125,18 +127,21 @@ def host_and_port(text: str) -> tuple[str, int | None]:
     elif _is_address(bare):
         host, port = bare, None
     else:
-        raise SettingsError(f"hosts: {text!r} is neither a name nor an address; write name, address or address:port")
+        raise SettingsError(f"hosts: {text!r} is neither a name nor an address; expected NAME, ADDRESS or ADDRESS:PORT")
     if _is_address(host) and ipaddress.ip_address(host).is_unspecified:
-        raise SettingsError(f"hosts: {host} is an address to listen on, not a machine; write the machine's own address")
+        raise SettingsError(
+            f"hosts: {host} is an address to listen on, not the address of a machine; specify the machine's own address"
+        )
     if port is not None and not 1 <= int(port) <= 65535:
-        raise SettingsError(f"hosts: {text!r} has port {port}, takes 1 to 65535")
+        raise SettingsError(f"hosts: {text!r} has port {port}, expected 1 to 65535")
     return host, int(port) if port else None
 
 
 def resolve(names: Iterable[str], timeout: float = 1.0) -> dict[str, list[str]]:
-    """Name -> its addresses, all names at once; a name without an answer in `timeout` seconds has none.
+    """Return the addresses of each name. All names are resolved at the same time.
 
-    Threads of our own, and daemons: a dead DNS server holds a thread for 10 s and more, and a pool would wait for it.
+    A name without an answer within `timeout` seconds has no addresses. Daemon threads are used instead of a pool, which
+    would wait for a thread that a DNS server without an answer blocks for 10 s and more.
     """
     found: dict[str, list[str]] = {}
 
@@ -162,9 +167,9 @@ def resolve(names: Iterable[str], timeout: float = 1.0) -> dict[str, list[str]]:
 
 
 def mac_addresses(with_ipv6: bool) -> dict[str, str]:
-    """Address -> MAC, for the neighbours that the kernel has just talked to.
+    """Return the MAC address of each neighbour with which the kernel has communicated recently.
 
-    `/proc/thread-self`, as `/proc/net` would show the network namespace of the process, not of this thread.
+    `/proc/thread-self` shows the network namespace of this thread; `/proc/net` shows that of the process.
     """
     table = Path("/proc/thread-self/net/arp")
     macs = {}
@@ -178,17 +183,17 @@ def mac_addresses(with_ipv6: bool) -> dict[str, str]:
 
 
 def neighbour_limit() -> int:
-    """How many addresses may be asked for at once before the kernel's neighbour table overflows.
+    """Return how many addresses may be scanned at once without an overflow of the kernel's neighbour table.
 
-    The table is one for all network namespaces (gc_thresh3, arp(7)); half of it is left to everybody else: with a
-    quarter, a /22 right after another scan overflowed it.
+    All network namespaces share the table (gc_thresh3, arp(7)). Half of it is reserved for other programs: with a
+    quarter, a scan of a /22 just after another scan has overflowed it.
     """
     limit = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")  # absent inside a network namespace
     return max(64, (int(limit.read_text()) if limit.exists() else 1024) // 2)
 
 
 def _automatic(settings: Settings, here: list[Attached], taken: int) -> tuple[list[IPNetwork], list[str]]:
-    """Attached private networks with their real mask, the smallest first, as many as max_addresses allows."""
+    """Return the attached private networks, the smallest first, up to max_addresses; and why others are skipped."""
     candidates: dict[IPNetwork, str] = {
         a.network: a.interface
         for a in here
@@ -206,7 +211,7 @@ def _automatic(settings: Settings, here: list[Attached], taken: int) -> tuple[li
         else:
             skipped.append(
                 f"{network} on {candidates[network]} has {network.num_addresses:,} addresses, more than max_addresses "
-                f"({settings.max_addresses:,}) leaves: write a part of it under networks, or raise max_addresses"
+                f"({settings.max_addresses:,}) leaves: add a part of it to networks, or increase max_addresses"
             )
     return networks, skipped
 
@@ -214,7 +219,7 @@ def _automatic(settings: Settings, here: list[Attached], taken: int) -> tuple[li
 def _singles(
     settings: Settings, here: list[Attached], resolved: dict[str, list[str]]
 ) -> list[tuple[IPAddress, int | None]]:
-    """Addresses that were named, or that the kernel knows; with a port where the person wrote one."""
+    """Return single addresses from `hosts`, loopback and the kernel's neighbours, with the port where one is given."""
     singles: list[tuple[IPAddress, int | None]] = []
     if settings.this_machine:
         singles.append((ipaddress.ip_address("127.0.0.1"), None))
@@ -233,7 +238,7 @@ def _singles(
 def _private_network(text: str) -> IPNetwork:
     network = _network("networks", text)
     if not _is_private(network):
-        raise SettingsError(f"networks: {network} is public and is never scanned; name single machines under hosts")
+        raise SettingsError(f"networks: {network} is public and is never scanned; add single machines to hosts")
     return network
 
 
@@ -241,7 +246,7 @@ def _network(option: str, text: str) -> IPNetwork:
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError as error:
-        raise SettingsError(f"{option}: {text!r} is not a network; write it as 192.168.1.0/24") from error
+        raise SettingsError(f"{option}: {text!r} is not a network; expected the form 192.168.1.0/24") from error
 
 
 def _is_private(network: IPNetwork) -> bool:
@@ -264,5 +269,7 @@ def _ip(*arguments: str) -> list[dict]:
     try:
         out = subprocess.run(["ip", "-json", *arguments], capture_output=True, check=True, timeout=5).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise SettingsError(f"cannot list this machine's networks with `ip` ({error}); install iproute2") from error
+        raise SettingsError(
+            f"cannot list the networks of this machine with `ip` ({error}); install iproute2"
+        ) from error
     return json.loads(out or b"[]")

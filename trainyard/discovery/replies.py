@@ -1,7 +1,7 @@
-"""What Ollama's API says, parsed strictly. Source: https://github.com/ollama/ollama/blob/main/docs/api.md
+"""Replies of Ollama's API, parsed strictly. Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 
-Text from the network may not carry control, bidirectional or unassigned characters, nor run longer than 256.
-One entry that breaks a rule is left out and counted; a reply of the wrong shape is not Ollama's.
+Text from the network must have no control, bidirectional or unassigned characters and at most 256 characters.
+An entry that violates a rule is ignored and counted. A reply with another structure is not from Ollama.
 """
 
 import re
@@ -12,12 +12,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from .http import BadReply
 
-MAX_MODELS = 1000  # per server; what lies beyond is left out and counted
+MAX_MODELS = 1000  # per server; further models are ignored and counted
 
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("has characters that cannot be printed")
+        raise ValueError("has characters that are not printable")
     return text
 
 
@@ -32,7 +32,7 @@ Bytes = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
 class Strict(BaseModel):
-    """Types are taken as they come (no text for a number); fields that we do not know are not looked at."""
+    """Types are not converted (a number is not accepted as text), and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -46,7 +46,7 @@ class Details(Strict):
 
 
 class TaggedModel(Strict):
-    """One entry of /api/tags."""
+    """An entry of /api/tags."""
 
     name: Name
     size: Bytes = 0
@@ -56,7 +56,7 @@ class TaggedModel(Strict):
 
 
 class RunningModel(Strict):
-    """One entry of /api/ps."""
+    """An entry of /api/ps."""
 
     name: Name
     size: Bytes = 0
@@ -64,7 +64,7 @@ class RunningModel(Strict):
 
 
 class Model(Strict):
-    """A model on a server's disk. `size` in bytes; `modified_at` is precise to the nanosecond."""
+    """A model on the disk of a server. `size` is in bytes; `modified_at` has nanosecond precision."""
 
     name: Name
     size: Bytes
@@ -76,7 +76,7 @@ class Model(Strict):
 
 
 class Loaded(Strict):
-    """A model in a server's memory; sizes in bytes."""
+    """A model in the memory of a server; sizes are in bytes."""
 
     name: Name
     size: Bytes
@@ -84,10 +84,10 @@ class Loaded(Strict):
 
 
 def parse_version(body: bytes) -> str:
-    """The version out of /api/version.
+    """Return the version from a reply of /api/version.
 
     Raises:
-        BadReply: not Ollama's reply.
+        BadReply: the reply is not from Ollama.
     """
     reply = _object(body, "/api/version")
     version = reply.get("version")
@@ -97,10 +97,10 @@ def parse_version(body: bytes) -> str:
 
 
 def parse_tags(body: bytes) -> tuple[list[Model], int]:
-    """The models out of /api/tags in order of name, and how many entries were left out.
+    """Return the models from a reply of /api/tags, sorted by name, and the number of ignored entries.
 
     Raises:
-        BadReply: not Ollama's reply.
+        BadReply: the reply is not from Ollama.
     """
     entries, dropped = _entries(body, "/api/tags", TaggedModel)
     models = [
@@ -119,10 +119,10 @@ def parse_tags(body: bytes) -> tuple[list[Model], int]:
 
 
 def parse_ps(body: bytes) -> list[Loaded]:
-    """The loaded models out of /api/ps in order of name.
+    """Return the loaded models from a reply of /api/ps, sorted by name.
 
     Raises:
-        BadReply: not Ollama's reply.
+        BadReply: the reply is not from Ollama.
     """
     entries, _ = _entries(body, "/api/ps", RunningModel)
     return sorted((Loaded(name=e.name, size=e.size, vram=e.size_vram) for e in entries), key=lambda m: m.name)
@@ -131,7 +131,7 @@ def parse_ps(body: bytes) -> list[Loaded]:
 def _entries(body: bytes, path: str, kind: type[Strict]) -> tuple[list[Any], int]:
     reply = _object(body, path)
     listed = reply.get("models", ...)
-    if listed is None:  # Go's empty list
+    if listed is None:  # how Go encodes an empty list
         listed = []
     if not isinstance(listed, list):
         raise BadReply(f"{path} has no list of models")

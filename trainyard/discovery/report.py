@@ -1,4 +1,4 @@
-"""What came out of a scan, and the words for it."""
+"""The result of a scan, and its messages."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -7,7 +7,7 @@ from .replies import Text
 
 
 class Report(BaseModel):
-    """One scan, whole: it goes into the cache and comes back checked. `scanned_at` in seconds since 1970."""
+    """The result of a scan; it is cached, and validated when it is read from the cache. `scanned_at` is in seconds since 1970."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ class Report(BaseModel):
 
 
 def summary(report: Report) -> str:
-    """What was scanned, how long it took and what answered, in one line."""
+    """Return one line: what was scanned, how long it took, and what answered."""
     ports = ", ".join(map(str, report.ports))
     where = ", ".join(report.networks) or "no network"
     text = (
@@ -42,44 +42,44 @@ def summary(report: Report) -> str:
 
 
 def verdict(machines: int, ready: int, elsewhere: int) -> str:
-    """How many machines, whether training on several is worth it, and why not, in one line.
+    """Return one line: how many machines there are, and whether distributed training is possible.
 
     Args:
-        machines: how many were found.
-        ready: how many of them can be logged in to (host key known, or this machine).
-        elsewhere: declared machines of the cluster that the scan did not find.
+        machines: number of machines that were found.
+        ready: number of them that can be logged in to (the host key is known, or it is this machine).
+        elsewhere: number of declared machines of the cluster that the scan did not find.
     """
     usable = ready + elsewhere
     text = f"{_count(machines, 'machine')} found"
     if elsewhere:
         text += f", {elsewhere} more declared"
     if usable >= 2:
-        return f"{text}, {usable} ready: training on several is worth a try; playbooks/identity.yml says what the links allow"
+        return f"{text}, {usable} ready: distributed training is possible; playbooks/identity.yml checks the links"
     if machines + elsewhere >= 2:
         return (
-            f"{text}, {usable} ready: training on several is not possible yet: "
-            f"{machines - ready} {_be(machines - ready)} untrusted until the SSH host key is accepted"
+            f"{text}, {usable} ready: distributed training is not possible yet: "
+            f"{machines - ready} {_be(machines - ready)} untrusted until you accept the SSH host key"
         )
     if machines + elsewhere == 1:
-        return f"{text}: training on several is not worth it: there is only one machine"
-    return f"{text}: nothing to train on"
+        return f"{text}: distributed training is not useful: there is only one machine"
+    return f"{text}: there is no machine to train on"
 
 
 def advice(report: Report) -> list[str]:
-    """What to try next after an empty scan, the likeliest first."""
+    """Return what to try after a scan without result, the most likely cause first."""
     tips = [
-        "on each machine Ollama must listen on the network: OLLAMA_HOST=0.0.0.0 ollama serve "
-        f"(by itself it takes 127.0.0.1 only), and its firewall must let port {report.ports[0]} in"
+        "on each machine, let Ollama listen on the network: OLLAMA_HOST=0.0.0.0 ollama serve "
+        f"(by default it listens on 127.0.0.1), and open port {report.ports[0]} in its firewall"
     ]
     if report.refused:
-        tips[0] = f"{_count(report.refused, 'port')} refused: machines are there; " + tips[0]
+        tips[0] = f"{_count(report.refused, 'port')} refused the connection, so machines exist there; " + tips[0]
     if not report.networks:
-        tips.insert(
-            0, "no private network is attached to this machine: write one under networks, or machines under hosts"
-        )
+        tips.insert(0, "this machine is not attached to a private network: set networks, or list machines in hosts")
     if report.passes == 1:
-        tips.append("machines on Wi-Fi may sleep: passes: 2 asks the silent addresses again, slower")
-    tips.append("without Ollama, write the machines down: cp inventory/hosts.example.yml inventory/hosts.yml")
+        tips.append(
+            "machines with Wi-Fi may be in power-save mode: with passes: 2, addresses without an answer are scanned again"
+        )
+    tips.append("to add machines without Ollama: cp inventory/hosts.example.yml inventory/hosts.yml")
     return tips
 
 

@@ -1,4 +1,4 @@
-"""Who has the port open, and is it Ollama: all at once, within what the kernel and this process can hold."""
+"""Scan all targets at once, within the limits of the kernel and of this process, and ask open ports for Ollama."""
 
 import asyncio
 import errno
@@ -14,13 +14,13 @@ from .networks import Target, neighbour_limit
 from .settings import Settings
 from .ssh import fetch_host_keys
 
-# The kernel asks three times for a silent neighbour, one second apart; so long the entry cannot be reclaimed.
+# The kernel sends three requests to a neighbour that does not answer, one second apart, and keeps its entry until then.
 NEIGHBOUR_SECONDS = 3.2
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An Ollama server. `response_ms` is /api/version's, from the request to its last byte."""
+    """An Ollama server. `response_ms` is the time from the request of /api/version to the last byte of the reply."""
 
     target: Target
     version: str
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass
 class Findings:
-    """All that a scan saw. `silent` gave no sign within the timeout; `rejected` have the port open and are not Ollama."""
+    """The results of a scan. `silent` did not answer within the timeout; `rejected` have an open port that is not Ollama."""
 
     answers: list[Answer] = field(default_factory=list)
     rejected: list[tuple[Target, str]] = field(default_factory=list)
@@ -42,27 +42,27 @@ class Findings:
 
 
 async def scan(targets: Sequence[Target], settings: Settings, ssh_ports: dict[str, int]) -> Findings:
-    """Asks every target, and the silent ones again when `passes` is 2.
+    """Scan every target, and with `passes` 2 the silent targets again.
 
     Args:
-        targets: what to ask.
+        targets: the addresses and ports.
         settings: timeouts, passes, concurrency, verify.
-        ssh_ports: address -> SSH port, where it is not `settings.ssh_port`.
+        ssh_ports: address -> SSH port, if it is not `settings.ssh_port`.
 
     Returns:
-        the findings, in the order of their addresses whoever answered first.
+        The findings, sorted by address.
     """
     scanner = _Scanner(settings, ssh_ports)
     silent = await scanner.sweep(targets, settings.connect_timeout, scanner.at_once)
     if settings.passes == 2 and silent:
-        # Wi-Fi cards that sleep wake up by the first knock: fewer at once, and longer.
+        # The first attempt wakes up Wi-Fi cards in power-save mode. The second has a longer timeout and fewer targets at once.
         silent = await scanner.sweep(silent, settings.second_timeout, max(1, scanner.at_once // 2))
     await scanner.finish()
-    place = {target: i for i, target in enumerate(targets)}
+    order = {target: i for i, target in enumerate(targets)}
     found = scanner.findings
     found.silent = silent
-    found.answers.sort(key=lambda a: place[a.target])
-    found.rejected.sort(key=lambda r: place[r[0]])
+    found.answers.sort(key=lambda a: order[a.target])
+    found.rejected.sort(key=lambda r: order[r[0]])
     return found
 
 
@@ -73,28 +73,28 @@ class _Scanner:
         self.findings = Findings()
         self.host_keys: dict[str, asyncio.Task[tuple[str, ...]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        # A target under question holds three sockets; those not yet connected hold one.
+        # A target that is asked for Ollama uses three sockets; a target that is not connected yet uses one.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.at_once = max(1, min(settings.concurrency, (files - 128) // 4))
         self.asking = asyncio.Semaphore(max(1, self.at_once // 2))
         self.neighbours = _NeighbourTable(neighbour_limit())
 
     async def sweep(self, targets: Sequence[Target], timeout: float, at_once: int) -> list[Target]:
-        """Knocks at every target; returns those that stayed silent for `timeout` seconds."""
+        """Connect to every target; return those that do not answer within `timeout` seconds."""
         silent: list[Target] = []
         step = min(at_once, self.neighbours.limit)
         for start in range(0, len(targets), step):
             batch = targets[start : start + step]
-            await self.neighbours.room_for({t.address for t in batch})
+            await self.neighbours.reserve({t.address for t in batch})
             while len(self.tasks) > self.at_once:
                 await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
-            quiet, refused = await _knock(batch, timeout, self._opened)
+            quiet, refused = await _connect_all(batch, timeout, self._opened)
             silent += quiet
             self.findings.refused += refused
         return silent
 
     async def finish(self) -> None:
-        """Waits for every question that is still open; each has a time limit of its own."""
+        """Wait for all open requests; each has its own timeout."""
         while self.tasks:
             await asyncio.wait(self.tasks)
 
@@ -115,7 +115,7 @@ class _Scanner:
             self.findings.answers.append(replace(answer, host_keys=await self._host_keys(target.address)))
 
     async def _host_keys(self, address: str) -> tuple[str, ...]:
-        """Once an address, however many ports it has."""
+        """Return the host keys of an address, and fetch them once for all its ports."""
         if address not in self.host_keys:
             port = self.ssh_ports.get(address, self.settings.ssh_port)
             fetching = fetch_host_keys(address, port, self.settings.ssh_timeout)
@@ -124,15 +124,17 @@ class _Scanner:
 
 
 async def ask(target: Target, timeout: float, connection: socket.socket | None = None) -> Answer:
-    """Is it Ollama? Version, models and loaded models, all three asked at once.
+    """Return version, models and loaded models of an Ollama server, which are requested at the same time.
+
+    A server without /api/ps (before 0.1.33) has no loaded models.
 
     Args:
-        target: whom.
+        target: the server.
         timeout: seconds for each reply, to its last byte.
-        connection: a socket that is connected to it already.
+        connection: a socket that is already connected to the server.
 
     Raises:
-        BadReply: /api/version or /api/tags is not what Ollama says. Without /api/ps (before 0.1.33) nothing is loaded.
+        BadReply: the reply of /api/version or /api/tags is not from Ollama.
     """
     took = 0.0
 
@@ -154,25 +156,30 @@ async def ask(target: Target, timeout: float, connection: socket.socket | None =
 
     wrong: BadReply | None = None
     try:
-        async with asyncio.TaskGroup() as questions:
-            told = questions.create_task(version()), questions.create_task(tags()), questions.create_task(loaded())
+        async with asyncio.TaskGroup() as requests:
+            results = requests.create_task(version()), requests.create_task(tags()), requests.create_task(loaded())
     except* BadReply as errors:
         wrong = BadReply(str(errors.exceptions[0]))
-    if wrong:  # raised in there it would come as a group of one, in Debian 12's Python
+    if wrong:  # raised inside the block, it would be an exception group in Python 3.11
         raise wrong
-    models, left_out = told[1].result()
+    models, left_out = results[1].result()
     return Answer(
-        target, told[0].result(), tuple(models), tuple(told[2].result()), left_out, response_ms=round(took * 1000, 1)
+        target,
+        results[0].result(),
+        tuple(models),
+        tuple(results[2].result()),
+        left_out,
+        response_ms=round(took * 1000, 1),
     )
 
 
-async def _knock(
+async def _connect_all(
     batch: Sequence[Target], timeout: float, opened: Callable[[Target, socket.socket], None]
 ) -> tuple[list[Target], list[Target]]:
-    """Connects to the whole batch at once; returns the silent ones and those that refused.
+    """Connect to all targets of a batch at once; return the silent ones and those that refused.
 
-    Bare sockets: a task and a timer for each of 254 addresses would take a tenth of the timeout by themselves. For the
-    same reason the clock starts with the first of the batch; the last has half the timeout at least, however slow we are.
+    Plain sockets are used, because a task and a timer for each of 254 addresses take a tenth of the timeout. For the same
+    reason the timeout starts with the first target of the batch; the last target has at least half of it.
     """
     loop = asyncio.get_running_loop()
     pending: dict[Target, socket.socket] = {}
@@ -180,20 +187,20 @@ async def _knock(
     refused: list[Target] = []
     all_done = asyncio.Event()
 
-    def settle(target: Target, connection: socket.socket, error: int) -> None:
+    def finish(target: Target, connection: socket.socket, error: int) -> None:
         if error == 0:
             opened(target, connection)
             return
         connection.close()
         if error in (errno.ECONNREFUSED, errno.ECONNRESET):
             refused.append(target)
-        else:  # unreachable, no route, no buffer: it said nothing itself
+        else:  # unreachable, no route or no buffer: the target itself has not answered
             silent.append(target)
 
     def writable(target: Target) -> None:
         connection = pending.pop(target)
         loop.remove_writer(connection)
-        settle(target, connection, connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        finish(target, connection, connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
         if not pending:
             all_done.set()
 
@@ -207,7 +214,7 @@ async def _knock(
                 pending[target] = connection
                 loop.add_writer(connection, writable, target)
             else:
-                settle(target, connection, error)
+                finish(target, connection, error)
         if pending:
             async with asyncio.timeout_at(max(start + timeout, loop.time() + timeout / 2)):
                 await all_done.wait()
@@ -228,13 +235,14 @@ def _socket_address(target: Target) -> tuple:
 
 
 class _NeighbourTable:
-    """Keeps the addresses asked within the last NEIGHBOUR_SECONDS below what the kernel's table holds."""
+    """Limits the number of addresses scanned within NEIGHBOUR_SECONDS to the size of the kernel's neighbour table."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._until: dict[str, float] = {}
 
-    async def room_for(self, addresses: set[str]) -> None:
+    async def reserve(self, addresses: set[str]) -> None:
+        """Wait until there are free entries for the addresses."""
         while True:
             now = time.monotonic()
             self._until = {a: until for a, until in self._until.items() if until > now}

@@ -1,15 +1,15 @@
-"""What a person may say about a scan."""
+"""The options of a scan."""
 
 from dataclasses import dataclass
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used: one line, what is wrong and what to write instead."""
+    """A setting is invalid; the message is one line and says what is expected."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One scan. Times are in seconds; the plugin's documentation has a line on each field.
+    """The options of one scan. Times are in seconds. The documentation of the inventory plugin describes each field.
 
     Raises:
         SettingsError: a number is out of its range.
@@ -40,13 +40,13 @@ class Settings:
         _within("max_addresses", self.max_addresses, 1, 1 << 20)
         _within("ssh_port", self.ssh_port, 1, 65535)
         if not self.ports:
-            raise SettingsError("ports: is empty; write at least one, Ollama's own is 11434")
+            raise SettingsError("ports: the list is empty; add at least one port, Ollama's default is 11434")
         for port in self.ports:
             _within("ports", port, 1, 65535)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not isinstance(value, int | float):
-        raise SettingsError(f"{name}: got {value!r}, takes a number from {low} to {high}")
+        raise SettingsError(f"{name}: got {value!r}, expected a number from {low} to {high}")
     if not low <= value <= high:
-        raise SettingsError(f"{name}: got {value}, takes {low} to {high}")
+        raise SettingsError(f"{name}: got {value}, expected {low} to {high}")

@@ -1,4 +1,4 @@
-"""SSH host keys: what a machine shows, and what known_hosts says about it (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT)."""
+"""SSH host keys: those that a machine presents, and those in known_hosts (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT)."""
 
 import asyncio
 import base64
@@ -16,14 +16,14 @@ KEY = re.compile(r"(?:ssh|ecdsa|sk)-[\w@.-]{1,64} [A-Za-z0-9+/]{16,2048}={0,2}",
 
 @dataclass(frozen=True)
 class KnownHost:
-    """One line of known_hosts: who (`patterns`, or one hash), which key, and `@revoked` where it says so."""
+    """A line of known_hosts: `patterns` (or one hashed name), the key, and whether the line is marked `@revoked`."""
 
     patterns: tuple[str, ...]
     key: str
     revoked: bool
 
     def names(self, host: str) -> bool:
-        """Whether the line is about `host` (written as in known_hosts: `name`, or `[name]:port`)."""
+        """Return whether the line applies to `host`, given as in known_hosts: `name` or `[name]:port`."""
         if self.patterns[0].startswith("|1|"):
             return _hash_matches(self.patterns[0], host)
         if any(p.startswith("!") and _matches(host, p[1:]) for p in self.patterns):
@@ -32,9 +32,9 @@ class KnownHost:
 
 
 def read_known_hosts(paths: Iterable[str]) -> list[KnownHost]:
-    """The entries of all files; a file that is not there has none, a line that cannot be read is passed over.
+    """Return the entries of all files. Missing files and malformed lines are ignored.
 
-    `@cert-authority` lines are not counted: whether a host's certificate is good only a login tells.
+    `@cert-authority` lines are ignored, too: only a login can verify the certificate of a host.
     """
     entries = []
     for path in paths:
@@ -53,28 +53,29 @@ def read_known_hosts(paths: Iterable[str]) -> list[KnownHost]:
 
 
 def known_hosts_name(host: str, port: int) -> str:
-    """How known_hosts writes a host: bare at port 22, `[host]:port` at any other."""
+    """Return a host as known_hosts writes it: bare at port 22, `[host]:port` at any other."""
     return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
 
 
 def fingerprint(key: str) -> str:
-    """`SHA256:...` of a key, as ssh and `ssh-keygen -l` show it."""
+    """Return `SHA256:...` of a key, as ssh and `ssh-keygen -l` show it."""
     digest = hashlib.sha256(base64.b64decode(key.split()[1])).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 async def fetch_host_keys(address: str, port: int, timeout: float) -> tuple[str, ...]:
-    """The host keys that a machine shows (`type base64`, sorted), or none: no SSH there, no ssh-keyscan here, too slow.
+    """Return the host keys that a machine presents (`type base64`, sorted).
 
-    A hint and no proof: who shows a key need not own it. The proof is SSH's own, at login.
+    The result is empty without an SSH server, without ssh-keyscan on this machine, or after `timeout` seconds. It is no
+    proof of identity: a machine may present a key that it does not own. SSH verifies the key at login.
     """
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout):
-            # Most machines without SSH refuse at once: no process for them.
+            # Most machines without SSH refuse at once and need no process.
             _, writer = await asyncio.open_connection(address, port)
             writer.transport.abort()
             out = await _ssh_keyscan(address, port, timeout)
-        # "address type base64"; the comment lines carry the server's own words and are not looked at.
+        # "address type base64"; comment lines contain text of the server and are ignored.
         lines = (line.partition(" ")[2] for line in out.decode("ascii", "replace").splitlines() if line[:1] != "#")
         return tuple(sorted({key for key in lines if KEY.fullmatch(key) and _decodes(key)}))
     return ()
@@ -103,7 +104,7 @@ def _decodes(key: str) -> bool:
 
 
 def _matches(host: str, pattern: str) -> bool:
-    # fnmatch has [sets], known_hosts has none: "[10.0.0.5]:2222" stands for itself.
+    # fnmatch has character sets, known_hosts has none: "[10.0.0.5]:2222" is literal.
     return fnmatch.fnmatchcase(host, pattern.lower().replace("[", "[[]"))
 
 

@@ -1,4 +1,4 @@
-"""May this machine be logged in to? Only when known_hosts has a key for it, and it shows that key now."""
+"""Whether a machine may be logged in to: known_hosts must have a key for it, and it must present that key."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ _BEST_FIRST = ("ssh-ed25519", "ecdsa-", "ssh-rsa")
 
 @dataclass(frozen=True)
 class Trust:
-    """The judgement on one machine.
+    """Whether one machine is trusted.
 
     Attributes:
-        ready: it may be in the cluster.
+        ready: whether it may be in the cluster.
         place: the address to use.
         reason: one line.
-        fingerprint: of the key that it shows, to compare on the machine itself; empty when it shows none.
-        accept: the one command that accepts that very key; empty when there is nothing to accept.
+        fingerprint: of the key that it presents, for comparison on the machine itself; empty if it presents none.
+        accept: the command that accepts this key; empty if there is nothing to accept.
     """
 
     ready: bool
@@ -28,30 +28,30 @@ class Trust:
     accept: str = ""
 
 
-def judge(machine: Machine, known: Sequence[KnownHost], names: Mapping[str, Sequence[str]], file: str) -> Trust:
-    """Judges a machine by known_hosts.
+def check_trust(machine: Machine, known: Sequence[KnownHost], names: Mapping[str, Sequence[str]], file: str) -> Trust:
+    """Check a machine against known_hosts.
 
     Args:
-        machine: what was found.
+        machine: the machine.
         known: all entries of known_hosts.
-        names: address -> names by which the inventory's declared hosts would log in to it.
-        file: the known_hosts file that the accepting command writes to.
+        names: address -> names by which declared hosts of the inventory are reached.
+        file: the known_hosts file to which the accepting command writes.
     """
     if machine.local:
         return Trust(True, machine.places[0], "this machine")
-    judgements = [_judge_place(place, known, names.get(place.address, ()), file) for place in machine.places]
-    return next((j for j in judgements if j.ready), judgements[0])
+    results = [_check_place(place, known, names.get(place.address, ()), file) for place in machine.places]
+    return next((result for result in results if result.ready), results[0])
 
 
-def _judge_place(place: Place, known: Sequence[KnownHost], names: Sequence[str], file: str) -> Trust:
+def _check_place(place: Place, known: Sequence[KnownHost], names: Sequence[str], file: str) -> Trust:
     hosts = {known_hosts_name(host, place.ssh_port) for host in (place.address, *names)}
-    # ssh(1) also takes a matching key from the entry without a port.
+    # ssh(1) also accepts a matching key from an entry without a port.
     bare = {host.lower() for host in (place.address, *names)}
     entries = [e for e in known if any(e.names(host) for host in hosts)]
     shown = set(place.host_keys)
     where = known_hosts_name(place.address, place.ssh_port)
     if not shown:
-        return Trust(False, place, f"no SSH server shows its key on port {place.ssh_port}")
+        return Trust(False, place, f"no SSH server presents a key on port {place.ssh_port}")
     key = min(place.host_keys, key=lambda k: [not k.startswith(kind) for kind in _BEST_FIRST])
     if any(e.revoked and e.key in shown for e in entries):
         return Trust(False, place, "its SSH host key is revoked in known_hosts", fingerprint(key))
@@ -63,7 +63,7 @@ def _judge_place(place: Place, known: Sequence[KnownHost], names: Sequence[str],
         return Trust(
             False,
             place,
-            "its SSH host key is not the one in known_hosts: another machine has this address now, or stands in between",
+            "its SSH host key is not the one in known_hosts: another machine has this address now, or intercepts the connection",
             fingerprint(key),
             f"ssh-keygen -f {file} -R '{where}'; {accept}",
         )

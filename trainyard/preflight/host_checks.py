@@ -98,7 +98,7 @@ def resources(state: HostState, memory_mib: int) -> list[Finding]:
     if health["inodes_free"] == 0 and free > 0:
         out.failure("disk", f"there is no free inode in {state.host.data_dir}", "delete small files")
     available, total = health["memory"]["available_mib"], health["memory"]["total_mib"]
-    if not health["memory_had"]:
+    if not health["memory_allocated"]:
         text = f"a process cannot allocate {memory_mib} MiB of memory ({available} of {total} MiB are reported as free)"
         out.failure("memory", text, "end the programs that use it, or raise the memory limit of the host")
     elif available < MEMORY_LOW:
@@ -153,7 +153,7 @@ def datasets(state: HostState) -> list[Finding]:
             f"{path} is damaged: its SHA-256 digest is not the one in its name",
             "delete it: train.yml copies it again",
         )
-        for path in state.health["files"]["spoilt"]
+        for path in state.health["files"]["damaged"]
     ]
 
 

@@ -42,7 +42,7 @@ def main() -> NoReturn:
     except (SupervisorError, OSError, ValueError) as error:
         answer = {"error": " ".join(str(error).split())}
     except Exception as error:
-        answer = {"error": "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]}
+        answer = {"error": "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]}
     print(json.dumps(answer), flush=True)
     # Threads and libraries that are still busy must not delay the answer.
     os._exit(1 if "error" in answer else 0)

@@ -47,7 +47,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         See the functions of this module. `clock` has this host's time at the start and at the end, in seconds since the
-        epoch; `memory_had` tells whether the memory could be allocated.
+        epoch; `memory_allocated` tells whether the memory could be allocated.
     """
     start = time.time()
     data_dir = Path(request["data_dir"])
@@ -59,7 +59,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "devices": interface_details(),
         "names": resolve([*request["peers"], socket.gethostname()]),
         "memory": room,
-        "memory_had": room["available_mib"] > request["memory_mib"] and can_allocate(request["memory_mib"]),
+        "memory_allocated": room["available_mib"] > request["memory_mib"] and can_allocate(request["memory_mib"]),
         "quota": quota([limits["cpus"]] if "cpus" in limits else []),
         "load": os.getloadavg()[0],
         "busy": busy(),
@@ -249,13 +249,13 @@ def sha256(path: Path) -> str:
 def files(data_dir: Path, run: str) -> dict[str, Any]:
     """Return what is wrong with files of the data folder.
 
-    `spoilt` lists staged datasets whose content does not match the digest in their name. `equal` has digests of the
+    `damaged` lists staged datasets whose content does not match the digest in their name. `equal` has digests of the
     files that must be the same on every host: the datasets that the role nfs copies, and the run's trainer.
     """
-    spoilt, equal = [], {}
+    damaged, equal = [], {}
     for path in sorted((data_dir / "store/datasets").glob("*")):
         if path.is_file() and not sha256(path).startswith(path.name.partition(".")[0]):
-            spoilt.append(str(path))
+            damaged.append(str(path))
     folder = data_dir / "datasets"
     # A folder that is mounted from the head holds the head's files, and a dead head takes long to answer.
     if folder.is_dir() and f" {folder} " not in read("/proc/mounts"):
@@ -265,7 +265,7 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
     trainer = data_dir / "runs" / run / "trainer.zip"
     if run and trainer.exists():
         equal[f"runs/{run}/trainer.zip"] = sha256(trainer)
-    return {"spoilt": spoilt, "equal": equal}
+    return {"damaged": damaged, "equal": equal}
 
 
 def sudo() -> bool:

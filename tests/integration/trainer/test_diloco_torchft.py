@@ -16,22 +16,22 @@ from typing import Any
 
 import pytest
 from run_hosts import free_port
-from test_apart import LONG, PAIR, newest, result
+from test_sharded import LONG, PAIR, newest, result
 from test_torchrun import assert_every_sample_once, the_order, weights
 from trainer_runs import TOP, Cluster, Here, lines, losses, until
 
-from trainer.distributed.replica import NO_MEMBER, Member
+from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.errors import UserError
+from trainer.run_state import RunHistory
 from trainer.supervise.processes import run_processes
-from trainer.telemetry import Past
 
 FIXED = LONG | {"strategy": "diloco", "local_steps": 5}
 MEMBERS = FIXED | {"diloco_members": "torchft"}
 
 
 def test_a_member_is_told_its_place() -> None:
-    assert Member.parse(None, None, None) is NO_MEMBER
-    assert Member.parse("1/3", "2", "10.0.0.1:29501") == Member(1, 3, 2, "10.0.0.1:29501")
+    assert Replica.parse(None, None, None) is SINGLE_REPLICA
+    assert Replica.parse("1/3", "2", "10.0.0.1:29501") == Replica(1, 3, 2, "10.0.0.1:29501")
     for said in (
         ("3/3", None, "a:1"),
         ("x", None, "a:1"),
@@ -40,29 +40,31 @@ def test_a_member_is_told_its_place() -> None:
         ("0/2", "-", "a:1"),
     ):
         with pytest.raises(UserError, match=r"--(replica|lighthouse|first-rank): got "):
-            Member.parse(*said)
+            Replica.parse(*said)
 
 
 def test_a_form_without_its_place_is_refused(here: Here) -> None:
     assert here(strategy="diloco", diloco_members="torchft") != 0
-    assert "give --replica 0/2 and --lighthouse HOST:PORT" in here.err
+    assert "set --replica 0/2 and --lighthouse HOST:PORT" in here.err
     assert here(replica="0/2", lighthouse="127.0.0.1:1") != 0
-    assert "--replica is for strategy=diloco with diloco_members=torchft" in here.err
+    assert "--replica requires strategy=diloco and diloco_members=torchft" in here.err
 
 
 def test_records_of_a_round_that_was_not_ended_do_not_hold() -> None:
-    past = Past([{"start": "a", "step": 0, "head": ""}])
-    past.met(["a", "b"], 0, 5)
-    past.met(["a"], 5, 10)
-    past.met(["a", "c"], 10, 15)
-    later = Past([*past.starts, {"start": "d", "step": 15, "head": ""}])
-    held = {name: [step for step in range(1, 20) if later.holds({"start": name, "step": step})][-1] for name in "abc"}
+    history = RunHistory([{"start": "a", "step": 0, "head": ""}])
+    history.add_sync(["a", "b"], 0, 5)
+    history.add_sync(["a"], 5, 10)
+    history.add_sync(["a", "c"], 10, 15)
+    later = RunHistory([*history.starts, {"start": "d", "step": 15, "head": ""}])
+    held = {
+        name: [step for step in range(1, 20) if later.is_valid({"start": name, "step": step})][-1] for name in "abc"
+    }
     assert held == {"a": 15, "b": 5, "c": 15}
-    assert past.start == "a" and later.start == "d"
+    assert history.start == "a" and later.start == "d"
 
 
 def both(cluster: Cluster, lighthouse: str, run: str = "r", **fields: Any) -> None:
-    launchers = [cluster.start_member(number, 2, lighthouse, run, **(MEMBERS | fields)) for number in (0, 1)]
+    launchers = [cluster.start_replica(number, 2, lighthouse, run, **(MEMBERS | fields)) for number in (0, 1)]
     assert cluster.wait(launchers, 150) == [0, 0], cluster.logs(run)
 
 
@@ -77,7 +79,7 @@ def test_the_curve_of_the_plain_form_and_a_resume(cluster: Cluster) -> None:
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
     wanted = cluster.run(2, run="plain", **FIXED)
     lighthouse = cluster.lighthouse()
-    launchers = [cluster.start_member(number, 2, lighthouse, **MEMBERS) for number in (0, 1)]
+    launchers = [cluster.start_replica(number, 2, lighthouse, **MEMBERS) for number in (0, 1)]
     step = cluster.stop_between(launchers, 100)
     both(cluster, lighthouse)
     assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)) == wanted, "bit-equal"
@@ -112,7 +114,7 @@ class Supervised:
             restarts=3,
             backend="process",
             lighthouse=lighthouse if number == 0 else "",
-            command=cluster.member_command(number, count, lighthouse, **fields),
+            command=cluster.replica_command(number, count, lighthouse, **fields),
         )
         assert "error" not in started, started
 
@@ -142,7 +144,7 @@ def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) 
         status = part.status()
     assert status["status"] == "failed" and not status["node"].get("restarted")
     assert status["node"]["error"].startswith(
-        f"the run's lighthouse exited 3 times: cannot listen at {lighthouse}: Address already in use"
+        f"the run's lighthouse exited 3 times: lighthouse: cannot listen on {lighthouse}: Address already in use"
     )
     assert not run_processes(part.run_dir)
 
@@ -228,7 +230,7 @@ def test_replicas_of_several_ranks(cluster: Cluster) -> None:
     assert cluster.wait(cluster.start(2, 2, "plain", **fields)) == [0, 0], cluster.logs("plain")
     lighthouse = cluster.lighthouse()
     fields |= {"diloco_members": "torchft"}
-    launchers = [cluster.start_member(number, 2, lighthouse, ranks=2, **fields) for number in (0, 1)]
+    launchers = [cluster.start_replica(number, 2, lighthouse, ranks=2, **fields) for number in (0, 1)]
     assert cluster.wait(launchers, 150) == [0, 0], cluster.logs()
     assert_every_sample_once(cluster, [(0, 0), (0, 1), (1, 2), (1, 3)])
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "plain"))

@@ -1,4 +1,4 @@
-"""Whole runs of one rank: every kind of spec, of data and of trouble."""
+"""Complete runs of one rank: every kind of spec, dataset and error."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import TOP, Here, chat, lines, records, until, write_jsonl
 
-from trainer.checkpoint import whole_checkpoints
+from trainer.checkpoint import complete_checkpoints
 from trainer.config.run_spec import make_spec
 from trainer.data.order import held_out
-from trainer.train import StopAsked
+from trainer.run_dir import StopRequest
 
 FEW = {"max_steps": 6}
-INTERRUPTED = "interrupted; started again, the run goes on from its newest checkpoint"
+INTERRUPTED = "interrupted: start the run again to resume from its newest checkpoint"
 
 
 def error(here: Here) -> str:
-    """Return the one line that a failed start said, which is also in its heartbeat."""
+    """Return the one-line error of a failed start, which is also in its heartbeat."""
     said = [line for line in here.err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "Traceback" not in here.err, here.err
     return said[0].removeprefix("error: ")
 
 
-def test_a_run_leaves_what_it_should(here: Here) -> None:
+def test_the_files_of_a_finished_run(here: Here) -> None:
     assert here(epochs=2, loggers="tensorboard", checkpoint_interval=5, eval_interval=5, eval_split=0.1) == 0, here.err
     result, metrics = here.result(), lines(here.run_dir() / "metrics.jsonl")
     steps = len(metrics)
@@ -45,14 +45,14 @@ def test_a_run_leaves_what_it_should(here: Here) -> None:
     assert result["tokens"] == sum(record["tokens"] for record in metrics) > result["trained_tokens"] > 0
     adapter = Path(result["adapter"])
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {f.name for f in adapter.iterdir()}
-    assert sorted(whole_checkpoints(here.run_dir() / "checkpoints"))[-1] == steps
+    assert sorted(complete_checkpoints(here.run_dir() / "checkpoints"))[-1] == steps
     assert list((here.run_dir() / "tensorboard").iterdir())
     assert f"step {steps}/{steps}" in here.out
     state = json.loads((here.run_dir() / "state" / "rank0.json").read_text())
     assert (state["status"], state["step"], state["error"]) == ("finished", steps, None)
 
 
-def test_the_adapter_is_what_peft_reads_and_does_what_was_trained(here: Here) -> None:
+def test_peft_loads_the_adapter_with_the_trained_weights(here: Here) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -104,10 +104,10 @@ def test_every_kind_of_run(fields: dict[str, Any], here: Here) -> None:
     assert result["steps"] == 6 and result["loss_last"] < 20
     assert ("model_sha256" in result) == (fields.get("lora_r") == 0)
     for line in (here.run_dir() / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)  # no Infinity, no NaN: others read this too
+        json.loads(line, parse_constant=pytest.fail)  # no Infinity and no NaN: other programs read this file
 
 
-def test_less_memory_is_the_same_arithmetic(here: Here) -> None:
+def test_options_that_save_memory_do_not_change_the_losses(here: Here) -> None:
     assert here("plain", **FEW) == here("again", gradient_checkpointing=True, **FEW) == 0
     assert here.losses("again") == pytest.approx(here.losses("plain"), abs=1e-6)
     assert here("small", batch_size=1, **FEW) == 0
@@ -165,15 +165,15 @@ def test_a_dataset_of_one_sample(here: Here, tmp_path: Path) -> None:
     assert here.result()["eval_loss"] is None and here.result()["samples"] == 3
 
 
-def test_no_eval(here: Here) -> None:
+def test_no_evaluation(here: Here) -> None:
     assert here(eval_split=0, **FEW) == 0
     assert here.result()["eval_loss"] is None
 
 
-def test_what_is_held_out_is_never_trained_on(here: Here) -> None:
+def test_held_out_samples_are_never_trained_on(here: Here) -> None:
     assert here(eval_split=0.25, epochs=2) == 0, here.err
     used = [s for record in lines(here.run_dir() / "samples" / "rank0.jsonl") for row in record["rows"] for s in row]
-    assert sorted(used) == sorted([*range(90)] * 2), "places among the 90 that are not held out"
+    assert sorted(used) == sorted([*range(90)] * 2), "indices among the 90 that are not held out"
     spec = make_spec({"eval_split": 0.25}, "")
     out = held_out(spec, 120)
     assert len(set(out)) == 30 and out == held_out(spec, 120)
@@ -181,19 +181,21 @@ def test_what_is_held_out_is_never_trained_on(here: Here) -> None:
     assert [len(held_out(spec, samples)) for samples in (1, 2, 3, 4, 8)] == [0, 1, 1, 1, 2]
 
 
-def test_eval_does_not_change_training(here: Here) -> None:
+def test_evaluation_does_not_change_training(here: Here) -> None:
     assert here("often", eval_interval=1, lora_dropout=0.2, **FEW) == 0
     assert here("never", eval_interval=0, lora_dropout=0.2, **FEW) == 0
     assert here.losses("often") == here.losses("never")
     assert here.result("often")["eval_loss"] == here.result("never")["eval_loss"]
 
 
-def test_fake_data_has_the_steps_that_were_asked_for(here: Here) -> None:
+def test_fake_data_has_the_requested_number_of_steps(here: Here) -> None:
     assert here(fake_data=True, max_steps=7, eval_split=0.5) == 0, here.err
     assert here.result()["steps"] == 7 and here.result()["tokens"] == 7 * 4 * 64
 
 
-def test_tiny_alone_and_a_home_folder(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiny_model_and_a_dataset_in_the_home_folder(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_jsonl(tmp_path / "home.jsonl", records(20))
     assert here("a", model="tiny", dataset="~/home.jsonl", max_steps=1) == 0, here.err
@@ -203,11 +205,11 @@ def test_tiny_alone_and_a_home_folder(here: Here, tmp_path: Path, monkeypatch: p
     assert len(list((here.folder / "store" / "models").glob("tiny-*"))) == 2
 
 
-# Stopping and going on -------------------------------------------------------------------------------------------------
+# Stopping and resuming ---------------------------------------------------------------------------------------------------
 
 
 def stop_at(here: Here, step: int, how: str, **fields: Any) -> None:
-    """Start the run and ask it to stop when `step` is recorded."""
+    """Start the run and request a stop when `step` is recorded."""
     metrics = here.run_dir() / "metrics.jsonl"
 
     def ask() -> None:
@@ -225,24 +227,24 @@ def stop_at(here: Here, step: int, how: str, **fields: Any) -> None:
 
 @pytest.mark.parametrize("how", ["file", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("fields", [{}, {"lora_dropout": 0.3}], ids=["plain", "dropout"])
-def test_stop_and_go_on_is_bit_equal(how: str, fields: dict[str, Any], here: Here) -> None:
+def test_stop_and_resume_is_bit_equal(how: str, fields: dict[str, Any], here: Here) -> None:
     fields = {"epochs": 4, "checkpoint_interval": 7, **fields}
     assert here("straight", **fields) == 0
     stop_at(here, 5, how, **fields)
     stopped = len(here.losses())
     assert 5 <= stopped < len(here.losses("straight")), "stopped before the end"
     assert not (here.run_dir() / "result.json").exists()
-    assert not (here.run_dir() / "stop").exists(), "the next start is not meant by it"
+    assert not (here.run_dir() / "stop").exists(), "the request does not apply to the next start"
     assert json.loads((here.run_dir() / "state" / "rank0.json").read_text())["status"] == "stopped"
     assert here(**fields) == 0, here.err
-    assert f"going on from step {stopped} of" in here.out
+    assert f"resuming from step {stopped} of" in here.out
     assert here.losses() == here.losses("straight")
     first, second = here.result("straight"), here.result()
     for name in ("tokens", "trained_tokens", "samples", "loss_first", "loss_last", "eval_loss", "adapter_sha256"):
         assert second[name] == first[name], name
 
 
-def test_a_model_with_dropout_of_its_own_goes_on_bit_equal(here: Here, tmp_path: Path) -> None:
+def test_a_model_with_its_own_dropout_resumes_bit_equal(here: Here, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
@@ -257,20 +259,20 @@ def test_a_model_with_dropout_of_its_own_goes_on_bit_equal(here: Here, tmp_path:
     assert here.losses() == here.losses("straight")
 
 
-def test_a_second_interrupt_is_meant_now_but_not_under_torchrun(
+def test_a_second_interrupt_ends_the_run_at_once_but_not_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        asked = StopAsked(tmp_path)
+        asked = StopRequest(tmp_path)
         assert not asked
         signal.raise_signal(signal.SIGINT)
         assert asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        # There one Ctrl-C comes twice, from the terminal and from the launcher.
+        # Under torchrun one Ctrl-C arrives twice: from the terminal and from the launcher.
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-        asked = StopAsked(tmp_path)
+        asked = StopRequest(tmp_path)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert asked
@@ -279,9 +281,9 @@ def test_a_second_interrupt_is_meant_now_but_not_under_torchrun(
             signal.signal(number, handler)
 
 
-def test_an_interrupt_while_torch_is_loaded_ends_plainly(tmp_path: Path, dataset: Path) -> None:
+def test_an_interrupt_while_torch_is_imported_is_a_one_line_error(tmp_path: Path, dataset: Path) -> None:
     command = [sys.executable, "-m", "trainer", "--run=r", f"--dataset={dataset}", f"--data-dir={tmp_path}"]
-    # Who started the tests in a shell's background has SIGINT ignored, and so would a child have.
+    # Tests in the background of a shell ignore SIGINT, and a child process would inherit that.
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     process = subprocess.Popen(command, cwd=TOP, stderr=subprocess.PIPE, text=True, **heard)
     state = tmp_path / "runs" / "r" / "state" / "rank0.json"
@@ -289,14 +291,14 @@ def test_an_interrupt_while_torch_is_loaded_ends_plainly(tmp_path: Path, dataset
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     ended = json.loads(state.read_text())
-    if process.returncode == 0:  # on a busy machine the signal may find torch loaded: then the loop stops, as it should
+    if process.returncode == 0:  # on a busy machine torch may be loaded when the signal arrives; then the loop stops
         assert ended["status"] == "stopped"
         return
     assert (process.returncode, said) == (1, f"error: {INTERRUPTED}\n")
     assert ended["error"]["message"] == INTERRUPTED
 
 
-def test_a_finished_run_says_so_and_does_nothing(here: Here) -> None:
+def test_a_finished_run_is_not_repeated(here: Here) -> None:
     assert here(**FEW) == 0
     before = {file: file.stat().st_mtime_ns for file in here.run_dir().rglob("*") if file.is_file()}
     assert here(**FEW) == 0
@@ -322,27 +324,29 @@ def test_a_run_that_died_between_its_last_step_and_its_result(here: Here) -> Non
     assert len(here.losses()) == 6
 
 
-def test_another_spec_under_the_same_name_is_refused(here: Here) -> None:
+def test_a_different_spec_with_the_same_name_is_rejected(here: Here) -> None:
     assert here(**FEW) == 0
     kept = (here.run_dir() / "spec.yml").read_text()
     assert here(lr=0.5, **FEW) == 1
-    assert error(here) == "run r exists with another spec (lr: was 0.01, now 0.5): take another name with run="
+    assert error(here) == "run r exists with a different spec (lr: was 0.01, now 0.5): set another run name with run="
     assert (here.run_dir() / "spec.yml").read_text() == kept
     assert here(resume="never", **FEW) == 1
     assert "has checkpoints in" in error(here) and "resume is never" in error(here)
-    assert here(checkpoint_keep=5, **FEW) == 0, "what a resumed run may change"
+    assert here(checkpoint_keep=5, **FEW) == 0, "a resumed run may change this field"
 
 
-def test_a_dataset_that_changed_under_a_run_is_refused(here: Here, tmp_path: Path) -> None:
+def test_a_changed_dataset_is_rejected(here: Here, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "d.jsonl", records(60))
     stop_at(here, 2, "file", dataset=data, epochs=20)
     assert len(here.losses()) < 100
     write_jsonl(data, records(61))
     assert here(dataset=data, epochs=20) == 1
-    assert error(here).startswith(f"dataset: {data} or its encoding is not what run r began with: put the old one back")
+    assert error(here).startswith(
+        f"dataset: {data} or its encoding has changed since run r started: restore the original"
+    )
 
 
-def test_records_past_the_checkpoint_are_cut_back(here: Here) -> None:
+def test_records_after_the_checkpoint_are_removed(here: Here) -> None:
     stop_at(here, 3, "file", epochs=4)
     stopped = len(here.losses())
     for name in ("metrics.jsonl", "samples/rank0.jsonl", "samples/rank3.jsonl"):
@@ -359,14 +363,14 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
     fields = {"epochs": 2, "checkpoint_interval": 3}
     assert here("straight", **fields) == 0
     stop_at(here, 5, "file", **fields)
-    newest = max(whole_checkpoints(here.run_dir() / "checkpoints"))
+    newest = max(complete_checkpoints(here.run_dir() / "checkpoints"))
     os.truncate(here.run_dir() / "checkpoints" / f"step-{newest:08d}" / "optimizer.pt", 50)
     assert here(**fields) == 0, here.err
-    assert "is not whole (optimizer.pt has 50 of" in here.out and "going on from step 3 of" in here.out
+    assert "is incomplete (optimizer.pt has 50 of" in here.out and "resuming from step 3 of" in here.out
     assert here.losses() == here.losses("straight")
 
 
-# RemoteError ---------------------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -382,30 +386,30 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
         ({"model": "org/none"}, "model: cannot load the tokenizer of org/none (offline: HF_HUB_OFFLINE is set)"),
         ({"lora_targets": "qq_proj"}, "lora_targets: "),
         ({"backend": "unsloth"}, "backend: unsloth needs an NVIDIA GPU"),
-        ({"loggers": "wandb"}, "loggers: wandb is not installed here"),
+        ({"loggers": "wandb"}, "loggers: wandb is not installed on this host"),
         ({"seq_length": 1024}, "has 512 positions, got 1024: set seq_length=512"),
         ({"seq_length": 8, "max_steps": 1}, ""),
         ({"lr": 1e30, "epochs": 3}, "loss is not a number at step "),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_a_person_can_mend_is_one_plain_line(fields: dict[str, Any], why: str, here: Here) -> None:
+def test_an_error_that_a_user_can_fix_is_one_line(fields: dict[str, Any], why: str, here: Here) -> None:
     status = here(**fields)
     if not status and not why:
-        return  # seq_length 8 has place for an answer now and then
+        return  # some answers start within 8 tokens
     assert status == 1
     assert error(here).startswith(why) or why in error(here)
     state = json.loads((here.run_dir() / "state" / "rank0.json").read_text())
     assert state["status"] == "failed" and state["error"]["plain"] and state["error"]["message"] == error(here)
 
 
-def test_a_spec_that_is_none_is_told_before_anything(here: Here) -> None:
+def test_an_invalid_spec_is_reported_first(here: Here) -> None:
     assert here(lr="fast") == 2
     assert error(here).startswith("run spec: lr: got 'fast', takes a number > 0")
     assert not here.run_dir().exists()
 
 
-def test_a_folder_that_cannot_be_written(here: Here) -> None:
+def test_a_folder_that_is_not_writable(here: Here) -> None:
     here.folder.joinpath("runs").write_text("a file where a folder should be")
     assert here(**FEW) == 1
     assert error(here).startswith("cannot write: ")

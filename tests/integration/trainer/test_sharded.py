@@ -21,7 +21,7 @@ from test_fast_kernels import ALONE, CPU, MAY
 from test_torchrun import assert_every_sample_once, weights
 from trainer_runs import TOP, WIDE, Cluster, Here, llama
 
-from trainer.checkpoint import whole_checkpoints
+from trainer.checkpoint import complete_checkpoints
 from trainer.config.run_spec import from_opendiloco, make_spec, parse_flags, read_spec
 from trainer.distributed.world import World
 from trainer.errors import UserError
@@ -30,7 +30,7 @@ from trainer.planner.cost import Layout, wire_bytes
 from trainer.planner.model_shape import shape_of
 from trainer.strategy import make_strategy
 from trainer.strategy.replicas import by_speed, deal
-from trainer.train import due
+from trainer.train import is_due
 
 # Equal portions: with those by speed, who trains on what would differ from run to run.
 LONG = {"epochs": 200, "max_steps": 40, "checkpoint_interval": 10, "lora_r": 8, "balance": "even"}
@@ -57,7 +57,7 @@ def test_a_slow_replica_steps_less_often() -> None:
 @pytest.mark.parametrize("interval", [0, 1, 3, 10, 25])
 @pytest.mark.parametrize("stride", [1, 4, 10, 30])
 def test_what_is_due_comes_at_the_next_meeting(interval: int, stride: int) -> None:
-    came = [now for now in range(stride, 121, stride) if due(interval, now - stride, now)]
+    came = [now for now in range(stride, 121, stride) if is_due(interval, now - stride, now)]
     wanted = {-(-step // stride) * stride for step in range(interval, 121, interval)} if interval else set()
     assert came == sorted(step for step in wanted if step <= 120)
 
@@ -132,12 +132,12 @@ def test_diloco_resumes_at_a_meeting(here: Here) -> None:
     fields = {"strategy": "diloco", "local_steps": 4, "max_steps": 10, "checkpoint_interval": 3, "epochs": 2}
     assert here("straight", **fields) == 0, here.err
     # Meetings after 4, 8 and (the end) 10; each had a checkpoint due since the one before.
-    assert set(whole_checkpoints(here.run_dir("straight") / "checkpoints")) == {8, 10}
+    assert set(complete_checkpoints(here.run_dir("straight") / "checkpoints")) == {8, 10}
     shutil.rmtree(here.run_dir("straight") / "checkpoints" / "step-00000010")
     kept, wanted = here.losses("straight"), weights(here.run_dir("straight"))
     (here.run_dir("straight") / "result.json").unlink()
     assert here("straight", **fields) == 0, here.err
-    assert "going on from step 8 of 10" in here.out
+    assert "resuming from step 8 of 10" in here.out
     assert here.losses("straight") == kept and weights(here.run_dir("straight")) == wanted
 
 
@@ -178,7 +178,7 @@ def result(cluster: Cluster, run: str = "r", host: int = 0) -> dict[str, Any]:
 
 def newest(cluster: Cluster, host: int, run: str = "r") -> Path:
     folder = cluster.run_dir(host, run) / "checkpoints"
-    return folder / f"step-{max(whole_checkpoints(folder)):08d}"
+    return folder / f"step-{max(complete_checkpoints(folder)):08d}"
 
 
 @pytest.mark.slow
@@ -197,13 +197,13 @@ def test_diloco_stops_resumes_and_outlives_a_host(cluster: Cluster) -> None:
     step = cluster.stop_between(launchers)
     assert cluster.run(2, **fields) == wanted, "bit-equal"
     assert_every_sample_once(cluster, PAIR)
-    assert "is passed on" not in cluster.logs(), "the inner states are unlike, and that is right"
+    assert "checkpoint: copying" not in cluster.logs(), "the inner states are unlike, and that is right"
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "straight"))
 
     # A host that comes back with an empty disk takes the other's inner state.
     shutil.rmtree(cluster.run_dir(1, "lost"))
     healed = cluster.run(2, run="lost", **fields)
-    assert f"checkpoint: step {step} is passed on to the hosts that lack it" in cluster.logs("lost")
+    assert f"checkpoint: copying step {step} to the hosts that lack it" in cluster.logs("lost")
     assert healed[:step] == wanted[:step] and healed[-1] == pytest.approx(wanted[-1], rel=0.03)
 
 
@@ -258,7 +258,7 @@ def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
         (cluster.run_dir(host) / "result.json").unlink()
         shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000010")
     assert cluster.run(2, 2, **fields) == pytest.approx(wanted, rel=1e-4)
-    assert "going on from step 5 of 10" in cluster.logs()
+    assert "resuming from step 5 of 10" in cluster.logs()
     assert ends("r") == ended
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trainer_runs import Cluster, Here, losses
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint import Kept, _in_place, _owners, whole_checkpoints
+from trainer.checkpoint import HostCheckpoint, _in_place, _owners, complete_checkpoints
 from trainer.config.run_spec import make_spec
 from trainer.errors import UserError
 from trainer.files import sha256_file
@@ -61,12 +61,12 @@ def test_killed_and_taken_up_it_walks_ddps_curve(case: str, cluster: Cluster, cu
     launchers[0].kill()
     assert all(cluster.wait(launchers)), cluster.logs()
     assert len(losses(cluster.run_dir())) < 30, "killed before its end"
-    kept = [whole_checkpoints(cluster.run_dir(host) / "checkpoints") for host in (0, 1)]
+    kept = [complete_checkpoints(cluster.run_dir(host) / "checkpoints") for host in (0, 1)]
     assert max(kept[0]) >= 10 and {**kept[0], **kept[1]} == {**kept[1], **kept[0]}
     if lost:
         shutil.rmtree(cluster.run_dir(1))
     took = cluster.run(hosts, **fields)
-    assert "going on from step" in (cluster.run_dir() / "logs" / "rank0.log").read_text()
+    assert "resuming from step" in (cluster.run_dir() / "logs" / "rank0.log").read_text()
     assert took == pytest.approx(losses(curves.run_dir(0, "full" if full else "lora")), abs=1e-3)
     weights = "model/model.safetensors" if full else "adapter/adapter_model.safetensors"
     assert len({sha256_file(cluster.run_dir(host) / weights) for host in range(hosts)}) == 1
@@ -78,7 +78,7 @@ def test_killed_and_taken_up_it_walks_ddps_curve(case: str, cluster: Cluster, cu
 def test_a_model_on_every_host_is_kept_whole_on_every_host(cluster: Cluster, curves: Cluster) -> None:
     fields = UNEVEN | STEPS | {"strategy": "fsdp", "fsdp_shard": "host", "checkpoint_keep": 1} | FULL
     assert cluster.run(2, 2, **fields) == pytest.approx(losses(curves.run_dir(0, "full")), abs=1e-3)
-    kept = [Kept.read(cluster.run_dir(host) / "checkpoints" / "step-00000030") for host in (0, 1)]
+    kept = [HostCheckpoint.read(cluster.run_dir(host) / "checkpoints" / "step-00000030") for host in (0, 1)]
     assert kept[0].here == kept[1].here and not kept[0].elsewhere
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} < set(kept[0].here)
 
@@ -120,7 +120,7 @@ def test_fsdp_goes_on_bit_equal(fields: dict[str, Any], here: Here) -> None:
     shutil.rmtree(here.run_dir() / "checkpoints" / "step-00000006")
     (here.run_dir() / "result.json").unlink()
     assert here(**fields) == 0, here.err
-    assert "going on from step 3 of 6" in here.out
+    assert "resuming from step 3 of 6" in here.out
     assert here.losses() == here.losses("straight")
 
 
@@ -139,19 +139,19 @@ def test_what_does_not_go_together_is_said(fields: dict[str, Any], said: str) ->
     assert said in str(caught.value)
 
 
-# Checkpoints in parts, as agree sees them -------------------------------------------------------------------------------
+# Checkpoints in parts, as find_checkpoint sees them -------------------------------------------------------------------------------
 
 ALL = {name: {"bytes": 1, "sha256": name} for name in ("state.json", "part0", "part1")}
 
 
-def part(rank: int) -> Kept:
+def part(rank: int) -> HostCheckpoint:
     """Return what the host of `rank`, one of two, keeps."""
     here = {name: about for name, about in ALL.items() if name in ("state.json", f"part{rank}")}
-    return Kept(here, {name: about for name, about in ALL.items() if name not in here}, (rank,))
+    return HostCheckpoint(here, {name: about for name, about in ALL.items() if name not in here}, (rank,))
 
 
 def test_parts_are_one_checkpoint() -> None:
-    assert part(0).digest == part(1).digest == Kept(ALL, {}, ()).digest
+    assert part(0).digest == part(1).digest == HostCheckpoint(ALL, {}, ()).digest
     assert _owners([part(0), part(1)]) == {"state.json": 0, "part0": 0, "part1": 1}
     assert _owners([None, part(0), None]) == {"state.json": 1, "part0": 1, "part1": None}, "a part is lost"
 
@@ -163,9 +163,9 @@ def test_parts_are_one_checkpoint() -> None:
         ([part(1), part(0)], False),
         ([part(0), part(1), None], False),
         ([part(0), part(1), part(1)], False),
-        ([Kept(ALL, {}, ())] * 3, True),
-        ([Kept(ALL, {}, (0, 1)), None], False),
+        ([HostCheckpoint(ALL, {}, ())] * 3, True),
+        ([HostCheckpoint(ALL, {}, (0, 1)), None], False),
     ],
 )
-def test_who_has_to_be_given_something(holders: list[Kept | None], in_place: bool) -> None:
+def test_who_has_to_be_given_something(holders: list[HostCheckpoint | None], in_place: bool) -> None:
     assert _in_place(holders) == in_place

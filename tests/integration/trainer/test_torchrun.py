@@ -1,4 +1,4 @@
-"""Runs of several ranks under real torchrun: any number of them walks the same curve, through stops, kills and losses."""
+"""Runs of several ranks under real torchrun: the losses are the same for any number of ranks, also after stops and kills."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from trainer_runs import Cluster, Here, lines, losses, records, until, write_jsonl
 
-from trainer.checkpoint import whole_checkpoints
+from trainer.checkpoint import complete_checkpoints
 from trainer.config.run_spec import read_spec
 from trainer.data.encode import load_corpus, split
 from trainer.data.order import Order, held_out
@@ -33,12 +33,12 @@ def alive(pid: int) -> bool:
 
 
 def weights(run_dir: Path) -> str:
-    """Return the digest of a finished run's adapter; peft writes the rest of its folder in no fixed order."""
+    """Return the digest of the adapter of a finished run; peft writes the other files in no fixed order."""
     return sha256_file(run_dir / "adapter" / "adapter_model.safetensors")
 
 
 def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run: str = "r") -> None:
-    """Hold what every rank took in every step against the order, which knows nothing of ranks. `ranks`: (host, rank)."""
+    """Compare the samples of all ranks in every step with the order, which is independent of ranks. `ranks`: (host, rank)."""
     order = the_order(cluster, run)
     took = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
     steps = read_spec(cluster.run_dir(0, run) / "spec.yml", {}, "").max_steps or order.steps
@@ -49,26 +49,19 @@ def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run
 
 
 def the_order(cluster: Cluster, run: str = "r") -> Order:
-    """Return the order of a run's samples, by its spec and its data alone."""
+    """Return the order of the samples of a run, derived from its spec and data alone."""
     run_dir = cluster.run_dir(0, run)
     spec = read_spec(run_dir / "spec.yml", {}, "")
     (cache,) = (run_dir.parents[1] / "store" / "cache").glob("*.npz")
     corpus = load_corpus(cache)
     assert corpus is not None
     train_set, _ = split(corpus, held_out(spec, len(corpus)))
-    return Order(
-        train_set.lengths,
-        seed=spec.seed,
-        capacity=spec.seq_length,
-        packing=spec.packing,
-        epochs=spec.epochs,
-        rows=spec.rows_per_step,
-    )
+    return Order.of(spec, train_set.lengths)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Iterator[Cluster]:
-    """The same run straight through on 1, 2 and 3 hosts."""
+    """The same run without interruption on 1, 2 and 3 hosts."""
     spec = {"model": model_folder, "dataset": dataset, "seq_length": 64, "total_batch_size": 6, "batch_size": 2}
     made = Cluster(tmp_path_factory.mktemp("straight"), spec | {"lr": 1e-2, "loggers": "none"})
     for hosts in (1, 2, 3):
@@ -81,7 +74,7 @@ def straight_losses(straight: Cluster, hosts: int) -> list[float]:
     return losses(straight.run_dir(0, f"on{hosts}"))
 
 
-def test_1_2_and_3_ranks_walk_the_same_curve(straight: Cluster) -> None:
+def test_1_2_and_3_ranks_have_the_same_losses(straight: Cluster) -> None:
     alone = straight_losses(straight, 1)
     assert len(alone) == 50 and alone[-1] < 0.8 * alone[0]
     for hosts in (2, 3):
@@ -97,8 +90,8 @@ def test_all_hosts_end_with_equal_adapters_results_and_checkpoints(straight: Clu
         assert len({result["adapter_sha256"] for result in results}) == 1
         assert len({result["eval_loss"] for result in results}) == 1
         assert all(result["world_size"] == hosts and result["status"] == "finished" for result in results)
-        # Equal to the byte: nothing has to be passed on when they go on.
-        found = [whole_checkpoints(run_dir / "checkpoints") for run_dir in dirs]
+        # Equal to the byte: no file has to be copied when the run resumes.
+        found = [complete_checkpoints(run_dir / "checkpoints") for run_dir in dirs]
         assert found[0] and all(other == found[0] for other in found)
 
 
@@ -107,7 +100,7 @@ def stopped(cluster: Cluster, how: str) -> int:
     launchers = cluster.start(2, **LONG)
     cluster.at_step(random.Random(how).randint(2, 20))
     if how == "file":
-        (cluster.run_dir(1) / "stop").touch()  # any host's is heard by all
+        (cluster.run_dir(1) / "stop").touch()  # the request of any host stops all
         assert cluster.wait(launchers) == [0, 0], cluster.logs()
     else:
         for launcher in launchers:
@@ -117,41 +110,41 @@ def stopped(cluster: Cluster, how: str) -> int:
     assert 2 <= step < 50
     for host in (0, 1):
         assert cluster.state(host, host)["status"] == "stopped"
-        assert max(whole_checkpoints(cluster.run_dir(host) / "checkpoints")) == step
+        assert max(complete_checkpoints(cluster.run_dir(host) / "checkpoints")) == step
     return step
 
 
-def test_stop_and_go_on_with_as_many_with_fewer_and_with_more(cluster: Cluster, straight: Cluster) -> None:
+def test_stop_and_resume_with_as_many_fewer_and_more_hosts(cluster: Cluster, straight: Cluster) -> None:
     step = stopped(cluster, "file")
     for name in ("fewer", "more"):
         for host in (0, 1):
-            # The same run, moved: with its records, for another number of hosts.
+            # The same run under another name, with its records, for another number of hosts.
             shutil.copytree(cluster.run_dir(host), cluster.run_dir(host, name))
             kept = cluster.run_dir(host, name) / "spec.yml"
             kept.write_text(kept.read_text().replace("run: r\n", f"run: {name}\n"))
     assert cluster.run(2, **LONG) == straight_losses(straight, 2), "bit-equal"
     assert_every_sample_once(cluster, [(0, 0), (1, 1)])
-    assert "is passed on" not in cluster.logs()
+    assert "checkpoint: copying" not in cluster.logs()
     assert cluster.run(1, run="fewer", **LONG) == pytest.approx(straight_losses(straight, 1), abs=1e-4)
     assert cluster.run(3, run="more", **LONG) == pytest.approx(straight_losses(straight, 3), abs=1e-4)
-    assert f"checkpoint: step {step} is passed on to the hosts that lack it" in cluster.logs("more")
-    assert f"going on from step {step} of" in (cluster.run_dir(2, "more") / "logs" / "rank2.log").read_text()
+    assert f"checkpoint: copying step {step} to the hosts that lack it" in cluster.logs("more")
+    assert f"resuming from step {step} of" in (cluster.run_dir(2, "more") / "logs" / "rank2.log").read_text()
     assert len({weights(cluster.run_dir(host, "more")) for host in range(3)}) == 1
 
 
-def test_sigterm_stops_with_a_checkpoint_and_a_lost_or_damaged_copy_comes_from_the_peer(
+def test_sigterm_stops_with_a_checkpoint_and_a_damaged_copy_is_replaced_from_the_peer(
     cluster: Cluster, straight: Cluster
 ) -> None:
     step = stopped(cluster, "SIGTERM")
-    # The head's newest is cut short, as by a power cut: the peer has it whole.
+    # The newest checkpoint of the head is truncated, as by a power failure; the peer has a complete copy.
     os.truncate(cluster.run_dir(0) / "checkpoints" / f"step-{step:08d}" / "optimizer.pt", 100)
     assert cluster.run(2, **LONG) == straight_losses(straight, 2), "bit-equal"
-    assert "is not whole (optimizer.pt has 100 of" in cluster.logs()
-    assert f"checkpoint: step {step} is passed on to the hosts that lack it" in cluster.logs()
+    assert "is incomplete (optimizer.pt has 100 of" in cluster.logs()
+    assert f"checkpoint: copying step {step} to the hosts that lack it" in cluster.logs()
     assert_every_sample_once(cluster, [(0, 0), (1, 1)])
 
 
-def test_a_host_that_died_before_its_result_is_helped_to_one(straight: Cluster) -> None:
+def test_a_host_that_failed_before_its_result_receives_one(straight: Cluster) -> None:
     kept = weights(straight.run_dir(0, "on2"))
     (straight.run_dir(1, "on2") / "result.json").unlink()
     straight.run(2, run="on2", **LONG)
@@ -165,28 +158,31 @@ def test_more_ranks_than_rows(cluster: Cluster, here: Here) -> None:
     assert cluster.run(1, 3, **few) == pytest.approx(here.losses(), abs=1e-4)
 
 
-def ended_badly(cluster: Cluster, run: str = "r", **fields: Any) -> list[dict[str, Any]]:
-    """Start two hosts that cannot go together; return what their ranks say."""
+def errors_of(cluster: Cluster, run: str = "r", **fields: Any) -> list[dict[str, Any]]:
+    """Start two hosts that fail; return the errors of their ranks."""
     statuses = cluster.wait(cluster.start(2, run=run, **fields))
     assert all(statuses), cluster.logs(run)
     return [cluster.state(host, host, run)["error"] for host in (0, 1)]
 
 
-def test_trouble_on_one_host_ends_all_and_says_whose_it_was(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_error_on_one_host_ends_all_and_is_attributed(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run_dir(1).mkdir(parents=True)
     (cluster.run_dir(1).parents[1] / "store").write_text("a file where a folder should be")
-    head, peer = ended_badly(cluster, **LONG)
+    head, peer = errors_of(cluster, **LONG)
     assert peer["plain"] and peer["message"].startswith("cannot write: "), peer
     assert head["secondary"] and not head["plain"], head
 
 
-def test_hosts_with_unlike_data_are_told_before_a_step(cluster: Cluster) -> None:
+def test_different_data_on_hosts_is_an_error_before_the_first_step(cluster: Cluster) -> None:
     for host in (0, 1):
         folder = cluster.run_dir(host).parents[1]
         folder.mkdir(parents=True)
         write_jsonl(folder / "train.jsonl", records(60, seed=host))
-    head, peer = ended_badly(cluster, dataset="train.jsonl", **LONG)
-    why = "dataset: rank 1 has other samples or another tokenizer than rank 0: make them equal"
+    head, peer = errors_of(cluster, dataset="train.jsonl", **LONG)
+    why = (
+        "dataset: the samples or the tokenizer of rank 1 differ from those of rank 0: "
+        "use the same dataset and model on all hosts"
+    )
     assert head["message"] == peer["message"] == why
 
 
@@ -213,7 +209,7 @@ def test_20_kills_lose_no_sample_and_repeat_none(cluster: Cluster) -> None:
 
 
 def fresh(cluster: Cluster, launcher: int) -> bool:
-    """Tell whether both ranks of this start are training."""
+    """Return whether both ranks of this start are training."""
     for rank in (0, 1):
         state = cluster.state(rank)
         if not state or state["status"] not in ("training", "saving", "evaluating") or not alive(state["pid"]):

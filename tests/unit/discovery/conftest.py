@@ -1,7 +1,8 @@
-"""What the discovery tests share: fake servers, networks of their own, the inventory command."""
+"""Fixtures of the discovery tests: fake servers, network namespaces, the inventory command."""
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A home without known_hosts, and no OLLAMA_HOST of the machine's."""
+    """A home folder without known_hosts, and no OLLAMA_HOST from the environment."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("OLLAMA_HOST", raising=False)
     (tmp_path / ".ssh").mkdir(mode=0o700)
@@ -29,7 +30,7 @@ def _lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """Network namespaces behind one switch; skipped where they cannot be made."""
+    """Network namespaces behind one switch; skipped if they cannot be created."""
     yield from _lab()
 
 
@@ -45,12 +46,15 @@ def lab24() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def environment() -> dict[str, str]:
-    """For ansible commands: this repository's configuration, plain output."""
-    return {
-        **os.environ,
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
-        "ANSIBLE_NOCOLOR": "1",
-        "ANSIBLE_DEPRECATION_WARNINGS": "0",
-    }
+def environment() -> Iterator[dict[str, str]]:
+    """The environment of ansible commands: this repository's configuration, plain output."""
+    # The path of a Unix socket has at most 107 bytes: ssh's control sockets need a shorter folder than HOME.
+    with tempfile.TemporaryDirectory(prefix="cp", dir="/tmp") as sockets:
+        yield {
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_DEPRECATION_WARNINGS": "0",
+            "ANSIBLE_SSH_CONTROL_PATH_DIR": sockets,
+        }

@@ -6,12 +6,12 @@ import pytest
 from fake_ollama import Server, model, serve
 from test_ssh import sshd
 
+from trainyard.discovery.duplicates import find_duplicates
 from trainyard.discovery.engine import discover
 from trainyard.discovery.identity import Place, machines
 from trainyard.discovery.identity import Server as Seen
 from trainyard.discovery.replies import Model
 from trainyard.discovery.settings import Settings
-from trainyard.discovery.settle import settle
 
 KEY, OTHER_KEY = ("ssh-ed25519 " + c * 68 for c in "AB")
 
@@ -49,7 +49,7 @@ ONE, TWO = "10.0.0.5", "10.0.0.6"
         (place(ONE, A, KEY), place(TWO, A, OTHER_KEY), 2, ""),
         (place(ONE, A, "", "t1"), place(TWO, A, "", "t2"), 2, ""),
         # copied models alone prove nothing
-        (place(ONE, A, "", "t1"), place(TWO, B, "", "t1"), 2, "same models to the nanosecond"),
+        (place(ONE, A, "", "t1"), place(TWO, B, "", "t1"), 2, "models with the same modification times"),
         (place(ONE, A, KEY, "t1"), place(TWO, B, OTHER_KEY, "t1"), 2, ""),
         # two machines
         (place(ONE, A), place(TWO, B), 2, ""),
@@ -64,7 +64,7 @@ def test_hints(first, second, count, warning):
         assert [warning in w for w in warnings] == ([True] if warning else [])
 
 
-def test_ours_are_one_machine_and_nobody_elses():
+def test_addresses_of_this_machine_are_one_machine():
     places = [place(a) for a in ("10.0.0.9", "127.0.0.1", "10.0.0.1", "fe80::1%eth0", "192.168.7.1", "::1")]
     found, _ = machines(places, {"10.0.0.1", "192.168.7.1", "fe80::1"})
     assert [(m.local, m.addresses) for m in found] == [
@@ -112,7 +112,7 @@ def test_two_cards_two_ports_and_a_clone_with_real_ssh(lab, tmp_path):
     assert len({p.host_keys for m in report.machines for p in m.places}) == 1
     assert [m.addresses for m in report.machines] == [["10.32.0.5", "10.32.0.6"], ["10.32.0.9"]]
     assert [s.port for s in report.machines[0].places[0].servers] == [11434, 11500]
-    assert any("10.32.0.5 and 10.32.0.9 show the same SSH host key" in w for w in report.warnings)
+    assert any("10.32.0.5 and 10.32.0.9 present the same SSH host key" in w for w in report.warnings)
 
 
 def facts(
@@ -127,23 +127,23 @@ def facts(
     }
 
 
-def test_settled_by_boot_id():
+def test_duplicates_by_boot_id():
     entries = {"a": facts("1", (ONE, 1000)), "b": facts("1", (ONE, 1000)), "c": facts("2", (TWO, 1000), machine="n")}
-    result = settle(entries, {"a": ONE, "b": "", "c": TWO}, {})
+    result = find_duplicates(entries, {"a": ONE, "b": "", "c": TWO}, {})
     assert result.drop == {"b": ("a", "same boot id")}
     assert result.machines == 2
-    assert result.verdict.startswith("2 machines behind 3 entries: training on several is worth it")
+    assert result.verdict.startswith("2 machines in 3 entries: distributed training is useful")
 
 
-def test_settled_by_a_listed_address_but_not_by_everybodys_docker0():
+def test_duplicates_by_a_listed_address_but_not_by_a_shared_docker0():
     docker = ("172.17.0.1", 0)
     entries = {
         "a": facts("1", (ONE, 1000), docker),
         "b": facts("", (TWO, 1000), (ONE, 1000), docker, machine="n"),
         "c": facts("3", ("10.0.0.7", 1000), docker, machine="o"),
     }
-    result = settle(entries, {"a": ONE, "b": TWO, "c": "10.0.0.7"}, {})
-    assert result.drop == {"b": ("a", f"{ONE} is an address of both")}
+    result = find_duplicates(entries, {"a": ONE, "b": TWO, "c": "10.0.0.7"}, {})
+    assert result.drop == {"b": ("a", f"both have the address {ONE}")}
 
 
 def test_clones_shared_gpus_and_false_aliases_are_warnings():
@@ -151,28 +151,36 @@ def test_clones_shared_gpus_and_false_aliases_are_warnings():
         "a": facts("1", (ONE, 1000), keys=("k",), gpus=("GPU-1",)),
         "b": facts("2", (TWO, 1000), keys=("k",), gpus=("GPU-1", "GPU-2")),
     }
-    result = settle(entries, {"a": ONE, "b": TWO}, {"a": [ONE, "10.0.0.77", "127.0.0.1"]})
+    result = find_duplicates(entries, {"a": ONE, "b": TWO}, {"a": [ONE, "10.0.0.77", "127.0.0.1"]})
     assert not result.drop
     text = "\n".join(result.warnings)
     assert len(result.warnings) == 4
-    for words in ("same machine-id", "same SSH host key", "share one GPU (GPU-1)", "10.0.0.77 was taken for a"):
+    for words in (
+        "same machine-id",
+        "same SSH host key",
+        "share one GPU (GPU-1)",
+        "a does not have the address 10.0.0.77",
+    ):
         assert words in text
-    assert result.verdict == "2 machines: training on several is not worth it: they share a GPU"
+    assert result.verdict == "2 machines: distributed training is not useful: they share a GPU"
 
 
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        (facts("2", (TWO, 10000), machine="n"), "is worth it; the slowest link is a's with 1000 Mbit/s"),
-        (facts("2", (TWO, 100), machine="n"), "with LoRA or DiLoCo alone: b's link has 100 Mbit/s"),
-        (facts("2", (TWO, 0), machine="n", wifi=True), "with LoRA or DiLoCo alone: b is on Wi-Fi (eth0)"),
-        (facts("1", (TWO, 1000)), "not worth it: there is only one machine"),
+        (
+            facts("2", (TWO, 10000), machine="n"),
+            "distributed training is useful; the slowest link is that of a with 1000 Mbit/s",
+        ),
+        (facts("2", (TWO, 100), machine="n"), "with LoRA or DiLoCo only: the link of b has 100 Mbit/s"),
+        (facts("2", (TWO, 0), machine="n", wifi=True), "with LoRA or DiLoCo only: b uses Wi-Fi (eth0)"),
+        (facts("1", (TWO, 1000)), "not useful: there is only one machine"),
     ],
 )
 def test_the_verdict_says_why(second, words):
-    result = settle({"a": facts("1", (ONE, 1000)), "b": second}, {"a": ONE, "b": TWO}, {})
+    result = find_duplicates({"a": facts("1", (ONE, 1000)), "b": second}, {"a": ONE, "b": TWO}, {})
     assert words in result.verdict and "\n" not in result.verdict
 
 
-def test_nobody_to_ask():
-    assert settle({}, {}, {}).verdict == "0 machines: nobody could be asked"
+def test_no_machine_to_compare():
+    assert find_duplicates({}, {}, {}).verdict == "0 machines: no machine could be reached"

@@ -61,13 +61,13 @@ def test_auto_leaves_a_large_network_out_and_says_so():
         ({"networks": ("192.168.0.0/15",)}, "is public"),
         ({"networks": ("10.0.0.0/8",)}, "16,777,216 addresses, more than max_addresses (4,096)"),
         ({"networks": ("fd00::/64",)}, "more than max_addresses"),
-        ({"networks": ("home",)}, "'home' is not a network; write it as 192.168.1.0/24"),
+        ({"networks": ("home",)}, "'home' is not a network; expected the form 192.168.1.0/24"),
         ({"exclude": ("home",)}, "exclude: 'home'"),
-        ({"interfaces": ("eth7",)}, "eth7 is not up on this machine; there are eth0, lo"),
+        ({"interfaces": ("eth7",)}, "eth7 is not up on this machine; its interfaces are eth0, lo"),
         ({"hosts": ("0.0.0.0",)}, "0.0.0.0 is an address to listen on"),
         ({"hosts": ("[::]:11434",)}, ":: is an address to listen on"),
         ({"hosts": ("a b",)}, "'a b' is neither a name nor an address"),
-        ({"hosts": ("node1:99999",)}, "takes 1 to 65535"),
+        ({"hosts": ("node1:99999",)}, "expected 1 to 65535"),
     ],
 )
 def test_bad_settings_are_one_line(settings, words):
@@ -79,9 +79,9 @@ def test_bad_settings_are_one_line(settings, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"connect_timeout": 0}, "connect_timeout: got 0, takes 0.01 to 60"),
+        ({"connect_timeout": 0}, "connect_timeout: got 0, expected 0.01 to 60"),
         ({"passes": 3}, "passes: got 3"),
-        ({"ports": ()}, "ports: is empty"),
+        ({"ports": ()}, "ports: the list is empty"),
         ({"ports": (70000,)}, "ports: got 70000"),
         ({"concurrency": 0}, "concurrency: got 0"),
     ],

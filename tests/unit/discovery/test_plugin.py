@@ -96,9 +96,9 @@ def test_an_empty_network_tells_what_was_done_and_what_to_try(net):
     assert told.returncode == 0
     assert set(re.findall(r"@(\w+):", told.stdout)) == GROUPS | {"all", "ungrouped"}
     assert re.search(r"scanned 10\.50\.0\.0/28 \(15 addresses, port 11434\) in 0\.\d\d s: 0 machines", told.stderr)
-    assert "3 ports refused: machines are there" in told.stderr
+    assert "3 ports refused the connection, so machines exist there" in told.stderr
     assert "OLLAMA_HOST=0.0.0.0" in told.stderr and "passes: 2" in told.stderr
-    assert "0 machines found: nothing to train on" in told.stderr
+    assert "0 machines found: there is no machine to train on" in told.stderr
     assert net.list()["_meta"]["hostvars"] == {}
 
 
@@ -145,7 +145,7 @@ def test_known_and_unknown_machines(net):
         "quantisation": "Q4_K_M",
         "modified_at": qwen["modified_at"],
     }
-    assert "4 machines found, 3 ready: training on several is worth a try" in told.stderr
+    assert "4 machines found, 3 ready: distributed training is possible" in told.stderr
     assert afterwards["workers"]["hosts"] == ["10.50.0.2", "10.50.0.9", "10.50.0.10"]
     assert "untrusted" not in afterwards
 
@@ -159,7 +159,7 @@ def test_a_changed_key_is_not_trusted(net):
         accept(net, 9)
         told = net.graph()
     assert "10.50.0.9 is untrusted: its SSH host key is not the one in known_hosts" in told.stderr
-    assert "1 machine found: training on several is not worth it" in told.stderr
+    assert "1 machine found: distributed training is not useful" in told.stderr
 
 
 @pytest.mark.lab
@@ -251,15 +251,15 @@ def test_a_cached_scan_says_so(here, tmp_path):
     with serve([Server("127.0.10.1", 18434)]):
         first = here.graph()
     second = here.graph()
-    assert "not scanned now" not in first.stderr
+    assert "not scanned:" not in first.stderr
     assert re.search(
-        r"not scanned now: shown from the cache, \d+ s old \(cache_timeout 60 s\); it may be stale", second.stderr
+        r"not scanned: the cached result is \d+ s old \(cache_timeout 60 s\) and may be outdated", second.stderr
     )
     assert first.stdout == second.stdout and "127.0.10.1" in second.stdout
     assert "127.0.10.1" not in here.run("ansible-inventory", "--graph", "--flush-cache").stdout
     here.sources = []
     here.source("ollama.yml", config(**cache, exclude=["127.0.10.3"]))
-    assert "not scanned now" not in here.graph().stderr  # other options, other scan
+    assert "not scanned:" not in here.graph().stderr  # other options, other scan
     for file in (tmp_path / "cache").iterdir():
         file.write_text(json.dumps({"__payload__": json.dumps({"machines": "none"})}))
     damaged = here.graph()
@@ -300,7 +300,7 @@ def test_this_machine_declared_as_two_nodes_stays_two_nodes(here):
         ({"networks": ["8.8.8.0/24"]}, "networks: 8.8.8.0/24 is public"),
         ({"networks": ["10.0.0.0/8"]}, "more than max_addresses (4,096)"),
         ({"hosts": ["0.0.0.0"]}, "0.0.0.0 is an address to listen on"),
-        ({"connect_timeout": 0}, "connect_timeout: got 0.0, takes 0.01 to 60"),
+        ({"connect_timeout": 0}, "connect_timeout: got 0.0, expected 0.01 to 60"),
         ({"ports": ["http"]}, "ports"),
         ({"passes": 3}, "passes"),
         ({"interface": ["nope0"]}, "interface: nope0 is not up on this machine"),
@@ -328,7 +328,7 @@ def documentation() -> dict:
 def test_every_option_is_documented_and_in_the_ready_file():
     options = documentation()["options"]
     ready = yaml.safe_load((ROOT / "inventory/ollama.yml").read_text())
-    theirs = {"cache_prefix", "use_extra_vars", "leading_separator"}  # Ansible's, of use to nobody here
+    theirs = {"cache_prefix", "use_extra_vars", "leading_separator"}  # options of Ansible that this plugin does not use
     assert set(options) - theirs == set(ready)
     for name, option in options.items():
         assert option["description"], name
@@ -349,8 +349,37 @@ def test_the_example_is_an_inventory(here):
     assert re.findall(r"node\d", told.stdout) == ["node1", "node2", "node3"]
 
 
+@pytest.fixture
+def without_trainyard(tmp_path, environment):
+    """The environment of ansible commands, in which the package trainyard cannot be imported."""
+    (tmp_path / "shadow/trainyard").mkdir(parents=True)
+    line = 'raise ModuleNotFoundError("No module named \'trainyard\'", name="trainyard")\n'
+    (tmp_path / "shadow/trainyard/__init__.py").write_text(line)
+    return environment | {"PYTHONPATH": f"{tmp_path}/shadow:{environment.get('PYTHONPATH', '')}"}
+
+
+def test_without_the_package_the_inventory_says_what_to_install_in_one_line(tmp_path, without_trainyard):
+    here = Inventory(tmp_path, without_trainyard)
+    here.source("ollama.yml", config())
+    told = here.graph()
+    assert told.returncode != 0 and told.stdout == ""
+    [line] = told.stderr.splitlines()
+    assert line.startswith("error: Ansible's Python (") and "the package trainyard: run make setup" in line
+
+
+@pytest.mark.parametrize("task", [{"preflight": {}}, {"debug": {"msg": "{{ hostvars | netplan_problems(['a']) }}"}}])
+def test_without_the_package_a_playbook_says_what_to_install_in_one_line(tmp_path, without_trainyard, task):
+    """Action plugins and filters import the package; the callback is loaded before them."""
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([{"hosts": "all", "gather_facts": False, "tasks": [task]}]))
+    here = Inventory(tmp_path, without_trainyard)
+    told = here.run("ansible-playbook", "-i", "a,", str(tmp_path / "play.yml"))
+    assert told.returncode != 0
+    [line] = [line for line in (told.stdout + told.stderr).splitlines() if line.strip()]
+    assert "does not have the package trainyard: run make setup" in line
+
+
 @pytest.mark.lab
-def test_identity_yml_settles_it_after_login(lab, tmp_path, environment):
+def test_identity_yml_finds_duplicates_after_login(lab, tmp_path, environment):
     """One machine under two entries, and another one, over real SSH; each machine with a boot id of its own."""
     if not shutil.which("ssh"):
         pytest.skip("needs OpenSSH's client")
@@ -392,6 +421,6 @@ def test_identity_yml_settles_it_after_login(lab, tmp_path, environment):
         told = inventory.run("ansible-playbook", "playbooks/identity.yml")
     assert told.returncode == 0, told.stdout + told.stderr
     said = " ".join(told.stdout.split())
-    assert "drop b: it is a (same boot id)" in said
+    assert "remove b: it is the same machine as a (same boot id)" in said
     assert "a and c are clones of one image (same machine-id)" in said
-    assert "2 machines behind 3 entries: training on several is worth it" in said
+    assert "2 machines in 3 entries: distributed training is useful" in said

@@ -14,7 +14,7 @@ from netlab import daemon
 from trainyard.discovery.identity import Machine, Place
 from trainyard.discovery.identity import Server as Seen
 from trainyard.discovery.ssh import fetch_host_keys, fingerprint, known_hosts_name, read_known_hosts
-from trainyard.discovery.trust import judge
+from trainyard.discovery.trust import check_trust
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="needs OpenSSH's ssh-keygen")
 
@@ -98,24 +98,24 @@ def machine(*host_keys: str, address: str = "10.0.0.5", port: int = 22) -> Machi
         ("10.0.0.* {0}", 22, True, "is known"),
     ],
 )
-def test_judgement(tmp_path, keys, line, port, ready, reason):
+def test_check_trust(tmp_path, keys, line, port, ready, reason):
     file = tmp_path / "known_hosts"
     file.write_text(line.format(*keys) + "\n")
     found = machine(keys[0], keys[2], port=port)
-    trust = judge(found, read_known_hosts([str(file)]), {"10.0.0.5": ["node1"]}, str(file))
+    trust = check_trust(found, read_known_hosts([str(file)]), {"10.0.0.5": ["node1"]}, str(file))
     assert (trust.ready, reason in trust.reason) == (ready, True), trust
     if not ready and trust.accept:
         # The command does what it says: afterwards the machine is known, to us and to ssh.
         subprocess.run(["sh", "-c", trust.accept], check=True, capture_output=True)
-        assert judge(found, read_known_hosts([str(file)]), {}, str(file)).ready
+        assert check_trust(found, read_known_hosts([str(file)]), {}, str(file)).ready
         name = known_hosts_name("10.0.0.5", port)
         assert keys[0] in subprocess.run(["ssh-keygen", "-F", name, "-f", file], capture_output=True, text=True).stdout
 
 
 def test_without_ssh_there_is_nothing_to_accept():
-    trust = judge(machine(), [], {}, "known_hosts")
+    trust = check_trust(machine(), [], {}, "known_hosts")
     assert not trust.ready and not trust.accept
-    assert trust.reason == "no SSH server shows its key on port 22"
+    assert trust.reason == "no SSH server presents a key on port 22"
 
 
 def test_the_address_with_the_known_key_is_the_one_to_use(tmp_path, keys):
@@ -123,7 +123,7 @@ def test_the_address_with_the_known_key_is_the_one_to_use(tmp_path, keys):
     file.write_text(f"10.0.0.5 {keys[0]}\n")
     one, other = machine(keys[0], address="10.0.0.4"), machine(keys[0], address="10.0.0.5")
     both = Machine(local=False, places=(*one.places, *other.places))
-    assert judge(both, read_known_hosts([str(file)]), {}, str(file)).place.address == "10.0.0.5"
+    assert check_trust(both, read_known_hosts([str(file)]), {}, str(file)).place.address == "10.0.0.5"
 
 
 def sshd(folder: Path, name: str, address: str, port: int, namespace: str | None = None, before: Sequence[str] = ()):

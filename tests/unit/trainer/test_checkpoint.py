@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and the newest whole one is found."""
+"""Checkpoints are complete or absent, and the newest complete one is found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from trainer_runs import names
 
-from trainer.checkpoint import MANIFEST, agree, whole_checkpoints, why_not_whole, write_checkpoint
+from trainer.checkpoint import MANIFEST, complete_checkpoints, find_checkpoint, find_defect, write_checkpoint
 from trainer.distributed.world import World
 from trainer.errors import UserError
 
@@ -45,10 +45,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (
         lambda path: os.truncate(path / MANIFEST, 20),
-        "manifest.json cannot be read (JSONDecodeError)",
+        "manifest.json is unreadable (JSONDecodeError)",
     ),
-    "no mapping": (lambda path: (path / MANIFEST).write_text("[]"), "manifest.json cannot be read (TypeError)"),
-    "other json": (lambda path: (path / MANIFEST).write_text("{}"), "manifest.json cannot be read (KeyError)"),
+    "no mapping": (lambda path: (path / MANIFEST).write_text("[]"), "manifest.json is unreadable (TypeError)"),
+    "other json": (lambda path: (path / MANIFEST).write_text("{}"), "manifest.json is unreadable (KeyError)"),
     "cut off": (lambda path: os.truncate(path / "optimizer.pt", 100), "optimizer.pt has 100 of "),
     "file lost": (lambda path: (path / "trained.safetensors").unlink(), "trained.safetensors is missing"),
     "one bit": (lambda path: damage_byte(path / "optimizer.pt"), "the contents of optimizer.pt are damaged"),
@@ -56,77 +56,79 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def test_a_whole_one(tmp_path: Path) -> None:
+def test_a_complete_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path, 7)
     assert path == tmp_path / "step-00000007"
-    assert why_not_whole(path) == ""
+    assert find_defect(path) == ""
     assert json.loads((path / "state.json").read_text()) == {"step": 7, "totals": {"tokens": 7}}
     assert names(path) == [MANIFEST, "optimizer.pt", "state.json", "trained.safetensors"]
-    assert agree(tmp_path, ALONE, print) == path
+    assert find_checkpoint(tmp_path, ALONE, print) == path
     assert names(tmp_path) == ["step-00000007"]
 
 
 @pytest.mark.parametrize("how", list(DAMAGE))
-def test_a_damaged_one_is_left_aside_with_a_word(how: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_ignored_and_logged(how: str, tmp_path: Path) -> None:
     harm, why = DAMAGE[how]
     older, newer = write(tmp_path, 5), write(tmp_path, 10)
     harm(newer)
     said: list[str] = []
-    assert agree(tmp_path, ALONE, said.append) == older
-    assert len(said) == 1 and said[0].startswith(f"checkpoint: {newer} is not whole ({why}")
-    assert said[0].endswith("): left aside")
+    assert find_checkpoint(tmp_path, ALONE, said.append) == older
+    assert len(said) == 1 and said[0].startswith(f"checkpoint: {newer} is incomplete ({why}")
+    assert said[0].endswith("): ignored")
     harm(older)
-    with pytest.raises(UserError, match=r"none in .* is whole, so the run cannot go on: restore one, or take another"):
-        agree(tmp_path, ALONE, said.append)
+    with pytest.raises(
+        UserError, match=r"none in .* is complete, so the run cannot resume: restore one, or set another"
+    ):
+        find_checkpoint(tmp_path, ALONE, said.append)
 
 
-def test_none_yet(tmp_path: Path) -> None:
-    assert agree(tmp_path / "no folder", ALONE, print) is None
-    assert agree(tmp_path, ALONE, print) is None
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "no folder", ALONE, print) is None
+    assert find_checkpoint(tmp_path, ALONE, print) is None
     (tmp_path / ".tmp-step-00000003").mkdir()
     (tmp_path / "step-x").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    assert agree(tmp_path, ALONE, print) is None
+    assert find_checkpoint(tmp_path, ALONE, print) is None
 
 
-def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (2, 4, 100, 6_000_000):
         write(tmp_path, step, keep=2)
-    assert sorted(whole_checkpoints(tmp_path)) == [100, 6_000_000]
+    assert sorted(complete_checkpoints(tmp_path)) == [100, 6_000_000]
     write(tmp_path, 6_000_001, keep=1)
-    assert sorted(whole_checkpoints(tmp_path)) == [6_000_001]
+    assert sorted(complete_checkpoints(tmp_path)) == [6_000_001]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_a_damaged_later_one_never_pushes_a_whole_one_out(keep: int, tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_does_not_evict_a_complete_one(keep: int, tmp_path: Path) -> None:
     write(tmp_path, 10)
     damage_byte(write(tmp_path, 20) / "optimizer.pt")
-    write(tmp_path, 15, keep=keep)  # went on from 10
-    assert sorted(whole_checkpoints(tmp_path)) == [10, 15][-keep:]
+    write(tmp_path, 15, keep=keep)  # resumed from 10
+    assert sorted(complete_checkpoints(tmp_path)) == [10, 15][-keep:]
     write(tmp_path, 20, keep=keep)
-    assert sorted(whole_checkpoints(tmp_path)) == [15, 20][-keep:]
+    assert sorted(complete_checkpoints(tmp_path)) == [15, 20][-keep:]
 
 
-def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+def test_the_leftovers_of_a_killed_writer_are_deleted(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step-00000004").mkdir()
     (tmp_path / ".tmp-step-00000004" / "optimizer.pt").write_bytes(b"half")
     write(tmp_path, 4)
     assert names(tmp_path) == ["step-00000004"]
 
 
-def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+def test_the_same_step_replaces_the_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 4, size=100)
     path = write(tmp_path, 4, size=200)
-    assert why_not_whole(path) == ""
+    assert find_defect(path) == ""
     assert (path / "trained.safetensors").stat().st_size > 200
 
 
-def test_equal_states_make_equal_files(tmp_path: Path) -> None:
+def test_equal_states_give_equal_files(tmp_path: Path) -> None:
     one, two = (write(tmp_path / place, 3) for place in "ab")
     assert (one / MANIFEST).read_bytes() == (two / MANIFEST).read_bytes()
 
 
-def test_a_failing_save_keeps_its_own_error(tmp_path: Path) -> None:
+def test_a_failing_save_raises_its_own_error(tmp_path: Path) -> None:
     def broken(folder: Path) -> None:
         raise RuntimeError("a bug")
 
@@ -138,7 +140,7 @@ def test_a_failing_save_keeps_its_own_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MB of its own, or a limit on the size of any file where no disk can be mounted."""
+    """A disk of 2 MB, or a limit on the size of a file where mounting is not allowed."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = os.geteuid() == 0 and (
@@ -171,18 +173,18 @@ def save_only(name: str, size: int) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("writer", ["torch", "safetensors", "plain"])
-def test_a_full_disk_is_a_plain_word_and_nothing_is_lost(writer: str, small_disk: Path) -> None:
+def test_a_full_disk_is_a_one_line_error_and_loses_nothing(writer: str, small_disk: Path) -> None:
     folder = small_disk / "checkpoints"
     write_checkpoint(folder, 5, {}, save_only(writer, 500_000), 2)
     with pytest.raises(UserError) as caught:
         write_checkpoint(folder, 10, {}, save_only(writer, 5_000_000), 2)
     text = str(caught.value)
-    assert text.startswith(f"checkpoint: step 10 could not be written to {folder}: ") and "\n" not in text
-    assert text.endswith("step 5 is kept: make room and start the run again, it goes on from there")
+    assert text.startswith(f"checkpoint: cannot write step 10 to {folder}: ") and "\n" not in text
+    assert text.endswith("the checkpoint of step 5 remains: free disk space and start the run again to resume")
     assert names(folder) == ["step-00000005"]
-    assert why_not_whole(folder / "step-00000005") == ""
-    # torch's writer holds its file, gone as it is, for as long as the error lives; a run ends with that error.
+    assert find_defect(folder / "step-00000005") == ""
+    # The traceback keeps torch's writer and its deleted file alive; a run ends with that error.
     del caught
     gc.collect()
     write_checkpoint(folder, 10, {}, save_only(writer, 500_000), 2)
-    assert sorted(whole_checkpoints(folder)) == [5, 10]
+    assert sorted(complete_checkpoints(folder)) == [5, 10]

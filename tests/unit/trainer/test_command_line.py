@@ -1,0 +1,60 @@
+"""Arguments of ``python -m trainer``."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.__main__ import COMMANDS, main, take_path, take_positional, take_switch, take_value
+from trainer.errors import UserError
+
+
+@pytest.mark.parametrize("argv", [["--a", "1", "--hosts", "2"], ["--a", "1", "--hosts=2"]])
+def test_a_value_is_removed_from_the_arguments(argv: list[str]) -> None:
+    assert take_value(argv, "--hosts") == "2"
+    assert argv == ["--a", "1"]
+    assert take_value(argv, "--hosts") is None
+
+
+@pytest.mark.parametrize("argv", [["--hosts"], ["--hosts", "--json"]])
+def test_a_missing_value_is_an_error(argv: list[str]) -> None:
+    with pytest.raises(UserError, match=r"^--hosts: expected a value: --hosts=\.\.\.$"):
+        take_value(argv, "--hosts")
+
+
+def test_paths_switches_and_positional_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/user")
+    argv = ["spec.yml", "--json", "--data-dir=data", "--run-dir", "~/run"]
+    assert (take_switch(argv, "--json"), take_switch(argv, "--json")) == (True, False)
+    assert take_path(argv, "--data-dir") == tmp_path / "data"
+    assert take_path(argv, "--run-dir") == Path("/home/user/run")
+    assert (take_positional(argv), take_positional(argv)) == ("spec.yml", None)
+    assert not argv
+
+
+def test_a_flag_is_not_a_positional_argument() -> None:
+    argv = ["--json"]
+    assert take_positional(argv) is None and argv == ["--json"]
+
+
+@pytest.mark.parametrize("speed", ["fast", "0", "-1", "nan", "1e9"])
+def test_an_invalid_link_speed_is_one_line(speed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"--link-mbit={speed}"]) == 2
+    assert capsys.readouterr().err == f"error: --link-mbit: got {speed!r}, expected a number of Mbit/s > 0\n"
+
+
+def test_every_command_is_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for name in COMMANDS:
+        assert name in said
+
+
+def test_check_prints_a_spec_that_it_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "lr=0.5", "model=m", "dataset=d.jsonl", "run=r"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "spec.yml").write_text(text)
+    assert main(["check", str(tmp_path / "spec.yml")]) == 0
+    assert capsys.readouterr().out == text and "lr: 0.5" in text

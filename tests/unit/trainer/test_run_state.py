@@ -1,0 +1,122 @@
+"""The progress of a run: totals, starts, checkpoints of them, and metrics reduced over ranks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config.run_spec import make_spec
+from trainer.errors import UserError
+from trainer.run_state import RunHistory, RunState
+from trainer.step_metrics import StepMetrics
+
+SPEC = make_spec({"run": "r", "dataset": "d.jsonl"}, "")
+
+
+def record(step: int, loss: float = 6.0, trained: int = 3) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "tokens": 10, "trained_tokens": trained, "samples": 2, "scheduled": 3}
+
+
+def test_totals_and_the_estimated_time() -> None:
+    state = RunState(4, 2, "digest")
+    first = record(1)
+    assert state.add(first, 2.0) == pytest.approx(6.0)
+    assert (first["loss"], first["tokens_per_second"]) == (2.0, 5.0) and "scheduled" not in first
+    assert state.add(record(2, loss=3.0), 4.0) == pytest.approx(6.0)
+    without_loss = record(3, loss=0.0, trained=0)
+    state.add(without_loss, 1.0)
+    assert without_loss["loss"] == 0.0
+    assert state.totals == {
+        "tokens": 30,
+        "trained_tokens": 6,
+        "samples": 6,
+        "missed_samples": 3,
+        "seconds": 7.0,
+        "loss_first": 2.0,
+        "loss_last": 1.0,
+    }
+
+
+def test_a_checkpoint_restores_the_progress(tmp_path: Path) -> None:
+    state = RunState(10, 2, "digest")
+    state.begin({"start": "a", "head": "node1:/runs/r"})
+    state.add(record(1), 2.0)
+    state.step, state.synced_step = 3, 2
+    stored = state.checkpoint_state()
+    assert stored["step"] == 2, "of the newest synchronization"
+    (tmp_path / "state.json").write_text(json.dumps(stored))
+
+    resumed = RunState(10, 1, "digest")
+    resumed.restore(tmp_path, SPEC)
+    assert (resumed.step, resumed.synced_step, resumed.totals) == (2, 2, state.totals)
+    assert not resumed.started
+    resumed.begin({"start": "b", "head": "node2:/runs/r"})
+    assert [entry["start"] for entry in resumed.history.starts] == ["a", "b"]
+    assert resumed.history.step == 2 and resumed.history.head_moved
+    assert resumed.checkpoint_state()["world_size"] == 1
+
+
+def test_a_checkpoint_of_other_data_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(RunState(10, 1, "other").checkpoint_state()))
+    with pytest.raises(UserError, match=r"dataset: d\.jsonl or its encoding has changed since run r started"):
+        RunState(10, 1, "digest").restore(tmp_path, SPEC)
+
+
+def test_records_without_a_known_start_are_invalid() -> None:
+    assert not RunHistory().is_valid({"start": "a", "step": 1})
+    assert not RunHistory([{"start": "a", "step": 0, "head": ""}]).is_valid({"start": "a", "step": 1}), "not resumed"
+
+
+class OtherRank:
+    """A strategy whose second rank has the same counts as the first and takes twice as long."""
+
+    def __init__(self) -> None:
+        self.world = self
+        self.size, self.rank = 2, 0
+        self.calls: list[Any] = []
+
+    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
+        self.calls.append(("sync", flags))
+
+    def sum(self, values: list[float]) -> list[float]:
+        head, times = values[:-6], values[-6:]
+        doubled = [2 * value for value in head]
+        for first in range(0, 6, 2):
+            doubled += [times[first], 2 * times[first]]
+        return doubled
+
+    def rank_seconds(self) -> float:
+        return 0.5
+
+    def update_shares(self, seconds: list[float]) -> None:
+        self.calls.append(("shares", seconds))
+
+
+def add(metrics: StepMetrics, step: int, loss: float, norm: float = 1.0) -> None:
+    counts = {"tokens": 8, "trained_tokens": 4, "samples": 2}
+    metrics.add(
+        step, 9, loss=loss, lr=0.1, grad_norm=norm, counts=counts, scheduled=4, rows=[1, 1], seconds=float(step)
+    )
+
+
+def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
+    metrics, strategy = StepMetrics(), OtherRank()
+    add(metrics, 1, 2.0, norm=float("inf"))
+    add(metrics, 2, 4.0)
+    assert metrics.local_loss() == {"loss": 1.0}
+    reduced = metrics.reduce(strategy, lambda: (False, True), lambda: False)  # type: ignore[arg-type]
+    assert strategy.calls == [
+        ("sync", [0.0, 1.0, 2.0, 8.0, 4.0, 2.0, 4.0, 8.0, 4.0, 2.0]),
+        ("shares", [0.5, 1.0]),
+    ]
+    assert [one["loss"] for one in reduced.records] == [4.0, 8.0]
+    assert [one["grad_norm"] for one in reduced.records] == [None, 1.0]
+    assert all((one["tokens"], one["trained_tokens"], one["samples"]) == (16, 8, 4) for one in reduced.records)
+    assert not reduced.stop and reduced.written
+    assert reduced.step_seconds == [1.5, 3.0] and reduced.seconds >= 3.0
+    add(metrics, 3, 1.0)
+    again = metrics.reduce(strategy, lambda: (True, False), lambda: False)  # type: ignore[arg-type]
+    assert [one["step"] for one in again.records] == [3], "reduced records are not repeated"
+    assert again.stop and not again.written

@@ -1,0 +1,128 @@
+"""Which inventory entries are one machine, by the facts that are known after login."""
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+SLOW_LINK = 1000  # Mbit/s, below which a full gradient at every step takes too long
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """The result of `find_duplicates`.
+
+    Attributes:
+        machines: number of different machines.
+        drop: entry -> (the entry to keep, reason).
+        warnings: clones, shared GPUs, and addresses that discovery assigned to the wrong machine.
+        verdict: whether distributed training is useful, in one line.
+    """
+
+    machines: int
+    drop: dict[str, tuple[str, str]]
+    warnings: tuple[str, ...]
+    verdict: str
+
+
+def find_duplicates(
+    identities: Mapping[str, Mapping[str, Any]],
+    logins: Mapping[str, str],
+    aliases: Mapping[str, Sequence[str]],
+) -> Duplicates:
+    """Compare the entries that can be logged in to.
+
+    Args:
+        identities: entry -> result of the module machine_identity_info, in the order of the inventory. Of several entries
+            for one machine, the first is kept.
+        logins: entry -> the address at which it was reached.
+        aliases: entry -> all addresses that discovery assigned to the machine.
+    """
+    drop: dict[str, tuple[str, str]] = {}
+    warnings: list[str] = []
+    for (a, one), (b, other) in combinations(identities.items(), 2):
+        if a in drop or b in drop:
+            continue
+        reason = _same_machine(one, other, logins.get(a, ""), logins.get(b, ""))
+        if reason:
+            drop[b] = (a, reason)
+        else:
+            warnings += _clones(a, one, b, other)
+    kept = {name: facts for name, facts in identities.items() if name not in drop}
+    for name, facts in kept.items():
+        listed = {link["address"] for link in facts["links"]}
+        for address in aliases.get(name, []):
+            bare = address.partition("%")[0]
+            if bare not in listed and not ipaddress.ip_address(bare).is_loopback:
+                warnings.append(
+                    f"{name} does not have the address {address} that discovery assigned to it: "
+                    "declare that address as a machine of its own"
+                )
+    return Duplicates(len(kept), drop, tuple(warnings), _verdict(kept, drop, logins))
+
+
+def _same_machine(one: Mapping[str, Any], other: Mapping[str, Any], login: str, other_login: str) -> str:
+    """Return why two entries are one machine, or an empty string if they are two.
+
+    Only login addresses are compared with the addresses of the other entry: many machines have their own 172.17.0.1.
+    """
+    if one["boot_id"] and one["boot_id"] == other["boot_id"]:
+        return "same boot id"
+    for address, facts in ((login, other), (other_login, one)):
+        if address and not address.startswith("127.") and any(link["address"] == address for link in facts["links"]):
+            return f"both have the address {address}"
+    return ""
+
+
+def _clones(a: str, one: Mapping[str, Any], b: str, other: Mapping[str, Any]) -> list[str]:
+    """Return warnings about two machines with the same machine-id, SSH host key or GPU."""
+    warnings = []
+    if one["machine_id"] and one["machine_id"] == other["machine_id"]:
+        warnings.append(
+            f"{a} and {b} are clones of one image (same machine-id): on one of them run sudo rm /etc/machine-id "
+            "/var/lib/dbus/machine-id; sudo systemd-machine-id-setup; sudo reboot"
+        )
+    if set(one["host_keys"]) & set(other["host_keys"]):
+        warnings.append(
+            f"{a} and {b} have the same SSH host key, so each can impersonate the other: on one of them run "
+            "sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, restart ssh, and accept the new key"
+        )
+    for gpu in sorted(set(one["gpus"]) & set(other["gpus"])):
+        warnings.append(f"{a} and {b} share one GPU ({gpu}), which two ranks would use in turns: keep one of them")
+    return warnings
+
+
+def _verdict(
+    kept: Mapping[str, Mapping[str, Any]], drop: Mapping[str, tuple[str, str]], logins: Mapping[str, str]
+) -> str:
+    """Return one line: how many machines there are, and which kind of distributed training their links allow."""
+    text = f"{len(kept)} machine{'' if len(kept) == 1 else 's'}"
+    if drop:
+        text += f" in {len(kept) + len(drop)} entries"
+    if not kept:
+        return f"{text}: no machine could be reached"
+    if len(kept) == 1:
+        return f"{text}: distributed training is not useful: there is only one machine"
+    if any(set(a["gpus"]) & set(b["gpus"]) for a, b in combinations(kept.values(), 2)):
+        return f"{text}: distributed training is not useful: they share a GPU"
+    speeds = {}
+    for name, facts in kept.items():
+        link = next((link for link in facts["links"] if link["address"] == logins.get(name)), None)
+        if link and link["wireless"]:
+            return (
+                f"{text}: distributed training is useful with LoRA or DiLoCo only: {name} uses Wi-Fi ({link['device']})"
+            )
+        if link and link["mbit"]:
+            speeds[name] = link["mbit"]
+    if not speeds:
+        return f"{text}: distributed training is possible; the speed of the links is unknown"
+    slowest = min(speeds, key=lambda name: speeds[name])
+    if speeds[slowest] < SLOW_LINK:
+        return (
+            f"{text}: distributed training is useful with LoRA or DiLoCo only: the link of {slowest} has "
+            f"{speeds[slowest]} Mbit/s, and full fine-tuning sends all gradients at every step"
+        )
+    return (
+        f"{text}: distributed training is useful; the slowest link is that of {slowest} with {speeds[slowest]} Mbit/s"
+    )
