@@ -22,10 +22,12 @@ from typing import Any
 
 from inputs import SIZES, TOP, made, model_of
 
-from trainer.config.run_spec import make_spec
-from trainer.planner.cost import Layout, memory
+from trainer.config import make_spec
+from trainer.planner.cost import Layout
+from trainer.planner.hosts import BASE
 from trainer.planner.model_shape import shape_of
-from trainer.planner.recommend import BASE, rows_of
+from trainer.planner.report import rows_of
+from trainer.strategy import plan_of
 from trainyard.remote.host_facts import allocator
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -94,7 +96,7 @@ def main() -> int:
         spec = make_spec(fields, "here")
         with tempfile.TemporaryDirectory() as folder:
             data, _ = rows_of(spec, Path(folder))
-            need = memory(spec, shape_of(spec), Layout((1,) * ranks), data).total / 2**20 + BASE
+            need = plan_of(spec).memory(spec, shape_of(spec), Layout((1,) * ranks), data).total / 2**20 + BASE
             peak = measured(fields, ranks, Path(folder), port)
         worst = max(worst, peak / need, need / peak)
         print(f"| {model} | {ranks} | {rows} x {seq} | {name} | {lora} ", end="")

@@ -18,7 +18,7 @@ from typing import Any
 from inputs import SIZES, made, model_of
 from two_hosts import planned, run, two_hosts
 
-from trainer.planner.recommend import BASE
+from trainer.planner.hosts import BASE
 
 WAYS = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging")
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from two_hosts import run, two_hosts
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.model import load_model
@@ -29,9 +29,9 @@ from trainyard.docs_dataset import write_dataset
 
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "ddp, bf16": {"gradient_wire": "bf16"},
+    "ddp, bf16": {"gradient_comm_dtype": "bf16"},
     "diloco": {"strategy": "diloco", "local_steps": 10},
-    "diloco, 32 bits": {"strategy": "diloco", "local_steps": 10, "diloco_wire": "32"},
+    "diloco, 32 bits": {"strategy": "diloco", "local_steps": 10, "diloco_comm_dtype": "32"},
     "averaging": {"strategy": "averaging"},
 }
 # As model=tiny has them, with the model made once for all runs.

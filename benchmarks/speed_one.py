@@ -19,7 +19,7 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # before transformers
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.distributed.world import World, leave
 from trainer.model import lora_config

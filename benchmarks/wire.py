@@ -1,6 +1,6 @@
 """Two hosts (network namespaces, one core each): bytes a step and speed beside one host, strategy by strategy, link by link.
 
-    sudo make bench-wire [ARGS='--models 26m --seq 512 --share 45 --mbit 1000 --ways ddp ddp:gradient_wire=bf16']
+    sudo make bench-wire [ARGS='--models 26m --seq 512 --share 45 --mbit 1000 --ways ddp ddp:gradient_comm_dtype=bf16']
 
 A way is a strategy, with fields of the run spec after colons. One host has one core, too; with --share, each host has so many
 percent of one and the same core (see two_hosts.run). Needs root (ip netns, tc, cgroups).
@@ -16,7 +16,7 @@ import sys
 from inputs import SIZES, made, model_of
 from two_hosts import run, two_hosts
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.planner.model_shape import shape_of
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16, help="of a step, over all hosts")
     parser.add_argument("--mbit", type=int, nargs="+", default=[0, 1000, 100], help="0: not shaped")
-    parser.add_argument("--ways", nargs="+", default=["ddp", "ddp:gradient_wire=bf16"])
+    parser.add_argument("--ways", nargs="+", default=["ddp", "ddp:gradient_comm_dtype=bf16"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1, help="in turns; speeds are medians over them")
     parser.add_argument("--share", type=int, default=0, help="percent of a core that a host has; 0: a core of its own")

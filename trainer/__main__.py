@@ -10,24 +10,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.run_spec import (
-    FIELDS,
-    NOT_NEEDED,
-    OPENDILOCO,
+from trainer.config import (
     RunSpec,
-    from_opendiloco,
+    is_known,
     make_spec,
     parse_flags,
     read_spec,
     read_yaml,
+    resolve_aliases,
     table,
 )
 from trainer.distributed.replica import Replica
 from trainer.errors import DiskError, UserError, disk_failure
+from trainer.strategy import AUTO, plan_of, summaries
 from trainer.telemetry import Heartbeat
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
-                       [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_members=torchft
+                       [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     validate the spec and print it with all defaults
        python -m trainer fields                               print the fields of the run spec as a table
        python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
@@ -96,16 +95,15 @@ def take_spec(argv: list[str]) -> RunSpec:
     flags = parse_flags(argv)
     if os.environ.get("RANK", "0") == "0":
         # On stderr, because `check` prints the spec on stdout.
-        from_file, notes = from_opendiloco(read_yaml(path) if path else {})
-        for note in notes + from_opendiloco(flags, from_file)[1]:
+        from_file, notes = resolve_aliases(read_yaml(path) if path else {})
+        for note in notes + resolve_aliases(flags, from_file)[1]:
             print(note, file=sys.stderr)
     return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")
 
 
 def _is_assignment(argument: str) -> bool:
     name, equals, _ = argument.partition("=")
-    known = name.replace("-", "_") in FIELDS or name in OPENDILOCO or name in NOT_NEEDED
-    return bool(equals) and known and not Path(argument).exists()
+    return bool(equals) and is_known(name.replace("-", "_")) and not Path(argument).exists()
 
 
 # Commands --------------------------------------------------------------------------------------------------------------
@@ -125,8 +123,8 @@ def fields(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     """Print the estimates for every strategy, and a recommendation."""
-    from trainer.planner.recommend import plan as make_plan
-    from trainer.planner.recommend import read_hosts
+    from trainer.planner.hosts import read_hosts
+    from trainer.planner.report import plan as make_plan
 
     data_dir, hosts = take_path(argv, "--data-dir") or Path.cwd(), read_hosts(take_value(argv, "--hosts") or "1")
     as_json, fast = take_switch(argv, "--json"), take_switch(argv, "--no-measure")
@@ -165,6 +163,10 @@ def show_help() -> int:
     import tyro
 
     print(USAGE)
+    print("strategies:")
+    for name, summary in summaries().items():
+        print(f"  {name:<11}{summary}")
+    print()
     tyro.cli(RunSpec, prog="python -m trainer", args=["--help"])
     return 0
 
@@ -212,7 +214,7 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
     from trainer.run_dir import claim, finished_result
 
     previous = finished_result(run_dir)
-    automatic = spec.strategy == "auto"
+    automatic = spec.strategy == AUTO
     if automatic:
         from trainer.planner.recommend import choose_here
 
@@ -227,7 +229,7 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         )
     # Only if all hosts have a result: one that failed before it wrote its result needs the others to produce it.
     # Only the synchronization of replicas can tell whether those of other torchruns have one.
-    if all(world.gather(previous is not None)) and previous and not spec.by_torchft:
+    if all(world.gather(previous is not None)) and previous and not plan_of(spec).separate_launchers(spec):
         steps, loss = previous["steps"], previous["loss_last"]
         print(f"run {spec.run} is finished: {steps} steps, last loss {loss:.4f}; nothing to do")
         return previous

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainer import __version__
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.data.samples import HUB_ID
 from trainer.files import atomic_folder, sha256_file, sha256_tree, write_atomic
 

@@ -11,10 +11,11 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
 from trainer.errors import UserError, first_line
 from trainer.optim import import_bitsandbytes
+from trainer.strategy import plan_of
 
 _UNSLOTH_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -46,8 +47,7 @@ def base_dtype(spec: RunSpec) -> torch.dtype:
 
     With bf16-mixed a frozen base is stored in bfloat16: autocast would convert it anyway.
     """
-    # DeepSpeed requires all weights to have the same dtype.
-    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.strategy != "deepspeed"
+    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and not plan_of(spec).uniform_dtype
     return torch.bfloat16 if half else torch.float32
 
 
@@ -75,7 +75,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
         model = add_lora(spec, model)
-    if spec.quantize == "none" and not spec.weights_in_parts:
+    if spec.quantize == "none" and not plan_of(spec).sharded_weights(spec):
         # A strategy with sharded weights shards them first: the full model need not fit on the device.
         model.to(device)
     model.train()
@@ -84,7 +84,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
 
 def _load_pretrained(spec: RunSpec, device: torch.device, kernels: list[str]) -> Any:
     # With dtype "auto" weights stay memory-mapped until they are read: FSDP reads only its shard.
-    options: dict[str, Any] = {"dtype": "auto" if spec.weights_as_kept else base_dtype(spec)}
+    options: dict[str, Any] = {"dtype": "auto" if plan_of(spec).reads_own_shard(spec) else base_dtype(spec)}
     if "flash attention" in kernels:
         options["attn_implementation"] = "flash_attention_2"
     if spec.quantize == "nf4":
@@ -114,8 +114,8 @@ def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
     """Return the faster kernels that this process uses: the installed ones, on CUDA only; none with kernels=torch."""
     if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
         return []
-    if spec.strategy == "deepspeed" and spec.weights_in_parts:
-        return []  # DeepSpeed loads the model in host memory, where packed samples cannot be checked with these kernels
+    if not plan_of(spec).supports_fast_kernels(spec):
+        return []
     wanted = {"liger": "liger_kernel"}
     if spec.precision == "bf16-mixed":  # flash attention supports only 16-bit numbers
         wanted["flash attention"] = "flash_attn"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.errors import UserError, first_line
 
 

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from trainer.config.run_spec import RunSpec, changed_fields, read_spec
+from trainer.config import RunSpec, changed_fields, read_spec
 from trainer.errors import UserError
 from trainer.files import write_atomic
 

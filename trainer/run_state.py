@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.errors import UserError
 
 

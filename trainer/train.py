@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint import Saver, find_checkpoint
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
 from trainer.data.order import Order, held_out, micro_batches, share
 from trainer.data.packing import IGNORED, collate

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config.run_spec import FIELDS, RunSpec, from_opendiloco, make_spec, read_yaml, suggest
+from trainer.config import FIELDS, RunSpec, make_spec, read_yaml, resolve_aliases, suggest
 from trainer.errors import UserError
 from trainyard.run import options
 
@@ -51,8 +51,8 @@ def read_run_spec(
         raise UserError(
             f"-e {extra_vars['_raw_params']}: takes NAME=VALUE; quote a value that contains spaces twice: -e 'run=\"a b\"'"
         )
-    base, notes = from_opendiloco(read_yaml(Path(file).expanduser()) if file else {})
-    given, more = from_opendiloco(extra_vars, base)
+    base, notes = resolve_aliases(read_yaml(Path(file).expanduser()) if file else {})
+    given, more = resolve_aliases(extra_vars, base)
     known = known_variables(top)
     if strange := unknown(given, FIELDS, known):
         raise UserError("; ".join(f"-e {name}: unknown name{suggest(name, sorted(known))}" for name in strange))

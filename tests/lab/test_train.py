@@ -103,11 +103,11 @@ def test_auto_goes_by_what_the_link_carries(made: Lab, hosts: list[Host], said: 
         thin = run_playbook("train.yml", made.inventory, fields)
     finally:
         faults.undo(made, hosts[1], "shape")
-    assert thin.rc == 0 and "auto took diloco: ddp would spend " in thin.stdout, thin.stdout
+    assert thin.rc == 0 and "auto selected diloco: ddp would spend " in thin.stdout, thin.stdout
     mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", thin.stdout)
     assert mbit and 5 <= float(mbit[1]) <= 12, thin.stdout
     thick = run_playbook("train.yml", made.inventory, fields)
-    assert thick.rc == 0 and "auto took ddp: it fits, and " in thick.stdout, thick.stdout
+    assert thick.rc == 0 and "auto selected ddp: it fits, and " in thick.stdout, thick.stdout
 
 
 def losses(lab: Lab, host: Host, run: str) -> list[float]:

@@ -23,7 +23,7 @@ import yaml
 from lab_hosts import REPO, Host, Lab
 from testbed import faults
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.data.encode import load_corpus, split
 from trainer.data.order import Order, held_out
 from trainer.run_state import RunHistory

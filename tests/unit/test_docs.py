@@ -121,7 +121,7 @@ def test_benchmarks_exist() -> None:
 
 def known_names() -> set[str]:
     """Return every name that ``-e`` accepts."""
-    from trainer.config.run_spec import FIELDS
+    from trainer.config import FIELDS
 
     names = set(FIELDS) | PLAYBOOK_VARIABLES | UNKNOWN_ON_PURPOSE
     if importlib.util.find_spec("trainyard.run.options"):
@@ -149,7 +149,7 @@ def test_extra_variables_exist() -> None:
 
 def test_command_line_flags_of_the_trainer_exist() -> None:
     """``python -m trainer ... --flag`` in a code block names a field of the run spec or a flag of the program."""
-    from trainer.config.run_spec import FIELDS
+    from trainer.config import FIELDS
 
     program = (TOP / "trainer" / "__main__.py").read_text()
     flags = set()
@@ -162,7 +162,7 @@ def test_command_line_flags_of_the_trainer_exist() -> None:
 
 def test_assignments_in_code_spans_exist() -> None:
     """An inline ``name=value`` of a strategy guide is a field of the run spec with a value that it accepts."""
-    from trainer.config.run_spec import FIELDS, RunSpec
+    from trainer.config import FIELDS, RunSpec
 
     pages = [TOP / "docs" / name for name in ("strategies.md", "diloco.md", "planning.md")]
     named = set(re.findall(r"`([a-z_]+)=([^`\s]*)`", all_text(pages)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ansible.vars.reserved import get_reserved_names
 
-from trainer.config.run_spec import FIELDS
+from trainer.config import FIELDS
 from trainer.errors import UserError
 from trainyard.extra_vars import known_variables, plain_data, read_run_spec
 from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables, table
@@ -50,10 +50,10 @@ def test_values_may_be_text() -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"min_nodes": "two"}, "min_nodes: got 'two', takes a whole number >= 0 (-e)"),
-        ({"retries": -1}, "retries: got -1, takes a whole number >= 0 (-e)"),
-        ({"max_restarts": True}, "max_restarts: got True, takes a whole number >= 0 (-e)"),
-        ({"master_port": 70000}, "master_port: got 70000, takes a whole number >= 1 and <= 65535 (-e)"),
+        ({"min_nodes": "two"}, "min_nodes: got 'two', takes an integer >= 0 (-e)"),
+        ({"retries": -1}, "retries: got -1, takes an integer >= 0 (-e)"),
+        ({"max_restarts": True}, "max_restarts: got True, takes an integer >= 0 (-e)"),
+        ({"master_port": 70000}, "master_port: got 70000, takes an integer >= 1 and <= 65535 (-e)"),
         ({"stall_limit": "inf"}, "stall_limit: got 'inf', takes a number of seconds > 0 (-e)"),
         ({"elastic": "maybe"}, "elastic: got 'maybe', takes true or false (-e)"),
         ({"max_restart": 1}, "unknown launch option 'max_restart' in -e; did you mean 'max_restarts'?"),

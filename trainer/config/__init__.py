@@ -1,0 +1,28 @@
+"""The run spec: its schema, other names of its fields, flags, and reading it from files. Importable without torch."""
+
+from trainer.config.aliases import ALIASES, DEPRECATED, MUTABLE, is_known, resolve_aliases, suggest
+from trainer.config.flags import describe, expects, parse_flags, table
+from trainer.config.load import changed_fields, make_spec, read_spec, read_yaml
+from trainer.config.run_spec import EMBEDDED_DATASET, FIELDS, PRESETS, TINY, RunSpec
+
+__all__ = [
+    "ALIASES",
+    "DEPRECATED",
+    "EMBEDDED_DATASET",
+    "FIELDS",
+    "MUTABLE",
+    "PRESETS",
+    "TINY",
+    "RunSpec",
+    "changed_fields",
+    "describe",
+    "expects",
+    "is_known",
+    "make_spec",
+    "parse_flags",
+    "read_spec",
+    "read_yaml",
+    "resolve_aliases",
+    "suggest",
+    "table",
+]

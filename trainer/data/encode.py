@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.data.samples import Sample, read_dataset
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic

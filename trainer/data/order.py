@@ -1,10 +1,14 @@
 """Which samples are in which step: a pure function of (seed, epoch, position), so a sampler has no state to save."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.config.run_spec import RunSpec
+if TYPE_CHECKING:
+    from trainer.config import RunSpec
 from trainer.data.packing import best_fit
 
 _HELD_OUT_KEY = 0xE7A1  # separates the permutation for the evaluation split from those of the epochs
@@ -47,7 +51,7 @@ class Order:
         self.steps = -(-self.total_rows // rows)
 
     @classmethod
-    def of(cls, spec: RunSpec, lengths: np.ndarray) -> "Order":
+    def of(cls, spec: RunSpec, lengths: np.ndarray) -> Order:
         """Return the order that `spec` defines for training samples of these lengths (int64 [samples], in tokens)."""
         return cls(
             lengths,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.run_spec import EMBEDDED_DATASET, RunSpec
+from trainer.config import EMBEDDED_DATASET, RunSpec
 from trainer.errors import UserError, first_line
 
 SHAPES = "messages; instruction and output (input if any); prompt and completion; text"

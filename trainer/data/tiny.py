@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.config.run_spec import TINY, RunSpec
+from trainer.config import TINY, RunSpec
 from trainer.data.samples import Sample, read_dataset
 from trainer.files import sha256_file
 

@@ -1,49 +1,49 @@
-"""Unlike ranks share a step's rows by their speed, so that the fast one does not wait.
+"""Distribute the rows of a step over ranks by their measured speed, so that fast ranks do not wait.
 
-Who computes a row does not change the step: the loss is weighted by tokens, so the gradient is the same for any division
-(but for the order of a sum of floats). Every rank calls this with the same numbers and comes to the same counts.
+The distribution does not change the result of a step: the loss is weighted by tokens, so the gradient is the same for any
+distribution, up to rounding. Every rank passes the same numbers and gets the same counts.
 """
 
 from collections.abc import Sequence
 
-# Share of the newest measurement in the mean: a few steps of noise pass, a machine that slows down is seen within ten.
+# Weight of a new measurement in the moving average: noise averages out, and a slowdown shows within ten steps.
 _NEWEST = 0.25
-# A new division has to save so much of a step's time: below that it is noise.
-_WORTH = 0.04
+# Fraction of a step's time that a new distribution must save.
+_MIN_GAIN = 0.04
 
 
 class Balance:
-    """How many rows of a step every rank takes, from the seconds that a row has cost it so far."""
+    """The number of rows of a step for every rank, from the measured seconds per row of each."""
 
     def __init__(self, ranks: int, costs: Sequence[float] = ()) -> None:
         """Args:
-        costs: seconds a row of every rank, as `costs` of an earlier start told; equal if there are none, or of another world.
+        costs: seconds per row of every rank, as `costs` of an earlier start; ignored for another number of ranks.
         """
         self.costs: list[float] = list(costs) if len(costs) == ranks else [0.0] * ranks
         self._used: dict[int, list[int]] = {}
 
     def shares(self, rows: int) -> list[int]:
-        """Return how many of `rows` rows every rank takes: all of them together, at least one each where there are enough.
+        """Distribute `rows` rows over the ranks, at least one to each if there are enough.
 
-        What was used for as many rows before stays, until another division is worth it.
+        The previous distribution of the same number of rows stays in use until a new one saves enough time.
         """
         best = divide(rows, self.costs)
         used = self._used.get(rows, best)
-        if self._time(used) > self._time(best) * (1 + _WORTH):
+        if self._time(used) > self._time(best) * (1 + _MIN_GAIN):
             used = best
         self._used[rows] = used
         return used
 
     def _time(self, counts: Sequence[int]) -> float:
-        """Return the seconds that a step takes with these counts: those of the rank that is ready last."""
+        """Return the seconds of a step with these counts, which are those of the slowest rank."""
         return max(count * cost for count, cost in zip(counts, self.costs, strict=True))
 
-    def learn(self, seconds: Sequence[float], counts: Sequence[int]) -> None:
-        """Take up what the rows of a step have cost every rank.
+    def update(self, seconds: Sequence[float], counts: Sequence[int]) -> None:
+        """Update the seconds per row of every rank after a step.
 
         Args:
-            seconds: seconds of computing, without waiting for others, of every rank.
-            counts: the rows that it took; a rank without rows is what it was.
+            seconds: seconds of computation of every rank, without waiting.
+            counts: rows of every rank. The value of a rank without rows does not change.
         """
         for rank, (spent, count) in enumerate(zip(seconds, counts, strict=True)):
             if count and spent > 0:
@@ -52,14 +52,14 @@ class Balance:
 
 
 def divide(rows: int, costs: Sequence[float]) -> list[int]:
-    """Return the counts, of sum `rows`, with which the last rank is ready soonest; equal ones where a cost is unknown.
+    """Return counts of sum `rows` that minimize the time of the slowest rank; equal counts if a cost is unknown.
 
-    A row at a time to the rank that would have it ready first: best possible for rows of one size.
+    Each row goes to the rank that would finish it first, which is optimal for rows of one size.
     """
     ranks = len(costs)
     if not all(costs):
         return [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
-    # A rank without rows would never be measured again.
+    # A rank without rows would not be measured again.
     counts = [1 if rows >= ranks else 0] * ranks
     for _ in range(rows - sum(counts)):
         first = min(range(ranks), key=lambda rank: ((counts[rank] + 1) * costs[rank], rank))

@@ -4,8 +4,9 @@ import os
 import re
 from dataclasses import dataclass
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.errors import UserError
+from trainer.strategy import plan_of
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,15 @@ class Replica:
 
     def check(self, spec: RunSpec) -> None:
         """Check that the spec has replicas of this kind. Raises UserError."""
-        if spec.by_torchft and not self.lighthouse:
+        separate = plan_of(spec).separate_launchers(spec)
+        if separate and not self.lighthouse:
             raise UserError(
-                "diloco_members: with torchft every replica is started on its own and needs its number: set "
-                "--replica 0/2 and --lighthouse HOST:PORT (docs/strategies.md), or diloco_members=fixed"
+                "diloco_membership: with torchft every replica is started on its own and needs its number: set "
+                "--replica 0/2 and --lighthouse HOST:PORT (docs/strategies.md), or diloco_membership=fixed"
             )
-        if self.lighthouse and not spec.by_torchft:
+        if self.lighthouse and not separate:
             raise UserError(
-                "--replica requires strategy=diloco and diloco_members=torchft: set both, or remove --replica"
+                "--replica requires strategy=diloco and diloco_membership=torchft: set both, or remove --replica"
             )
 
 

@@ -1,4 +1,4 @@
-"""How fast this device is at this very work: a few micro-batches of the model with one layer and with some, weights drawn here."""
+"""Measure the speed of this device for a run: a few micro-batches of the model with one layer and with three, on random weights."""
 
 import copy
 import statistics
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.config.run_spec import TINY, RunSpec
+from trainer.config import TINY, RunSpec
 from trainer.data.tiny import CONFIG, VOCABULARY
 from trainer.distributed.world import World
 from trainer.model import TokenLoss, add_lora
@@ -16,9 +16,9 @@ from trainer.planner.cost import Rows
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 
-_SOME = 3  # layers of the larger of the two models
-_LIMIT = 4.0  # seconds for one of them, once it has run twice
-_PLACES = 8192  # places in a micro-batch at most: beyond that time grows in proportion
+_LAYERS = 3  # layers of the larger of the two models
+_LIMIT = 4.0  # seconds for the measurement of one model
+_PLACES = 8192  # maximum places in a micro-batch; beyond that, time is proportional
 
 
 def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> torch.nn.Module:
@@ -36,7 +36,7 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
 
 
 def _seconds(strategy: DDP, batch: Batch) -> tuple[float, float]:
-    """Return the median seconds of a micro-batch and of an optimiser step; the first of each is not counted."""
+    """Return the median seconds of a micro-batch and of an optimizer step, without the first of each."""
     device = strategy.world.device
     parts: list[float] = []
     steps: list[float] = []
@@ -54,7 +54,7 @@ def _seconds(strategy: DDP, batch: Batch) -> tuple[float, float]:
 
 
 def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a full micro-batch, forward and backward, and of an optimiser step, on `device` alone."""
+    """Return the seconds of a full micro-batch, forward and backward, and of an optimizer step, on `device` alone."""
     config = (
         AutoConfig.for_model(**(CONFIG | {"vocab_size": VOCABULARY}))
         if spec.model == TINY
@@ -64,18 +64,18 @@ def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, flo
     places = max(8, round(rows.places))
     count = max(1, min(spec.batch_size, _PLACES // places))
     ids = torch.randint(0, config.vocab_size, (count, places), device=device)
-    # Packed rows have the mask of packed rows.
+    # Packed rows have the attention mask of packed rows.
     sample = max(4, places // 4) if spec.packing else places
     positions = (torch.arange(places, device=device) % sample).repeat(count, 1)
     labels = ids.clone()
     labels[:, : round(places * (1 - rows.trained))] = -100
     world = World(0, 1, 0, 0, device)
-    whole = config.num_hidden_layers
+    total = config.num_hidden_layers
     times = []
-    for layers in (1, min(whole, _SOME)):
+    for layers in (1, min(total, _LAYERS)):
         strategy = DDP(spec, world, TokenLoss(_model(spec, config, layers, device)))
         times.append((layers, *_seconds(strategy, Batch(ids, positions, labels))))
     (_, part, step), (layers, more, more_step) = times
-    scale = (whole - 1) / max(1, layers - 1)
+    scale = (total - 1) / max(1, layers - 1)
     batches = spec.batch_size / count
     return (part + max(0.0, more - part) * scale) * batches, step + max(0.0, more_step - step) * scale

@@ -1,15 +1,19 @@
-"""What a model weighs, off its config.json alone: no weights, no torch. The controller reads it too."""
+"""The shape of a model, read from its config.json alone: no weights, no torch. The controller uses it too."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config.run_spec import TINY, RunSpec
 from trainer.errors import UserError
 
-# Decoders whose layers are q, k, v, o and a gated (or plain) MLP between norms.
+if TYPE_CHECKING:
+    from trainer.config import RunSpec
+
+# Decoders whose layers are q, k, v, o and a gated MLP, between norms.
 _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -23,12 +27,21 @@ _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "granite": {},
 }
-_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "smollm3"}  # what transformers takes where config.json says nothing
+_TIED = {
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "smollm3",
+}  # the default of transformers if config.json does not set tie_word_embeddings
+
+# Decoder layer classes of transformers whose name is not the capitalized model type.
+_LAYERS = {"gpt2": "GPT2Block", "olmo2": "Olmo2DecoderLayer", "smollm3": "SmolLM3DecoderLayer"}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix of a layer: `reads` says which tensor it takes (those that read the same one share its saved copy)."""
+    """One matrix of a layer. `reads` names its input; matrices with the same input share its saved copy."""
 
     name: str
     into: int
@@ -39,7 +52,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only model. Sizes in numbers, not bytes."""
+    """A decoder-only model. Sizes are counts of numbers, not bytes."""
 
     kind: str
     layers: int
@@ -61,23 +74,23 @@ class Shape:
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the matrix that makes logits (tied or not, it is multiplied with)."""
+        """Parameters of the matrix that produces logits, tied or not."""
         return self.hidden * self.vocabulary
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied head counted once."""
+        """All parameters; a tied head counts once."""
         return self.layers * self.layer_parameters + self.other + self.head_parameters * (1 if self.tied else 2)
 
     def targets(self, spec: RunSpec) -> list[Linear]:
-        """Return the matrices of one layer that get an adapter. The head is apart: see `head_target`."""
+        """Return the matrices of one layer that get an adapter. For the head see `head_target`."""
         if not spec.lora_r:
             return []
         everything = spec.lora_targets == ("all-linear",)
         return [matrix for matrix in self.linear if everything or matrix.name in spec.lora_targets]
 
     def head_target(self, spec: RunSpec) -> bool:
-        """Tell whether the head gets an adapter (all-linear leaves it out)."""
+        """Return whether the head gets an adapter (all-linear excludes it)."""
         return spec.lora_r > 0 and "lm_head" in spec.lora_targets
 
     def trained(self, spec: RunSpec) -> int:
@@ -90,10 +103,10 @@ class Shape:
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
-    """Read a model's shape off its config.json.
+    """Read a model's shape from its config.json.
 
     Raises:
-        UserError: a model type that is not known here, or a field that is missing.
+        UserError: an unsupported model type, or a missing field.
     """
     config = config.get("text_config", config)
     kind = str(config.get("model_type", ""))
@@ -103,9 +116,9 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         if kind in _LLAMA_LIKE and not config.get("num_local_experts"):
             return _llama(kind, config)
     except KeyError as error:
-        raise UserError(f"model: its config.json ({kind}) has no {error.args[0]}") from None
+        raise UserError(f"model: the config.json ({kind}) has no {error.args[0]}") from None
     known = ", ".join(["gpt2", *_LLAMA_LIKE])
-    raise UserError(f"model: the plan knows no {kind or 'model without a model_type'}; it knows {known}")
+    raise UserError(f"model: the planner does not support {kind or 'a model without model_type'}: it supports {known}")
 
 
 def _llama(kind: str, c: Mapping[str, Any]) -> Shape:
@@ -162,8 +175,10 @@ def shape_of(spec: RunSpec) -> Shape:
     """Return the shape of the spec's model: tiny, a folder with a config.json (or that file), or a hub id in the cache.
 
     Raises:
-        UserError: there is no config, or it is of a kind that is not known here.
+        UserError: there is no config.json, or its model type is not supported.
     """
+    from trainer.config import TINY
+
     if spec.model == TINY:
         from trainer.data.tiny import CONFIG, VOCABULARY
 
@@ -177,8 +192,14 @@ def shape_of(spec: RunSpec) -> Shape:
             path = Path(hf_hub_download(spec.model, "config.json"))
         except Exception as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"model: no config.json of {spec.model} here or in the hub's cache: {why}") from None
+            raise UserError(f"model: no config.json of {spec.model} found locally or in the hub cache: {why}") from None
     try:
         return read_shape(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise UserError(f"model: cannot read {path}: {error}") from None
+
+
+def layer_class(kind: str) -> str:
+    """Return the name of the decoder layer class in transformers for a model type."""
+    plain = kind.removesuffix("_text")
+    return _LAYERS.get(kind, plain[0].upper() + plain[1:] + "DecoderLayer")

@@ -1,19 +1,26 @@
-"""The seam between the loop and the ways to share a model."""
+"""The interface between the training loop and the strategies."""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-
-from trainer.config.run_spec import RunSpec
 from trainer.data.order import share
-from trainer.distributed.world import World
-from trainer.model import TokenLoss
+from trainer.strategy.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.config import RunSpec
+    from trainer.distributed.world import World
+    from trainer.model import TokenLoss
+else:
+    torch = LazyModule("torch")
 
 Rows = list[list[int]]
-_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+_AUTOCAST_DTYPES = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 
 
 class Batch(NamedTuple):
@@ -25,60 +32,59 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The rows of one update of the optimiser: those of all ranks that share its gradient, and this rank's of them."""
+    """The rows of one optimizer update: those of all ranks that share its gradient, and this rank's part of them."""
 
     rows: Rows
     mine: Rows
 
 
 class Stopped(Exception):
-    """Somebody wanted the run to stop before its first step."""
+    """A user or process stopped the run before its first step."""
 
 
 class Writing(Protocol):
-    """A checkpoint that is being written while the training goes on."""
+    """A checkpoint that is written while training continues."""
 
     def done(self) -> bool:
-        """Tell whether this rank has nothing left to write."""
+        """Return whether this rank has finished writing."""
         ...
 
     def finish(self) -> None:
-        """Wait for it. Every rank calls it, at the same step. Raises what went wrong on any of them."""
+        """Wait for the checkpoint. Every rank calls it at the same step. Raises the error of any rank."""
         ...
 
 
 class Strategy(ABC):
-    """Owns the module, its optimizer and all that has to be the same on every rank.
+    """Owns the module, its optimizer and all state that must be equal on every rank.
 
-    The loop calls, for every update of a step: `backward` once a micro-batch, then `step` once. Every rank makes the same
-    calls, a rank without rows too (with a batch that has no loss). After a step at which ranks `sync`, the model is the
-    same on all of them. A new strategy is a class with these methods, a file beside ddp.py, and a word in
-    `RunSpec.strategy`.
+    For every update of a step the loop calls `backward` once per micro-batch, then `step` once. Every rank makes the same
+    calls. A rank without rows passes a batch without loss. After a step at which the ranks synchronize (`sync`), the model
+    is equal on all of them.
     """
 
-    # Files of a checkpoint of which every host keeps its own.
+    # Files of a checkpoint that differ between hosts.
     per_host_files: tuple[str, ...] = ()
-    # The rows that every rank took in the last step, where they are divided by one plan.
+    # The number of rows that each rank had in the last step, if one division applies to all ranks.
     rows: Sequence[int] = ()
-    # Every forward and backward pass is a collective: ranks must take equally many micro-batches, empty ones too.
+    # Every forward and backward pass is a collective: all ranks must run the same number of micro-batches.
     lockstep = False
-    # Ranks write a checkpoint in parts, each its own, beside the training (see `save`).
+    # Every rank writes its own shard of a checkpoint while training continues (see `save`).
     sharded_checkpoint = False
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
-        """`world` is that of all ranks; `self.world` that of those which share steps, records and checkpoints."""
+        """`world`: all ranks. `self.world`: the ranks that share steps, records and checkpoints."""
         self.spec, self.world, self.plain = spec, world, module
 
     def local_rows(self, rows: Rows) -> Rows:
-        """Return the rows of a step that the ranks of `self.world` take."""
+        """Return the rows of a step that the ranks of `self.world` train on."""
         return rows
 
     def updates(self, step: int, rows: Rows) -> list[Update]:
-        """Return the updates of the optimiser in `step` (from 0): one, of all its rows."""
+        """Return the optimizer updates of `step` (from 0): by default one update of all rows."""
         return [Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])]
 
     def is_sync_step(self, step: int) -> bool:
-        """Tell whether ranks meet after step number `step` (from 1); after the last one they always do."""
+        """Return whether ranks synchronize after step number `step` (from 1). They always do after the last step."""
         return True
 
     def join(
@@ -89,71 +95,72 @@ class Strategy(ABC):
         checkpoint_state: Callable[[], dict[str, Any]],
         waiting: Callable[[], bool],
     ) -> bool:
-        """Find the others before the first step, where several torchruns share a run.
+        """Find the other replicas before the first step, if each replica has a torchrun of its own.
 
         Args:
-            start: the name of this start of the run, in hexadecimal digits.
-            steps: those of the whole run.
-            checkpoint_state: returns what a checkpoint of the newest meeting says besides the weights.
-            waiting: may be called while others are awaited; tells whether somebody wants this run to stop.
+            start: identifies this start of the run, in hexadecimal digits.
+            steps: number of steps of the run.
+            checkpoint_state: returns the contents of `state.json` at the last synchronization.
+            waiting: called repeatedly while the replica waits. Returns whether the run should stop.
 
         Returns:
-            Whether there is a checkpoint now that they are at, and these ranks have not loaded.
+            Whether a checkpoint of the other replicas was written that these ranks have not loaded yet.
 
         Raises:
-            Stopped: somebody wants the run to stop before it came to that.
+            Stopped: the run was stopped while the replica waited.
         """
         return False
 
-    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:  # noqa: B027  most ranks never part
-        """Make the model the same on all ranks again; `waiting` may be called while slower ranks are awaited.
+    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:  # noqa: B027  most strategies never diverge
+        """Make the model equal on all ranks. `waiting` is called repeatedly while slower ranks are awaited.
 
-        `flags`: the first numbers that `sum` is going to be asked for.
+        `flags`: the first values of the next call of `sum`.
         """
 
     @property
     def present(self) -> list[str]:
-        """The starts (see `join`) of all who were at the last meeting, if it is not all ranks by itself."""
+        """The starts (see `join`) of all replicas at the last synchronization, or an empty list if all ranks always are."""
         return []
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum the loop's numbers over ranks, after they have met. The first number says who wants to stop."""
+        """Sum the loop's values over ranks after `sync`. The first value counts the ranks that should stop."""
         return self.world.sum(values)
 
     def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
-        """Tell whether all ranks have taken their last step, given whether this one has."""
+        """Return whether all ranks have finished their last step. `finished`: whether this rank has."""
         return finished
 
     def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
     ) -> dict[str, Any]:
-        """Bring together what the ranks have trained, when `all_finished` holds; return what it adds to the result.
+        """Merge the weights of all replicas after `all_finished`, and return fields to add to the result.
 
         Args:
             totals: the loop's counts for the ranks of `self.world`.
-            loss: the model's loss on what was held out, found by the ranks of `self.world`.
-            evaluate: finds it again.
+            loss: evaluation loss of the ranks of `self.world`.
+            evaluate: computes the evaluation loss again.
         """
         return {}
 
     def shares(self, rows: int) -> list[int]:
-        """Return in what proportion the ranks take `rows` rows: equal here, by measured speed where that can be told."""
+        """Return the relative shares of `rows` rows per rank: equal, or by measured speed if the strategy measures it."""
         return [1] * self.world.size
 
     def rank_seconds(self) -> float:
-        """Return the seconds that this rank has computed since the last call, without waiting for others; 0 if unknown."""
+        """Return the seconds of computation of this rank since the last call, without waiting; 0 if not measured."""
         return 0.0
 
     def update_shares(self, seconds: list[float]) -> None:  # noqa: B027  not every strategy shares by speed
-        """Take up what every rank has spent, as `rank_seconds` reports it, at a synchronization."""
+        """Update the shares from the `rank_seconds` of every rank, after `sync`."""
 
     def autocast(self) -> torch.autocast:
         """Return the context of a forward pass in the spec's precision."""
-        dtype = _DTYPES.get(self.spec.precision)
-        return torch.autocast(self.world.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+        name = _AUTOCAST_DTYPES.get(self.spec.precision)
+        dtype = getattr(torch, name or "bfloat16")
+        return torch.autocast(self.world.device.type, dtype=dtype, enabled=name is not None)
 
     def rounds(self, rows: int) -> int:
-        """Return how many micro-batches every rank takes at least, of `rows` rows over all ranks."""
+        """Return the minimum number of micro-batches of every rank for `rows` rows over all ranks."""
         if not self.lockstep:
             return 1
         shares = self.shares(rows)
@@ -162,45 +169,42 @@ class Strategy(ABC):
 
     @abstractmethod
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
-        """Add one micro-batch's gradient, weighed so that the step's gradient is that of the mean over `tokens`.
+        """Accumulate the gradient of one micro-batch, scaled so that the step's gradient is that of the mean over `tokens`.
 
         Args:
-            tokens: tokens with loss in the whole step, over all ranks.
-            last: the step's last micro-batch on this rank: after this call the gradients are those of all ranks.
+            tokens: tokens with loss in the step over all ranks.
+            last: the last micro-batch of the step on this rank. After this call the gradients are reduced over all ranks.
 
         Returns:
-            The micro-batch's summed loss, detached, a float32 scalar.
+            The summed loss of the micro-batch, detached, a float32 scalar.
         """
 
     @abstractmethod
     def step(self, lr: float) -> float:
-        """Clip, take one optimiser step with learning rate `lr`, clear gradients; return the norm before clipping."""
+        """Clip gradients, run the optimizer with learning rate `lr`, clear gradients. Return the norm before clipping."""
 
     @abstractmethod
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return a micro-batch's summed loss without gradients, for evaluation."""
+        """Return the summed loss of a micro-batch without gradients, for evaluation."""
 
     def weights(self) -> dict[str, torch.Tensor] | None:
-        """Return what the run was for, by the model's names, whole and in the host's memory; None if `plain` has it so.
+        """Return the trained weights by name in host memory, or None if `plain` holds them. Every rank calls it.
 
-        Every rank calls it; what it returns counts on the first rank of every host.
+        Only the first rank of every host uses the return value.
         """
         return None
 
     @abstractmethod
     def save(self, folder: Path) -> Writing | None:
-        """Write all that `load` needs into `folder`; called on the first rank of every host at the same step.
+        """Write all state that `load` needs into `folder`. The first rank of every host calls it at the same step.
 
-        With `lockstep` it is called on every rank, because what is whole must be put together: the first of a host
-        writes it. With `sharded_checkpoint` every rank writes what it owns.
+        With `lockstep` every rank calls it, because sharded state is gathered; the first rank of a host writes it. With
+        `sharded_checkpoint` every rank writes its own shard.
 
         Returns:
-            With `sharded_checkpoint`: what is still to be written. Else None, and everything is.
+            With `sharded_checkpoint` the checkpoint in progress, otherwise None.
         """
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote, on every rank; the run goes on as if it had never stopped.
-
-        `state.json` in `folder` tells the step.
-        """
+        """Restore the state that `save` wrote, on every rank. `state.json` in `folder` holds the step."""

@@ -1,32 +1,88 @@
-"""DistributedDataParallel: every rank has the whole model, gradients are averaged once a step.
+"""DistributedDataParallel: every rank holds the full model, and gradients are averaged once per step.
 
 https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from trainer.config.run_spec import RunSpec
 from trainer.data.order import share
 from trainer.distributed.balance import Balance
-from trainer.distributed.world import World
-from trainer.model import TokenLoss
-from trainer.optim import make_optimizer
+from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.strategy.base import Batch, Rows, Strategy, Update
+from trainer.strategy.lazy import LazyModule
+from trainer.strategy.plan import StrategyPlan
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from trainer.config import RunSpec
+    from trainer.distributed.world import World
+    from trainer.model import TokenLoss
+    from trainer.planner.model_shape import Shape
+else:
+    torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
+
+# Bytes of gradients in the first bucket, and in every further one (bucket_cap_mb).
+_BUCKETS = (2**20, 25 * 2**20)
+
+
+def gradient_copies(spec: RunSpec, ranks: int, world: int) -> int:
+    """Return how many copies of the gradients DDP holds on each of `ranks` ranks that share gradients.
+
+    In the second step DDP rebuilds its buckets, while micro-batches before the last accumulate gradients beside them.
+    """
+    return 2 if ranks > 1 and micro_batches(spec, world) > 1 else 1
+
+
+class DDPPlan(StrategyPlan):
+    """The plan of DistributedDataParallel."""
+
+    summary = "every rank holds the full model"
+    auto = "exact"
+    shares_rows_by_speed = True
+
+    def strategy_class(self, spec: RunSpec) -> type[DDP]:
+        return DDP
+
+    def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
+        state = super().state(spec, shape, layout, cuda=cuda)
+        copies = gradient_copies(spec, layout.world, layout.world)
+        half = spec.gradient_comm_dtype == "bf16" and layout.world > 1
+        return replace(state, gradients=state.gradients * copies, buffers=shape.trained(spec) * 2 if half else 0)
+
+    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+        return self.replica_wire_bytes(spec, shape, layout, micro_batches(spec, layout.world), gloo=gloo)
+
+    def replica_wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
+        """Return the bytes that a process sends in a step of `micro` micro-batches within a replica of `layout`."""
+        return 2 * ring_fraction(layout.world) * shape.trained(spec) * gradient_bytes_per_number(spec)
+
+    def exposed_seconds(self, spec: RunSpec, shape: Shape, wire: float, micro_batch: float) -> float:
+        """DDP sends a bucket of gradients while the backward pass computes the next one."""
+        passes = 3 - bool(spec.lora_r) + spec.gradient_checkpointing
+        backward = micro_batch * (passes - 1) / passes
+        gradients = shape.trained(spec) * 4
+        ready, sent = 0, 0.0  # bytes of gradients that are computed, and the second at which they are sent
+        while ready < gradients:
+            size = min(_BUCKETS[ready > 0], gradients - ready)
+            ready += size
+            sent = max(sent, backward * ready / gradients) + wire * size / gradients
+        return max(0.0, sent - backward)
 
 
 def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients with bfloat16 on the wire: half the bytes. torch's own hook refuses gloo.
+    """Average a bucket of gradients in bfloat16, half the bytes of float32. PyTorch's own hook does not support gloo.
 
-    Divided before it is sent, as torch's hook does, so that a sum over many ranks does not leave bfloat16's best digits.
+    The gradient is divided before the all-reduce, as in PyTorch's hook, so that a sum over many ranks keeps its precision.
     """
     gradient = bucket.buffer()
     small = gradient.div(dist.get_world_size(group)).to(torch.bfloat16)
@@ -35,47 +91,51 @@ def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch
 
 
 class DDP(Strategy):
-    """Data parallel on any number of ranks, one included."""
+    """Data parallel training on any number of ranks, including one."""
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, crew: World | None = None) -> None:
-        """`crew`: the ranks that average gradients, if not all."""
+    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, replica_group: World | None = None) -> None:
+        """`replica_group`: the ranks that average gradients, if not all."""
+        from trainer.optim import make_optimizer
+
         super().__init__(spec, world, module)
-        self.crew = crew or world
+        self.replica_group = replica_group or world
         self.trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
         self.module: nn.Module = module
         if world.size > 1:
             for parameter in self.trained.values():
                 dist.broadcast(parameter.data, 0)
-        if self.crew.size > 1:
-            self.module = DistributedDataParallel(
+        if self.replica_group.size > 1:
+            self.module = nn.parallel.DistributedDataParallel(
                 module,
-                process_group=self.crew.group,
+                process_group=self.replica_group.group,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 forward_sync_buffers=False,
-                # Every rank read the same files: the frozen base need not travel again.
+                # Every rank loads the same files, so the frozen base weights are not broadcast.
                 init_sync=False,
             )
-            if spec.gradient_wire == "bf16":
-                self.module.register_comm_hook(self.crew.group, bf16_mean)
+            if spec.gradient_comm_dtype == "bf16":
+                self.module.register_comm_hook(self.replica_group.group, bf16_mean)
         self.optimizer = make_optimizer(spec, self.trained.values())
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=spec.precision == "fp16-mixed")
-        self.balance = Balance(world.size) if spec.balance == "auto" and world.size > 1 and crew is None else None
-        self._fresh = self.crew.size > 1  # no step was taken yet
+        self.balance = (
+            Balance(world.size) if spec.balance == "auto" and world.size > 1 and replica_group is None else None
+        )
+        self._fresh = self.replica_group.size > 1  # no step has run yet
         self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
-        silent = isinstance(self.module, DistributedDataParallel) and not last
-        with self.module.no_sync() if silent else contextlib.nullcontext():  # type: ignore[operator]
+        skip_reduce = isinstance(self.module, nn.parallel.DistributedDataParallel) and not last
+        with self.module.no_sync() if skip_reduce else contextlib.nullcontext():  # type: ignore[operator]
             with self.autocast(), self._timed():
                 loss = self.module(*batch)
-            # DDP divides the sum over ranks by their number: times it back, so that tokens alone weigh.
-            self.scaler.scale(loss * (self.crew.size / max(1, tokens))).backward()
+            # DDP averages over ranks; multiply by world size so that every token has equal weight.
+            self.scaler.scale(loss * (self.replica_group.size / max(1, tokens))).backward()
         return loss.detach()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Time the forward pass. It waits for nobody, unlike the last backward pass, and grows with the rows as that does."""
+        """Time the forward pass. Its time grows with the rows and, unlike the last backward pass, it waits for no other rank."""
         if self.balance is None:
             yield
         elif self.world.device.type == "cuda":
@@ -106,7 +166,7 @@ class DDP(Strategy):
 
     def update_shares(self, seconds: list[float]) -> None:
         if self.balance:
-            self.balance.learn(seconds, self.rows)
+            self.balance.update(seconds, self.rows)
 
     def step(self, lr: float) -> float:
         self.scaler.unscale_(self.optimizer)
@@ -116,31 +176,32 @@ class DDP(Strategy):
             group["lr"] = lr
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # After the first backward pass DDP lays out new buckets: the old ones must not live on as the gradients' memory.
-        # From then on gradients stay where they are, in the buckets.
+        # DDP rebuilds its buckets after the first backward pass. Gradients that are views into the old buckets would keep
+        # them alive. From the second step on, gradients stay in the new buckets.
         self.optimizer.zero_grad(set_to_none=self._fresh)
         self._fresh = False
         return float(norm)
 
-    @torch.no_grad()
     def loss(self, batch: Batch) -> torch.Tensor:
-        with self.autocast():
+        with torch.no_grad(), self.autocast():
             return self.plain(*batch)
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """Return what is trained, by name."""
+    def full_params(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights by name."""
         return {name: parameter.detach() for name, parameter in self.trained.items()}
 
-    @torch.no_grad()
-    def put(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
-        """Make it what the first rank of every host says; `host`: the ranks of this one."""
-        for name, parameter in self.trained.items():
-            if values:
-                parameter.copy_(values[name])
-            if host.size > 1:
-                dist.broadcast(parameter.data, group=host.group, group_src=0)
+    def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
+        """Set the trained weights to those of the first rank of every host. `host`: the ranks of this host."""
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                if values:
+                    parameter.copy_(values[name])
+                if host.size > 1:
+                    dist.broadcast(parameter.data, group=host.group, group_src=0)
 
     def save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
         save_file({name: p.detach().contiguous() for name, p in self.trained.items()}, folder / "trained.safetensors")
         torch.save(
             {
@@ -152,6 +213,8 @@ class DDP(Strategy):
         )
 
     def load(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
         kept = load_file(folder / "trained.safetensors", device=str(self.world.device))
         with torch.no_grad():
             for name, parameter in self.trained.items():

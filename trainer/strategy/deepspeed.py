@@ -1,38 +1,260 @@
-"""DeepSpeed's ZeRO: ranks share out the optimizer's state (1), the gradients too (2), the weights too (3).
+"""DeepSpeed ZeRO: ranks shard the optimizer state (stage 1), also gradients (stage 2), also weights (stage 3).
 
 https://deepspeed.readthedocs.io/en/latest/zero3.html
 
-Nothing of DeepSpeed's own C++ is used, so no host needs a compiler and no first step waits for one: torch's fused AdamW
-does what DeepSpeedCPUAdam does, and the shared-memory all-reduce between CPU ranks of one host is left out.
+None of DeepSpeed's C++ extensions is used, so no host needs a compiler: PyTorch's fused AdamW replaces DeepSpeedCPUAdam, and
+the shared-memory all-reduce between CPU ranks of one host is disabled.
 """
+
+from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from trainer.config.run_spec import RunSpec
-from trainer.distributed.world import World
 from trainer.errors import UserError
-from trainer.model import TokenLoss
-from trainer.optim import make_optimizer
-from trainer.planner.cost import bucket, prefetched
+from trainer.planner.cost import (
+    Layout,
+    Memory,
+    Rows,
+    State,
+    activation_bytes,
+    gradient_bytes_per_number,
+    micro_batches,
+    ring_fraction,
+)
 from trainer.strategy.base import Batch, Strategy
-from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_whole, step_of, write_whole
+from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
+from trainer.strategy.lazy import LazyModule
+from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_unshardable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from trainer.config import RunSpec
+    from trainer.distributed.world import World
+    from trainer.model import TokenLoss
+    from trainer.planner.model_shape import Shape
+else:
+    torch = LazyModule("torch")
 
 _NEVER = 2**62  # steps between DeepSpeed's own progress lines
+_BUCKET = 8_000_000  # numbers per bucket; DeepSpeed's default of 500 M allocates 2 GB
+_REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses of a weight below which it stays gathered
+_SMALL = 1e5  # numbers of a parameter below which stage 3 keeps it on every rank
+_LINK_EFFICIENCY = 0.7  # fraction of a link that gloo's gathers use
+_HOOK_SECONDS = 1.5e-3  # of stage 3, per module and micro-batch
+
+
+class DeepSpeedPlan(StrategyPlan):
+    """The plan of ZeRO. Figures without a source were measured with benchmarks/memory.py and benchmarks/plan.py."""
+
+    summary = "ZeRO: every rank holds a shard of optimizer state, gradients (stage 2) and weights (stage 3)"
+    uniform_dtype = True
+    library_bytes = 20 << 20
+
+    def strategy_class(self, spec: RunSpec) -> type[DeepSpeedZeRO]:
+        return DeepSpeedZeRO
+
+    def validate(self, spec: RunSpec) -> None:
+        reject_unshardable(spec, "strategy")
+        if spec.deepspeed_offload == "all" and spec.deepspeed_stage < 3:
+            raise ValueError(
+                f"deepspeed_offload: all requires deepspeed_stage 3, got {spec.deepspeed_stage}: "
+                "set deepspeed_offload=optimizer"
+            )
+
+    def needs_packages(self, spec: RunSpec) -> dict[str, str]:
+        return {"deepspeed": "strategy=deepspeed"}
+
+    def sharded_weights(self, spec: RunSpec) -> bool:
+        return spec.deepspeed_stage == 3
+
+    def reads_own_shard(self, spec: RunSpec) -> bool:
+        return False
+
+    def supports_fast_kernels(self, spec: RunSpec) -> bool:
+        # Stage 3 takes the model from host memory, where the kernels cannot be tested with packed samples.
+        return not self.sharded_weights(spec)
+
+    def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
+        state = super().state(spec, shape, layout, cuda=cuda)
+        state = replace(state, optimizer=state.optimizer + shape.trained(spec) * 4)  # a copy of the trained weights
+        if self.sharded_weights(spec):
+            weight = self.bytes_per_weight(spec)
+            # Weights that stay from the forward to the backward pass, and prefetched ones: as received, and assembled.
+            gathered = min(state.base, int(_REUSED) * weight) + 2 * prefetched(shape.parameters) * weight
+            state = state.sharded(layout.world, gathered)
+        else:
+            state = replace(
+                state,
+                optimizer=state.optimizer // layout.world,
+                gradients=state.gradients // (layout.world if spec.deepspeed_stage >= 2 else 1),
+                buffers=4 * bucket(shape.trained(spec)),
+            )
+        if not cuda:
+            return state
+        return replace(
+            state,
+            optimizer=state.optimizer * (spec.deepspeed_offload == "none"),
+            base=state.base * (spec.deepspeed_offload != "all"),
+        )
+
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+        memory = super().memory(spec, shape, layout, rows, cuda=cuda)
+        if cuda or self.sharded_weights(spec):
+            return memory
+        # The optimizer copies a rank's shard of the gradients once or twice, each time into one piece. About a fifth of the
+        # memory that activations and logits freed can be reused.
+        copies = spec.deepspeed_stage * shape.trained(spec) * 4 // layout.world
+        freed = sum(activation_bytes(spec, shape, rows, cuda=cuda))
+        return replace(memory, gradients=memory.gradients + max(0, copies - round(freed / 5)))
+
+    def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
+        if not self.sharded_weights(spec):
+            return 0
+        stored = shape.parameters * self.bytes_per_weight(spec)
+        # Every rank reads the full model and keeps its shard. Later, gathered weights of different sizes leave gaps in the
+        # heap of malloc of about this size.
+        fragments = round(0.7 * stored)
+        return max(stored + stored // layout.world, state.held + state.gathered + state.gradients + fragments)
+
+    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+        if layout.world == 1:
+            return 0.0
+        micro = micro_batches(spec, layout.world)
+        # gloo implements reduce-scatter as an all-reduce.
+        trained = shape.trained(spec)
+        scattered = (2 if gloo else 1) * ring_fraction(layout.world) * trained * gradient_bytes_per_number(spec)
+        return self._gathered_bytes(spec, shape, layout, micro) + scattered * (micro if spec.deepspeed_stage > 1 else 1)
+
+    def _gathered_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int) -> float:
+        """Return the bytes of a step that ranks gather: updated weights; in stage 3, weights when they are needed."""
+        trained, ring = shape.trained(spec), ring_fraction(layout.world)
+        if not self.sharded_weights(spec):
+            return ring * trained * 4
+        base, small = _persistent(spec, shape)
+        every = shape.parameters + (trained if spec.lora_r else 0)
+        large = (every - base - (small if spec.lora_r else 0)) * self.bytes_per_weight(spec)
+        # A weight that is reused soon stays gathered: in a small model, every weight from the forward to the backward pass.
+        again = max(0.0, 1 - _REUSED / 2 / every)
+        return ring * (large * (1 + again) * micro + small * 4)
+
+    def accelerate_config(self, spec: RunSpec, hosts: int, world: int) -> dict[str, Any]:
+        config = file_config(spec, world)
+        zero = config["zero_optimization"]
+        options = {
+            "zero_stage": zero["stage"],
+            "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+            "gradient_clipping": config["gradient_clipping"],
+            "offload_optimizer_device": zero.get("offload_optimizer", {}).get("device", "none"),
+            "offload_param_device": zero.get("offload_param", {}).get("device", "none"),
+            "zero3_init_flag": zero["stage"] == 3,
+        }
+        if hosts > 1:  # otherwise accelerate requires pdsh and a hostfile
+            options["deepspeed_multinode_launcher"] = "standard"
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": options}
+
+    def overhead_seconds(self, spec: RunSpec, shape: Shape, layout: Layout, link: float) -> tuple[float, float]:
+        """Stage 3 runs hooks around every module. Its prefetching hides what gloo's gathers lose, unlike stages 1 and 2."""
+        micro = micro_batches(spec, layout.world)
+        if not self.sharded_weights(spec):
+            gathered = self._gathered_bytes(spec, shape, layout, micro)
+            return 0.0, gathered / link * (1 / _LINK_EFFICIENCY - 1)
+        # A matrix with an adapter is four modules: itself, two factors, and their container.
+        adapted = len(shape.targets(spec)) if spec.lora_r else 0
+        return _HOOK_SECONDS * shape.layers * (len(shape.linear) + 3 * adapted + 6) * micro, 0.0
+
+
+def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
+    """Return how many numbers stage 3 keeps on every rank: of the base model, and of the trained weights.
+
+    stage3_param_persistence_threshold in https://www.deepspeed.ai/docs/config-json/
+    """
+    small = [matrix.into * matrix.out for matrix in shape.linear if matrix.into * matrix.out < _SMALL]
+    base = shape.layers * (sum(small) + shape.other_per_layer) + shape.other
+    adapters = [spec.lora_r * side for matrix in shape.targets(spec) for side in (matrix.into, matrix.out)]
+    trained = shape.layers * sum(number for number in adapters if number < _SMALL)
+    return base, trained if spec.lora_r else base
+
+
+def bucket(trained: int) -> int:
+    """Return the numbers per bucket, which DeepSpeed allocates in full: at most the number of trained weights."""
+    return min(_BUCKET, max(1, trained))
+
+
+def prefetched(parameters: int) -> int:
+    """Return the numbers that stage 3 prefetches: DeepSpeed's default, or less for a small model."""
+    return min(50_000_000, parameters // 10)
+
+
+def zero_options(spec: RunSpec) -> dict[str, Any]:
+    """Return the part of DeepSpeed's `zero_optimization` that the fields of the spec determine."""
+    zero: dict[str, Any] = {"stage": spec.deepspeed_stage}
+    if spec.deepspeed_offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if spec.deepspeed_offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    return zero
+
+
+def common_options(spec: RunSpec) -> dict[str, Any]:
+    """Return the options that this trainer and other tools pass to DeepSpeed: https://www.deepspeed.ai/docs/config-json/"""
+    return {
+        "train_micro_batch_size_per_gpu": spec.batch_size,
+        "gradient_clipping": spec.max_grad_norm,
+        "zero_optimization": zero_options(spec),
+    }
+
+
+def engine_config(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any]:
+    """Return the configuration of the engine. `trained`, `parameters`: number of trained weights, and of all weights."""
+    config = common_options(spec)
+    config["zero_optimization"] |= {"reduce_bucket_size": bucket(trained), "allgather_bucket_size": bucket(trained)}
+    if spec.deepspeed_stage == 3:
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetched(parameters)
+    return config | {
+        "gradient_accumulation_steps": 1,  # the training loop marks the last micro-batch of a step
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "bf16" if spec.gradient_comm_dtype == "bf16" else "fp32",
+        "steps_per_print": _NEVER,
+    }
+
+
+def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
+    """Return a configuration file for other tools, with an optimizer, for `world` processes.
+
+    Raises:
+        UserError: the rows of a step do not divide evenly.
+    """
+    config = common_options(spec) | {
+        "train_batch_size": spec.rows_per_step,
+        "gradient_accumulation_steps": even_micro_batches(spec, world),
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": spec.lr, "weight_decay": spec.weight_decay, "torch_adam": True},
+        },
+    }
+    zero = config["zero_optimization"]
+    zero["overlap_comm"] = True
+    for name in ("offload_optimizer", "offload_param"):
+        if name in zero:
+            zero[name]["pin_memory"] = True
+    if spec.precision != "32-true":
+        config[spec.precision.removesuffix("-mixed")] = {"enabled": True}
+    if spec.gradient_comm_dtype == "bf16":
+        config["communication_data_type"] = "bf16"
+    return config
 
 
 def import_deepspeed(world: World) -> Any:
     """Import DeepSpeed for this process group.
 
     Raises:
-        UserError: it is not installed, or cannot be used here.
+        UserError: DeepSpeed is not installed or fails to import.
     """
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -40,10 +262,10 @@ def import_deepspeed(world: World) -> Any:
         os.environ.setdefault(name, str(value))
     try:
         import deepspeed
-    except Exception as error:  # it looks for compilers and CUDA while it is imported
+    except Exception as error:  # DeepSpeed searches for compilers and CUDA at import
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"strategy: deepspeed cannot be had ({why[0]}): pip install 'trainyard[deepspeed]', or strategy=fsdp"
+            f"strategy: cannot import deepspeed ({why[0]}): pip install 'trainyard[deepspeed]', or set strategy=fsdp"
         ) from None
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -51,47 +273,21 @@ def import_deepspeed(world: World) -> Any:
     return deepspeed
 
 
-def configuration(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any]:
-    """Return DeepSpeed's form of the spec: https://www.deepspeed.ai/docs/config-json/
+def with_autocast(strategy: Strategy, module: nn.Module) -> nn.Module:
+    """Wrap a module so that it enters autocast by itself: the engine disables autocast that is entered around it."""
+    from torch import nn
 
-    Args:
-        trained: how many numbers are.
-        parameters: how many numbers the model has.
-    """
-    zero: dict[str, Any] = {
-        "stage": spec.deepspeed_stage,
-        "reduce_bucket_size": bucket(trained),
-        "allgather_bucket_size": bucket(trained),
-    }
-    if spec.deepspeed_stage == 3:
-        zero["stage3_prefetch_bucket_size"] = prefetched(parameters)
-    if spec.deepspeed_offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if spec.deepspeed_offload == "all":
-        zero["offload_param"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": spec.batch_size,
-        # The loop says which micro-batch is a step's last.
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": spec.max_grad_norm,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "bf16" if spec.gradient_wire == "bf16" else "fp32",
-        "steps_per_print": _NEVER,
-    }
+    class Autocast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
 
+        def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+            with strategy.autocast():
+                loss: torch.Tensor = self.inner(*batch)
+            return loss
 
-class Cast(nn.Module):
-    """A module under autocast from within: the engine turns off one that was entered around it."""
-
-    def __init__(self, inner: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self.inner, self._autocast = inner, autocast
-
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
-            loss: torch.Tensor = self.inner(*batch)
-        return loss
+    return Autocast()
 
 
 class DeepSpeedZeRO(Strategy):
@@ -106,13 +302,15 @@ class DeepSpeedZeRO(Strategy):
 
     @functools.cached_property
     def engine(self) -> Any:
-        """Hand the module over; it takes the weights as they are now, which is why `load` puts a checkpoint's in before."""
+        """Create the engine on first use. It copies the weights, so `load` restores them first."""
+        from trainer.optim import make_optimizer
+
         optimizer = make_optimizer(self.spec, self.trained.values())
         numbers = [sum(p.numel() for p in each) for each in (self.trained.values(), self.plain.parameters())]
         engine, *_ = self.deepspeed.initialize(
-            model=Cast(self.plain, self.autocast),
+            model=with_autocast(self, self.plain),
             optimizer=optimizer,
-            config=configuration(self.spec, *numbers),
+            config=engine_config(self.spec, *numbers),
             dist_init_required=False,
         )
         return engine
@@ -120,10 +318,10 @@ class DeepSpeedZeRO(Strategy):
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
         loss = self.engine(*batch)
-        # DeepSpeed divides the sum over ranks by their number: times it back, so that tokens alone weigh.
+        # DeepSpeed averages over ranks; multiply by world size so that every token has equal weight.
         self.engine.backward(loss * (self.world.size / max(1, tokens)))
         if not last:
-            self.engine.step()  # moves its count of micro-batches, and nothing else
+            self.engine.step()  # only advances the micro-batch counter
         return loss.detach()
 
     def step(self, lr: float) -> float:
@@ -132,56 +330,60 @@ class DeepSpeedZeRO(Strategy):
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 
-    @torch.no_grad()
     def loss(self, batch: Batch) -> torch.Tensor:
-        return self.engine(*batch)
+        with torch.no_grad():
+            return self.engine(*batch)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._whole("trained") | persistent_buffers(self.plain.model)
+        return self._gather_full("trained") | persistent_buffers(self.plain.model)
 
     def save(self, folder: Path) -> None:
         for kind in KINDS:
-            write_whole(folder, kind, self._whole(kind))
+            write_full(folder, kind, self._gather_full(kind))
 
     def load(self, folder: Path) -> None:
-        kept = read_whole(folder, "trained")
+        kept = read_full(folder, "trained")
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(kept[name])
         optimizer = self.engine.optimizer
         step = torch.tensor(float(step_of(folder)))
-        parts = optimizer.fp32_partitioned_groups_flat if self._in_parts else optimizer.single_partition_of_fp32_groups
-        for part in parts:
-            moments = {kind: torch.zeros_like(part) for kind in MOMENTS}
-            optimizer.optimizer.state[part] = {"step": step.to(part.device, copy=True), **moments}
-        if not self._in_parts:
+        shards = (
+            optimizer.fp32_partitioned_groups_flat
+            if self._sharded_weights
+            else optimizer.single_partition_of_fp32_groups
+        )
+        for shard in shards:
+            moments = {kind: torch.zeros_like(shard) for kind in MOMENTS}
+            optimizer.optimizer.state[shard] = {"step": step.to(shard.device, copy=True), **moments}
+        if not self._sharded_weights:
             optimizer._lazy_init_hp_params_optimizer_state()
         for kind in MOMENTS:
-            kept = read_whole(folder, kind)
+            kept = read_full(folder, kind)
             for name, parameter in self.trained.items():
                 self._set(parameter, kept[name], kind)
 
     @property
-    def _in_parts(self) -> bool:
-        """Tell whether weights are shared out too: DeepSpeed's stage 3 is code of its own."""
+    def _sharded_weights(self) -> bool:
+        """Return whether weights are sharded too. DeepSpeed implements stage 3 separately."""
         return self.spec.deepspeed_stage == 3
 
     def _set(self, parameter: Any, value: torch.Tensor, kind: str) -> None:
         utils = self.deepspeed.utils
-        if not self._in_parts:
+        if not self._sharded_weights:
             utils.safe_set_full_optimizer_state(parameter, value.to(self.world.device), kind)
             return
-        # Ranks have equal parts, the last one's filled up; DeepSpeed's own setter for the whole forgets that.
+        # Shards have equal sizes, the last one is padded. DeepSpeed's setter for full tensors ignores the padding.
         size = parameter.ds_tensor.numel()
-        filled = torch.zeros(size * self.world.size)
-        filled[: value.numel()] = value.flatten()
-        utils.safe_set_local_optimizer_state(parameter, filled[size * self.world.rank :][:size], kind)
+        padded = torch.zeros(size * self.world.size)
+        padded[: value.numel()] = value.flatten()
+        utils.safe_set_local_optimizer_state(parameter, padded[size * self.world.rank :][:size], kind)
 
-    def _whole(self, kind: str) -> dict[str, torch.Tensor]:
-        """Put what is trained, or a moment of it, together from its parts; the first rank of every host keeps it."""
-        utils, whole = self.deepspeed.utils, {}
-        if kind in MOMENTS and not self._in_parts:
-            # DeepSpeed finds them for all groups of parameters at the first group's first step: the others have none then.
+    def _gather_full(self, kind: str) -> dict[str, torch.Tensor]:
+        """Assemble the trained weights, or one of their moments. The first rank of every host keeps them."""
+        utils, full = self.deepspeed.utils, {}
+        if kind in MOMENTS and not self._sharded_weights:
+            # DeepSpeed links the moments of all parameter groups at the first step of the first group, when other groups have none.
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self.trained.items():
@@ -190,5 +392,5 @@ class DeepSpeedZeRO(Strategy):
             else:
                 value = utils.safe_get_full_optimizer_state(parameter, kind)
             if self.world.is_host_leader:
-                whole[name] = value.detach().to("cpu", copy=True)
-        return whole
+                full[name] = value.detach().to("cpu", copy=True)
+        return full

@@ -1,10 +1,10 @@
-"""DiLoCo whose replicas may leave and come back: torchft tells at every meeting who is there, and heals who was away.
+"""DiLoCo with torchft: replicas may fail and rejoin. torchft tracks their membership and transfers state to a rejoining one.
 
-https://meta-pytorch.org/torchft. Every replica is a torchrun of its own; its first rank speaks for it. At a meeting the
-replicas form a quorum at the lighthouse, tell each other their numbers, sum their ways over it, and all take the outer
-step, or none that saw it fail: then they meet again, without whoever is gone. One that comes back waits for the next
-meeting of the others and gets what a checkpoint of their last one would hold; it walks with them into the round that
-they have just ended, without rows, and takes the outer step with them.
+https://meta-pytorch.org/torchft. Every replica is a torchrun of its own, represented by its first rank. At a synchronization
+the replicas form a quorum at the lighthouse, exchange their counts, and sum their pseudo-gradients. All of them apply the
+outer step, or, after an error, none: they form a new quorum without the failed replica. A replica that returns later waits
+for the next synchronization, receives the checkpoint of the last one, joins the round that has just ended without rows of
+its own, and applies the outer step with the others.
 """
 
 import datetime
@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.checkpoint import write_checkpoint
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.files import write_atomic
@@ -33,41 +33,43 @@ from trainer.strategy.base import Rows, Stopped, Update
 from trainer.strategy.diloco import DiLoCo
 from trainer.strategy.replicas import check_rows, deal
 
-os.environ.setdefault("RUST_LOG", "warn")  # it tells of every word otherwise
+os.environ.setdefault("RUST_LOG", "warn")  # the default logs every message
 logging.getLogger("torchft.manager").setLevel(logging.ERROR)
-try:  # beside the extra
+try:
     from torch.distributed import ReduceOp
     from torchft import Manager, ProcessGroupGloo
     from torchft.checkpointing import HTTPTransport
     from torchft.checkpointing._serialization import _streaming_load
 except ImportError:
     raise UserError(
-        "diloco_members: torchft is not installed here: pip install 'trainyard[torchft]', or diloco_members=fixed"
+        "diloco_membership: torchft is not installed: pip install 'trainyard[torchft]', or set diloco_membership=fixed"
     ) from None
 
-_CHUNK = 4 << 20  # numbers in one all-reduce, small enough for a slow link to carry within _STUCK
-_STUCK = 60.0  # seconds without a byte after which a meeting is begun anew
-_BACK = 60.0  # seconds that the last meeting waits for replicas that are away
-_LOOK = 0.02  # seconds between two looks at a quorum that is awaited
-_AGAIN = 0.2  # seconds between two meetings that wait for more replicas
+_CHUNK = 4 << 20  # numbers of one all-reduce; a slow link carries them within _STALL_LIMIT
+_STALL_LIMIT = 60.0  # seconds without progress after which a synchronization starts over
+_REJOIN_LIMIT = 60.0  # seconds that the last synchronization waits for missing replicas
+_POLL_INTERVAL = 0.02  # seconds between two checks of a pending quorum
+_RETRY_INTERVAL = 0.2  # seconds between two quorums while replicas are missing
+_COLUMNS = 5  # fields of Membership
 
 
-class Seen(NamedTuple):
-    """What all at a meeting know of each other, by replica; zeros for those who are away."""
+class Membership(NamedTuple):
+    """What the replicas of a quorum know of each other, one value per configured replica; zeros for a missing one."""
 
-    names: list[float]  # of their starts
-    sizes: list[float]  # in ranks
-    patient: list[float]  # whether they would rather wait for those who are away
-    joining: list[float]  # whether they have not begun
-    weights: list[float]  # a checksum of where they are, if they have not just been healed
+    starts: list[float]  # identifies the start of each replica
+    sizes: list[float]  # number of ranks
+    patient: list[float]  # whether the replica would wait for missing ones
+    joining: list[float]  # whether the replica has not trained yet
+    checksums: list[float]  # of the weights; 0 if they were just received
 
     @property
-    def here(self) -> list[int]:
-        return [number for number, name in enumerate(self.names) if name]
+    def present(self) -> list[int]:
+        """The indices of the replicas in the quorum."""
+        return [number for number, start in enumerate(self.starts) if start]
 
 
 class Transport(HTTPTransport):
-    """torchft's own, but at the address that peers know, and taking nothing that runs code when it is read."""
+    """The HTTP transport of torchft, bound to the cluster address, that refuses pickled code."""
 
     def __init__(self, address: str, timeout: datetime.timedelta) -> None:
         self._host = address
@@ -78,7 +80,7 @@ class Transport(HTTPTransport):
 
     def disallow_checkpoint(self) -> None:
         super().disallow_checkpoint()
-        self._state_dict = self._chunks = None  # nobody can ask for it any more
+        self._state_dict = self._chunks = None  # no peer can request it any more
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: datetime.timedelta) -> object:
@@ -89,21 +91,21 @@ class Transport(HTTPTransport):
 
 
 class DiLoCoTorchFT(DiLoCo):
-    """One replica among those that are there."""
+    """One of several replicas, of which some may be missing."""
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         self.replica = world.replica
         super().__init__(spec, world, module)
-        self.seen: Seen | None = None  # at the last meeting, or at one that is going on
-        self._at = 0  # the step of the last meeting
-        self._meeting = False  # a quorum has been formed, and its outer step is still to be taken
-        self._watching = False  # this round was begun without us
-        self._told: list[float] = []
-        self._taken_over: dict[str, Any] | None = None
+        self.membership: Membership | None = None  # of the last synchronization, or of the current one
+        self._synced_step = 0  # the step of the last synchronization
+        self._quorum_pending = False  # a quorum was formed, but its outer step has not run yet
+        self._observing = False  # this replica joined after the round had started
+        self._synced_sums: list[float] = []
+        self._received_state: dict[str, Any] | None = None
         self._joined = False
-        self._aside = ThreadPoolExecutor(1)
+        self._executor = ThreadPoolExecutor(1)
 
-    def find(self, spec: RunSpec, world: World) -> list[list[int]]:
+    def find_replicas(self, spec: RunSpec, world: World) -> list[list[int]]:
         count = self.replica.count
         check_rows(spec, count)
         self.sizes, self.mine = [1.0] * count, self.replica.number
@@ -119,69 +121,75 @@ class DiLoCoTorchFT(DiLoCo):
         checkpoint_state: Callable[[], dict[str, Any]],
         waiting: Callable[[], bool],
     ) -> bool:
-        """Meet the others: wait for all replicas at the start of a run, for the next meeting of one that goes on.
+        """Wait for all replicas at the start of a run, or for the next synchronization of a run in progress.
 
         Raises:
-            UserError: the replicas have unlike states of one step.
-            Stopped: somebody wants the run to stop before it came to that.
+            UserError: the replicas have different states of the same step.
+            Stopped: the run was stopped while the replica waited.
         """
-        self._name, self._run_dir, self._checkpoint_state = float(int(start, 16)), run_dir, checkpoint_state
-        self._at, self._steps = checkpoint_state()["step"], steps
-        told: list[float] = []
+        self._start, self._run_dir, self._checkpoint_state = float(int(start, 16)), run_dir, checkpoint_state
+        self._synced_step, self._steps = checkpoint_state()["step"], steps
+        count = 4 + _COLUMNS * self.replica.count
+        found: list[float] = []
         if self.world.rank == 0:
-            self._open()
+            self._connect()
             try:
-                told = [0.0, *self._find_others(waiting)]
+                found = [0.0, *self._find_peers(waiting)]
             except Stopped:
-                told = [1.0] * (4 + 5 * self.replica.count)
-        told = self._pass_on(told, 4 + 5 * self.replica.count, waiting)
-        if told[0]:
+                found = [1.0] * count
+        stopped, received, observing, step, *membership = self._share(found, count, waiting)
+        if stopped:
             raise Stopped
-        healed, self._watching, self._at, self.seen = bool(told[1]), bool(told[2]), int(told[3]), self._seen(told[4:])
-        self._taken_over, self._joined, self._meeting = None, True, self._watching
+        self._synced_step, self.membership = int(step), self._unpack(membership)
+        self._received_state, self._joined = None, True
+        self._observing = self._quorum_pending = bool(observing)
         if self.world.rank == 0:
-            self._number_meetings()
-        self._say()
-        return healed
+            self._set_manager_step()
+        self._report()
+        return bool(received)
 
-    def _find_others(self, waiting: Callable[[], bool]) -> list[float]:
-        """Return whether we took over their state, whether they are in a round, the step of it all, and who is there."""
-        self.seen = seen = self._gather(self.spec.collective_timeout, waiting)
-        if self.replica.restarted and seen.here == [self.mine] and self.replica.count > 1:
-            raise RuntimeError("no other replica is there any more")
-        # At the very start all are alike without being healed, unless unlike machines drew unlike weights.
-        checksums = {seen.weights[number] for number in seen.here} - {0.0}
-        state = self._taken_over
+    def _find_peers(self, waiting: Callable[[], bool]) -> list[float]:
+        """Return whether state was received, whether a round is in progress, the last synchronized step, and the membership."""
+        self.membership = seen = self._gather(self.spec.collective_timeout, waiting)
+        if self.replica.restarted and seen.present == [self.mine] and self.replica.count > 1:
+            raise RuntimeError("no other replica is running")
+        # At the start of a run the weights are equal without a transfer, unless hosts initialized them differently.
+        checksums = {seen.checksums[number] for number in seen.present} - {0.0}
+        state = self._received_state
         if state and not state["step"] and self._checksum() in checksums:
             state = None
         if not state and len(checksums) > 1:
             raise UserError(
-                f"checkpoint: the replicas have unlike states of step {self._at}: remove those of all but one host"
+                f"checkpoint: the replicas have different states of step {self._synced_step}: "
+                "remove the checkpoints of all hosts but one"
             )
         if state:
             self._write(state)
-        watching = not all(seen.joining[number] for number in seen.here)
-        return [float(state is not None), float(watching), float(state["step"] if state else self._at), *self._flat()]
+        observing = not all(seen.joining[number] for number in seen.present)
+        step = state["step"] if state else self._synced_step
+        return [float(state is not None), float(observing), float(step), *self._flat()]
 
-    def _open(self) -> None:
-        """Begin to speak with the lighthouse and the other replicas."""
+    def _connect(self) -> None:
+        """Connect to the lighthouse and to the other replicas."""
         host, _, port = self.replica.lighthouse.partition(":")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-            probe.connect((host, int(port)))
-            address = probe.getsockname()[0]
-        patience = datetime.timedelta(seconds=self.spec.collective_timeout)
-        # Its own, new with every start: what an earlier one of this replica left in a store is wrong.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # nothing is sent
+            route.connect((host, int(port)))
+            address = route.getsockname()[0]
+        timeout = datetime.timedelta(seconds=self.spec.collective_timeout)
+        # A new store per start: entries of an earlier start of this replica would be wrong.
         self._store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        self.group = ProcessGroupGloo(timeout=datetime.timedelta(seconds=min(_STUCK, self.spec.collective_timeout)))
+        self.group = ProcessGroupGloo(
+            timeout=datetime.timedelta(seconds=min(_STALL_LIMIT, self.spec.collective_timeout))
+        )
         self.manager = Manager(
             pg=self.group,
-            load_state_dict=self._heal,
+            load_state_dict=self._receive_state,
             state_dict=self._state,
             min_replica_size=1,
             use_async_quorum=False,
-            timeout=patience,
-            quorum_timeout=datetime.timedelta(days=30),  # slower replicas are waited for
-            connect_timeout=patience,
+            timeout=timeout,
+            quorum_timeout=datetime.timedelta(days=30),  # slower replicas are awaited
+            connect_timeout=timeout,
             rank=0,
             world_size=1,
             store_addr=address,
@@ -189,20 +197,20 @@ class DiLoCoTorchFT(DiLoCo):
             lighthouse_addr=f"http://{self.replica.lighthouse}",
             replica_id=f"replica{self.mine}",
             hostname=address,
-            checkpoint_transport=Transport(address, patience),
+            checkpoint_transport=Transport(address, timeout),
             init_sync=False,
             quorum_retries=5,
         )
-        self._number_meetings()
+        self._set_manager_step()
 
-    def _number_meetings(self) -> None:
-        """Tell torchft how far we are: who has come less far is healed. At the very start all take what the first has."""
-        begun = self._joined or self._at or self.mine == 0
-        meetings = 1 + -(-self._at // self.spec.local_steps) if begun else 0
-        self.manager.load_state_dict({"step": meetings, "batches_committed": 0})
+    def _set_manager_step(self) -> None:
+        """Report progress to torchft, which transfers state to replicas that are behind. At first all receive that of replica 0."""
+        initialized = self._joined or self._synced_step or self.mine == 0
+        syncs = 1 + -(-self._synced_step // self.spec.local_steps) if initialized else 0
+        self.manager.load_state_dict({"step": syncs, "batches_committed": 0})
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint of the last meeting holds, for one that was away."""
+        """Return the contents of a checkpoint of the last synchronization, for a replica that rejoins."""
         with tempfile.TemporaryDirectory(dir=self._run_dir) as folder:
             self.save(Path(folder))
             files = {
@@ -212,16 +220,16 @@ class DiLoCoTorchFT(DiLoCo):
         metrics = self._run_dir / "metrics.jsonl"
         return {"files": files, "metrics": metrics.read_text() if metrics.exists() else "", **self._checkpoint_state()}
 
-    def _heal(self, state: dict[str, Any]) -> None:
+    def _receive_state(self, state: dict[str, Any]) -> None:
         if self._joined:
-            # It began from a model that the others have left behind, so what it did is worth nothing.
-            raise RuntimeError("the other replicas went on without this one: it has to start again")
-        self._taken_over = state
+            # This round started from weights that the other replicas no longer have.
+            raise RuntimeError("the other replicas continued without this one: start it again")
+        self._received_state = state
 
     def _write(self, state: dict[str, Any]) -> None:
-        """Write what was taken over as a checkpoint of ours."""
+        """Write received state as a checkpoint of this replica."""
         kept = {name: value for name, value in state.items() if name not in ("files", "metrics")}
-        print(f"checkpoint: step {kept['step']} is taken over from another replica")
+        print(f"checkpoint: step {kept['step']} was received from another replica")
 
         def save(folder: Path) -> None:
             for name, content in state["files"].items():
@@ -233,116 +241,118 @@ class DiLoCoTorchFT(DiLoCo):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        # As the replicas had them when they last met: this one may have gone on since.
-        met = {name: parameter.detach().contiguous() for name, parameter in self.outer.items()}
-        save_file(met, folder / "trained.safetensors")
+        # The weights of the last synchronization: this replica may have trained since.
+        synced = {name: parameter.detach().contiguous() for name, parameter in self.outer.items()}
+        save_file(synced, folder / "trained.safetensors")
 
-    # Meeting ----------------------------------------------------------------------------------------------------------
+    # Synchronization --------------------------------------------------------------------------------------------------
 
     def updates(self, step: int, rows: Rows) -> list[Update]:
-        if self._watching:
+        if self._observing:
             self._step = step
             return []
         return super().updates(step, rows)
 
-    def deal(self, turns: int) -> list[int]:
-        """Deal a round among those who were at the meeting before it."""
-        assert self.seen
-        here = self.seen.here
-        places = deal(turns, self._speeds([self.seen.sizes[n] for n in here], [self.costs[n] for n in here]))
-        return [here[place] for place in places]
+    def assign(self, turns: int) -> list[int]:
+        """Distribute a round among the replicas of the last synchronization."""
+        assert self.membership
+        present = self.membership.present
+        sizes, costs = [self.membership.sizes[n] for n in present], [self.costs[n] for n in present]
+        return [present[place] for place in deal(turns, self._speeds(sizes, costs))]
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
-        """Take the outer step with those who are there."""
-        count = self.replica.count
-        self._at_next = min(self._at + self.spec.local_steps - self._at % self.spec.local_steps, self._steps)
+        """Run the outer step with the replicas that are present."""
+        count, length = self.replica.count, self.spec.local_steps
+        self._next_synced_step = min(self._synced_step + length - self._synced_step % length, self._steps)
         flags = self.world.sum(flags)
-        self.come = self.inside.whole()
-        numbers = self._speak(flags, waiting) if self.world.rank == 0 else []
-        numbers = self._pass_on(numbers, 5 * count + count + len(flags), waiting)
-        before = self.seen
-        self.seen, costs, self._told = self._seen(numbers), numbers[5 * count : 6 * count], numbers[6 * count :]
-        self.learned(costs)
-        if self.world.is_host_leader and self.keepers.size > 1:
+        self.local_params = self.inside.full_params()
+        numbers = self._exchange(flags, waiting) if self.world.rank == 0 else []
+        numbers = self._share(numbers, (_COLUMNS + 1) * count + len(flags), waiting)
+        before = self.membership
+        self.membership = self._unpack(numbers)
+        rest = numbers[_COLUMNS * count :]
+        self.end_round(rest[:count])
+        self._synced_sums = rest[count:]
+        if self.world.is_host_leader and self.host_leaders.size > 1:
             for names in self.chunks(_CHUNK):
-                ways = [self.outer[name].grad for name in names] if self.world.rank == 0 else []
-                size = sum(self.outer[name].numel() for name in names)
-                self.take(names, torch.cat([way.flatten() for way in ways]) if ways else torch.empty(size))
+                gradient = torch.empty(sum(self.outer[name].numel() for name in names))
+                if self.world.rank == 0:
+                    gradient = torch.cat([self.outer[name].grad.flatten() for name in names])
+                self.broadcast_gradient(names, gradient)
         self.outer_step()
-        self._at, self._watching, self._meeting = self._at_next, False, False
+        self._synced_step, self._observing, self._quorum_pending = self._next_synced_step, False, False
         if self.world.rank == 0:
-            self._number_meetings()
-        if before and before.here != self.seen.here:
-            self._say()
+            self._set_manager_step()
+        if before and before.present != self.membership.present:
+            self._report()
 
-    def _speak(self, flags: list[float], waiting: Callable[[], bool]) -> list[float]:
-        """Bring the replicas' numbers and their ways together, on the rank that speaks for this one; again until it holds."""
+    def _exchange(self, flags: list[float], waiting: Callable[[], bool]) -> list[float]:
+        """Sum counts and pseudo-gradients over the replicas, on the first rank of this one. Retry until no replica fails."""
         count = self.replica.count
-        tokens, cost = self.round()
+        tokens, cost = self.round_counts()
         while True:
-            if not self._meeting:
-                self.seen = self._gather(_BACK if self._at_next == self._steps else 0.0, waiting)
-            self._meeting = False
+            if not self._quorum_pending:
+                self.membership = self._gather(_REJOIN_LIMIT if self._next_synced_step == self._steps else 0.0, waiting)
+            self._quorum_pending = False
             mine = [0.0] * (2 * count)
             mine[self.mine], mine[count + self.mine] = tokens, cost
             numbers = self._sum(torch.tensor([*mine, *flags], dtype=torch.float64)).tolist()
             weight = tokens / max(1.0, sum(numbers[:count]))
             for names in self.chunks(_CHUNK):
-                way = self._sum(self.way(names, weight, torch.device("cpu")))
-                self.set(names, way)
-            if self._holds():
+                gradient = self._sum(self.pseudo_gradient(names, weight, torch.device("cpu")))
+                self.set_gradient(names, gradient)
+            if self._committed():
                 return [*self._flat(), *numbers[count:]]
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum over the ranks of this replica what the meeting has not brought together already."""
-        told = self._told
-        return [*told, *self.world.sum(values[len(told) :])]
+        """Return the sums of `sync`, and sum the remaining values over the ranks of this replica."""
+        return [*self._synced_sums, *self.world.sum(values[len(self._synced_sums) :])]
 
     @property
     def present(self) -> list[str]:
-        return [f"{int(name):x}" for name in self.seen.names if name] if self.seen else []
+        return [f"{int(name):x}" for name in self.membership.starts if name] if self.membership else []
 
-    def _gather(self, patience: float, waiting: Callable[[], bool]) -> Seen:
-        """Form a quorum and see who is there; wait up to `patience` seconds for those who are not, if all others do."""
+    def _gather(self, patience: float, waiting: Callable[[], bool]) -> Membership:
+        """Form a quorum and return its membership. Wait up to `patience` seconds for missing replicas if all others wait too."""
         deadline = time.monotonic() + patience
         while True:
-            asked = self._aside.submit(self.manager.start_quorum)
-            while not asked.done():
+            quorum = self._executor.submit(self.manager.start_quorum)
+            while not quorum.done():
                 if waiting() and not self._joined:
                     raise Stopped
-                time.sleep(_LOOK)
-            asked.result()
-            about = [0.0] * (5 * self.replica.count)
-            healed = self._taken_over is not None
+                time.sleep(_POLL_INTERVAL)
+            quorum.result()
+            values = [0.0] * (_COLUMNS * self.replica.count)
+            received = self._received_state is not None
             mine = (
-                self._name,
-                self.crew.size,
+                self._start,
+                self.replica_group.size,
                 time.monotonic() < deadline,
                 not self._joined,
-                0 if healed else self._checksum(),
+                0 if received else self._checksum(),
             )
-            about[self.mine :: self.replica.count] = map(float, mine)
-            seen = self._seen(self._sum(torch.tensor(about, dtype=torch.float64)).tolist())
+            values[self.mine :: self.replica.count] = map(float, mine)
+            seen = self._unpack(self._sum(torch.tensor(values, dtype=torch.float64)).tolist())
             if self.manager.errored():
-                self._holds()
+                self._committed()
                 continue
-            if len(seen.here) == self.replica.count or not all(seen.patient[number] for number in seen.here):
+            if len(seen.present) == self.replica.count or not all(seen.patient[number] for number in seen.present):
                 return seen
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_INTERVAL)
 
-    def _holds(self) -> bool:
-        """Tell whether the meeting has held so far; if not, the next quorum connects anew."""
+    def _committed(self) -> bool:
+        """Return whether no replica has failed in this synchronization. After a failure the next quorum reconnects."""
         if self.manager.errored():
-            self.group.abort()  # so that the others see at once that it is over
+            self.group.abort()  # the other replicas notice the failure at once
         return bool(self.manager.should_commit())
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the quorum, in place; what comes of a failure is known by `_holds`."""
+        """Sum over the quorum, in place. `_committed` tells whether that failed."""
         self.manager.allreduce(values, reduce_op=ReduceOp.SUM).wait()
         return values
 
-    def _pass_on(self, values: list[float], count: int, waiting: Callable[[], bool]) -> list[float]:
-        """Give the ranks of this replica what its first one has, however long that takes to come."""
+    def _share(self, values: list[float], count: int, waiting: Callable[[], bool]) -> list[float]:
+        """Pass `count` values from the first rank of this replica to all its ranks. Has no timeout."""
         return self.world.sum_without_timeout(values or [0.0] * count, waiting)
 
     def _checksum(self) -> float:
@@ -351,27 +361,26 @@ class DiLoCoTorchFT(DiLoCo):
             digest = zlib.crc32(parameter.detach().contiguous().view(torch.uint8).numpy(), digest)
         return float(digest)
 
-    def _seen(self, numbers: list[float]) -> Seen:
+    def _unpack(self, numbers: list[float]) -> Membership:
         count = self.replica.count
-        return Seen(*(numbers[count * place : count * (place + 1)] for place in range(5)))
+        return Membership(*(numbers[count * place : count * (place + 1)] for place in range(_COLUMNS)))
 
     def _flat(self) -> list[float]:
-        assert self.seen
-        return [number for column in self.seen for number in column]
+        assert self.membership
+        return [number for column in self.membership for number in column]
 
-    def _say(self) -> None:
-        if self.world.rank == 0 and self.seen:
-            here = self.seen.here
-            print(
-                f"replicas from step {self._at} on: {', '.join(map(str, here))} ({len(here)} of {self.replica.count})"
-            )
+    def _report(self) -> None:
+        if self.world.rank == 0 and self.membership:
+            present = self.membership.present
+            listed = ", ".join(map(str, present))
+            print(f"replicas from step {self._synced_step} on: {listed} ({len(present)} of {self.replica.count})")
 
     def merge_replicas(
         self, totals: dict[str, Any], loss: float | None, evaluate: Callable[[], float | None]
     ) -> dict[str, Any]:
-        """Tell who was there at the end."""
-        assert self.seen
+        """Return the replicas of the last synchronization."""
+        assert self.membership
         return {
-            "world_size": int(sum(self.seen.sizes)),
-            "replicas": {"configured": self.replica.count, "at_the_end": self.seen.here},
+            "world_size": int(sum(self.membership.sizes)),
+            "replicas": {"configured": self.replica.count, "at_the_end": self.membership.present},
         }

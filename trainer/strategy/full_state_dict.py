@@ -1,36 +1,43 @@
-"""Checkpoints of a strategy that takes the model apart, put together again: every host keeps a whole one, as under ddp."""
+"""Full state dicts of sharded strategies: every host keeps a full checkpoint, as under ddp."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of every weight, as torch and DeepSpeed name it
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's state of every weight, as PyTorch and DeepSpeed name it
 
-KINDS = ("trained", *MOMENTS)  # what a checkpoint holds of every weight, a file each: one at a time is whole in memory
+KINDS = ("trained", *MOMENTS)  # one file each in a checkpoint; only one at a time is in memory
 
-State = dict[str, dict[str, torch.Tensor]]  # kind -> name of the weight -> float32
+State = dict[str, "dict[str, torch.Tensor]"]  # kind -> name of the weight -> float32
 
 
-def write_whole(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None:
-    """Write what is trained, or a moment of it, by name: for any number of ranks. Ranks that have none of it write nothing."""
+def write_full(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None:
+    """Write trained weights, or one of their moments, by name. Ranks without values write nothing."""
+    from safetensors.torch import save_file
+
     if values:
         save_file({name: value.contiguous() for name, value in values.items()}, folder / f"{kind}.safetensors")
 
 
-def read_whole(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Read what `write_whole` wrote, into the host's memory."""
+def read_full(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Read what `write_full` wrote into host memory."""
+    from safetensors.torch import load_file
+
     return load_file(folder / f"{kind}.safetensors")
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what belongs to a model's files besides its weights: every rank has it whole."""
+    """Return the persistent buffers of a model. They are part of its files and not sharded."""
     kept = set(model.state_dict())
     return {name: buffer.cpu() for name, buffer in model.named_buffers() if name in kept}
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint, which is how often its optimizer has stepped."""
+    """Return the step of a checkpoint, the number of steps of its optimizer."""
     return int(json.loads((folder / "state.json").read_text())["step"])

@@ -1,24 +1,29 @@
-"""Which ranks make a replica: those of a host, or of neighbouring hosts. Gradients are averaged inside a replica alone."""
+"""The ranks of a replica: those of a host, or of consecutive hosts. Gradients are averaged only within a replica."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from trainer.config.run_spec import RunSpec
-from trainer.distributed.world import World
 from trainer.errors import UserError
 
-_WORTH = 1.15  # an uneven division has to make a round this much shorter
+if TYPE_CHECKING:
+    from trainer.config import RunSpec
+    from trainer.distributed.world import World
+
+_MIN_SPEEDUP = 1.15  # by which an uneven distribution must shorten a round
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a run, in the order of their hosts. `ranks[i]`: those of replica i, as they count over all hosts."""
+    """The replicas of a run, in the order of their hosts. `ranks[i]`: the global ranks of replica i."""
 
     ranks: list[list[int]]
     mine: int
 
     @classmethod
-    def find(cls, spec: RunSpec, world: World) -> "Replicas":
-        """Find out how the ranks stand on hosts. Every rank calls it.
+    def find(cls, spec: RunSpec, world: World) -> Replicas:
+        """Determine the replicas from the hosts of the ranks. Every rank calls it.
 
         Raises:
             UserError: there are more replicas than rows in a step.
@@ -27,7 +32,7 @@ class Replicas:
         places = [node // spec.replica_hosts for node in nodes]
         ranks = [[rank for rank, place in enumerate(places) if place == number] for number in sorted(set(places))]
         check_rows(spec, len(ranks))
-        return cls(ranks, next(number for number, members in enumerate(ranks) if world.rank in members))
+        return cls(ranks, next(number for number, group in enumerate(ranks) if world.rank in group))
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -37,28 +42,29 @@ def check_rows(spec: RunSpec, count: int) -> None:
     """Check that every step has a row for each of `count` replicas. Raises UserError."""
     if count > spec.rows_per_step:
         raise UserError(
-            f"strategy: {spec.strategy} has {count} replicas, and a step has {spec.rows_per_step} rows: "
+            f"strategy: {spec.strategy} has {count} replicas, but a step has {spec.rows_per_step} rows: "
             f"set total_batch_size to {count} or more"
         )
 
 
 def by_speed(shares: list[float], costs: list[float]) -> list[float]:
-    """Return shares by speed, if the round is so much shorter with them than with `shares` that it cannot be noise.
+    """Return shares by speed if they make a round shorter than `shares` by more than measurement noise.
 
     Args:
-        costs: seconds that a portion takes each; 0: unknown.
+        costs: seconds per portion of each replica; 0: unknown.
     """
     if not all(costs):
         return shares
     slowest = max(share * cost for share, cost in zip(shares, costs, strict=True)) / sum(shares)
     speeds = [1 / cost for cost in costs]
-    return speeds if slowest > _WORTH / sum(speeds) else shares
+    return speeds if slowest > _MIN_SPEEDUP / sum(speeds) else shares
 
 
 def deal(turns: int, shares: list[float]) -> list[int]:
-    """Return who takes each of `turns` portions of work, in proportion to `shares` and as evenly as can be.
+    """Assign `turns` portions of work in proportion to `shares`, spread as evenly as possible.
 
-    Equal shares take turns in order. (Webster's method: the next one goes to whoever is furthest behind.)
+    With equal shares the assignment is round-robin. In general it is Webster's method: the next portion goes to the
+    replica that is furthest behind. Returns the index of the share for each portion.
     """
     taken = [0] * len(shares)
     owners = []

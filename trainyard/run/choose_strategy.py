@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config.run_spec import FIELDS, TINY, RunSpec, make_spec
+from trainer.config import FIELDS, TINY, RunSpec, make_spec
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
 from trainyard.preflight.host_state import HostState

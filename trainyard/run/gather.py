@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
+from trainer.config import FIELDS, RunSpec
+from trainer.strategy import plan_of, possible_plans
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.host_state import HostState
@@ -30,9 +32,15 @@ def describe(host: Host) -> HostState:
     return HostState(host)
 
 
+def spec_of(fields: dict[str, Any]) -> RunSpec:
+    """Return the run spec of a prepared run's `spec`, which has more names than the schema."""
+    return RunSpec.model_validate({name: value for name, value in fields.items() if name in FIELDS})
+
+
 def own_torchrun(spec: dict[str, Any]) -> bool:
-    """Return whether every replica group of the run has a torchrun of its own (see RunSpec.by_torchft)."""
-    return spec["strategy"] in ("diloco", "auto") and spec["diloco_members"] == "torchft"
+    """Return whether every replica group of the run has, or may have, a torchrun of its own."""
+    run = spec_of(spec)
+    return any(plan.separate_launchers(run) for plan in possible_plans(run))
 
 
 def gather_facts(
@@ -134,8 +142,7 @@ def check_requirements(hosts: list[HostState], spec: dict[str, Any], dataset_sta
     eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
-        "deepspeed": spec["strategy"] == "deepspeed" and "strategy=deepspeed",
-        "torchft": own_torchrun(spec) and "diloco_members=torchft",
+        **plan_of(spec_of(spec)).needs_packages(spec_of(spec)),
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
         "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",

@@ -6,20 +6,14 @@ and the table in the documentation are read off `LaunchOptions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from trainer.config.fields import Words, declare, expected_value, metadata, names_in
 from trainer.errors import UserError, nearest
-
-
-def _split_words(value: Any) -> Any:
-    """Accept ``a,b`` as well as a list, because ``-e`` carries strings."""
-    if isinstance(value, str):
-        return tuple(word.strip() for word in value.split(",") if word.strip())
-    return value
 
 
 def _text_values(value: Any) -> Any:
@@ -29,17 +23,6 @@ def _text_values(value: Any) -> Any:
     return {} if value in (None, "") else value
 
 
-def _option(default: Any, description: str, *, aliases: Iterable[str] = (), unit: str = "", **limits: Any) -> Any:
-    """Declare an option: default, meaning, deprecated names that are still accepted, unit, limits."""
-    if isinstance(default, float):
-        limits["allow_inf_nan"] = False
-    if isinstance(default, str):
-        limits["coerce_numbers_to_str"] = True
-    extra: dict[str, Any] = {"aliases": list(aliases), "unit": unit}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
-
-
-Words = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 Environment = Annotated[dict[str, str], BeforeValidator(_text_values)]
 Port = Annotated[int | None, BeforeValidator(lambda value: None if value == "" else value)]
 
@@ -49,45 +32,45 @@ class LaunchOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    spec: str = _option("", "YAML file of the run spec on the controller; `-e` overrides its values")
-    limit: str = _option(
+    spec: str = declare("", "YAML file of the run spec on the controller; `-e` overrides its values")
+    limit: str = declare(
         "cluster",
         "host pattern of the hosts that take part; with Ansible, prefer the flag `--limit`",
-        aliases=["hosts"],
+        deprecated_names=["hosts"],
         min_length=1,
     )
-    head: str = _option("", "host that runs rank 0; empty: the first host of the inventory")
-    min_nodes: int = _option(
-        0, "minimum number of hosts to start or continue with; 0 requires all", aliases=["nodes_min"], ge=0
+    head: str = declare("", "host that runs rank 0; empty: the first host of the inventory")
+    min_nodes: int = declare(
+        0, "minimum number of hosts to start or continue with; 0 requires all", deprecated_names=["nodes_min"], ge=0
     )
-    max_restarts: int = _option(0, "maximum consecutive restarts without progress", aliases=["retries"], ge=0)
-    restart_delay: float = _option(
+    max_restarts: int = declare(0, "maximum consecutive restarts without progress", deprecated_names=["retries"], ge=0)
+    restart_delay: float = declare(
         1.0,
         "delay before the first restart; it doubles with each consecutive restart, up to 60 seconds",
-        aliases=["retry_delay"],
+        deprecated_names=["retry_delay"],
         unit="seconds",
         ge=0,
     )
-    elastic: bool = _option(False, "let torchrun restart the ranks itself with its c10d rendezvous")
-    master_port: Port = _option(
+    elastic: bool = declare(False, "let torchrun restart the ranks itself with its c10d rendezvous")
+    master_port: Port = declare(
         None, "rendezvous port on the head; empty: the first free port from 29500", ge=1, le=65_535
     )
-    run_env: Environment = _option(
+    run_env: Environment = declare(
         {}, "environment variables for the ranks, such as tokens; they travel in a file of mode 0600"
     )
-    unit_properties: Words = _option(
+    unit_properties: Words = declare(
         (), "properties of the systemd unit that runs a host's ranks, such as `MemoryMax=20G`"
     )
-    progress_interval: float = _option(2.0, "minimum time between two progress lines", unit="seconds", ge=0)
-    stall_limit: float = _option(
+    progress_interval: float = declare(2.0, "minimum time between two progress lines", unit="seconds", ge=0)
+    stall_limit: float = declare(
         600.0, "time without progress of any rank after which the run fails", unit="seconds", gt=0
     )
-    lost_limit: float = _option(10.0, "time without an answer after which a host is lost", unit="seconds", gt=0)
-    render_only: bool = _option(
+    lost_limit: float = declare(10.0, "time without an answer after which a host is lost", unit="seconds", gt=0)
+    render_only: bool = declare(
         False, "stage the run and write its commands as scripts for each host and for Slurm, without starting it"
     )
-    render_to: str = _option("", "folder on the controller for the scripts; empty: `runs/RUN/scripts`")
-    collect_to: str = _option(
+    render_to: str = declare("", "folder on the controller for the scripts; empty: `runs/RUN/scripts`")
+    collect_to: str = declare(
         "", "folder on the controller that receives adapter or model, result, logs and TensorBoard events; empty: none"
     )
 
@@ -103,12 +86,7 @@ class LaunchOptions(BaseModel):
 OPTIONS: dict[str, FieldInfo] = dict(LaunchOptions.model_fields)
 
 
-def _extra(name: str) -> dict[str, Any]:
-    extra = OPTIONS[name].json_schema_extra
-    return extra if isinstance(extra, dict) else {}
-
-
-ALIASES: dict[str, str] = {alias: name for name in OPTIONS for alias in _extra(name)["aliases"]}
+ALIASES: dict[str, str] = names_in(OPTIONS, "deprecated_names")
 """Deprecated names that are still accepted, with the option that each sets."""
 
 
@@ -143,30 +121,8 @@ def make_options(values: Mapping[str, Any], where: str = "the launch options") -
         bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
         # The values of run_env may be secrets.
         shown = {name: type(given[name]).__name__ if name == "run_env" else repr(given[name]) for name in bad}
-        lines = [f"{source[name]}: got {shown[name]}, takes {takes(name)}" for name in bad]
+        lines = [f"{source[name]}: got {shown[name]}, takes {expected_value(OPTIONS[name])}" for name in bad]
         raise UserError(f"{'; '.join(lines)} ({where})") from None
-
-
-def takes(name: str) -> str:
-    """Return in words what an option accepts, read off its type and limits."""
-    field = OPTIONS[name]
-    kind: Any = field.annotation
-    if kind is bool:
-        return "true or false"
-    if isinstance(field.default, tuple):
-        return "a list of text"
-    if isinstance(field.default, dict):
-        return "names and values"
-    if isinstance(field.default, str):
-        return "text"
-    limits = []
-    for limit in field.metadata:
-        for word, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
-            if getattr(limit, word, None) is not None:
-                limits.append(f"{sign} {getattr(limit, word)}")
-    number = "a number" if isinstance(field.default, float) else "a whole number"
-    unit = f" of {_extra(name)['unit']}" if _extra(name)["unit"] else ""
-    return number + unit + (" " + " and ".join(limits) if limits else "")
 
 
 def table() -> str:
@@ -175,9 +131,9 @@ def table() -> str:
     for name, field in OPTIONS.items():
         default = field.default
         shown = "" if default in (None, "", (), {}) else f"`{str(default).lower()}`"
-        aliases = ", ".join(f"`{alias}`" for alias in _extra(name)["aliases"])
+        aliases = ", ".join(f"`{alias}`" for alias in metadata(field)["deprecated_names"])
         also = f" Deprecated name: {aliases}." if aliases else ""
-        lines.append(f"| `{name}` | {takes(name)} | {shown} | {field.description}.{also} |")
+        lines.append(f"| `{name}` | {expected_value(field)} | {shown} | {field.description}.{also} |")
     return "\n".join(lines)
 
 

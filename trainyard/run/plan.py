@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.formats import table
+from trainer.strategy import plan_named
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
 
@@ -289,7 +290,7 @@ def plan_lines(nodes: list[Node], spec: dict[str, Any], port: int, before: list[
         head.append("replica")
         rows = [[*row, str(n.replica)] for row, n in zip(rows, nodes, strict=True)]
     by_speed = ""
-    if spec["strategy"] == "ddp":
+    if plan_named(spec["strategy"]).shares_rows_by_speed:
         head.append("rows")
         rows = [[*row, str(count)] for row, count in zip(rows, shared_rows(nodes, spec, before), strict=True)]
         by_speed = ", balanced by measured speed" if spec["balance"] == "auto" and world > 1 else ""

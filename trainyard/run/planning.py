@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from trainer.config.run_spec import FIELDS, RunSpec, changed_fields, make_spec
+from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.mesh import high_ports, measure_mesh
@@ -88,7 +88,7 @@ def plan_run(
     check_requirements(hosts, spec, prepared.has_dataset)
     apart = own_torchrun(spec)
     if apart and options.elastic:
-        raise PlanError("elastic: diloco_members=torchft restarts torchrun itself: omit elastic")
+        raise PlanError("elastic: diloco_membership=torchft restarts torchrun itself: omit elastic")
     last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
     members = _running_members(hosts, run, last_attempt, options, previous)
     port = 0

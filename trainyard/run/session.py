@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.run_spec import RunSpec
+from trainer.config import RunSpec
 from trainyard.connection import Host, HostConnection
 from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import PlanError, RunError

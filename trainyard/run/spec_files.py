@@ -18,8 +18,8 @@ from typing import Any
 from safetensors import safe_open
 
 import trainer
-from trainer.config.run_spec import EMBEDDED_DATASET, TINY, RunSpec
-from trainer.data.samples import is_hub_id, read_samples
+from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
+from trainer.data.samples import Sample, is_hub_id, read_samples
 from trainer.errors import UserError
 from trainer.files import sha256_file, write_atomic
 from trainyard.docs_dataset import write_dataset
@@ -228,25 +228,15 @@ def in_hub_cache(name: str) -> bool:
 
 def _tiny_folder(spec: RunSpec, dataset: Path | None, work: Path, report: Report) -> Path:
     """Return the folder of the tiny model for this dataset and seed, created once."""
-    import tempfile
+    from trainer.data.tiny import ensure_tiny_model
 
-    from trainer.data import tiny
-    from trainer.files import sha256_tree
-
-    source = sha256_file(dataset)[:12] if dataset else "fake"
-    recipe = sha256_tree(Path(tiny.__file__))[:6]
-    folder = work / "models" / f"tiny-{source}-{spec.seed}-{recipe}"
-    if not folder.exists():
+    def samples() -> list[Sample]:
+        if dataset is None:
+            return []
         report("creating the model tiny: random weights and a tokenizer trained on the dataset (once)")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent))
-        tiny.make_tiny(read_samples(dataset) if dataset else [], aside, spec.seed)
-        aside.chmod(0o755)
-        try:
-            aside.rename(folder)
-        except OSError:  # a concurrent run created the same folder first
-            shutil.rmtree(aside)
-    return folder
+        return list(read_samples(dataset))
+
+    return ensure_tiny_model(work, dataset, spec.seed, samples)
 
 
 def trainer_archive(work: Path) -> Path:

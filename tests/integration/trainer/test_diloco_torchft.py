@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from run_hosts import free_port
-from test_sharded import LONG, PAIR, newest, result
+from test_replicas import LONG, PAIR, newest, result
 from test_torchrun import assert_every_sample_once, the_order, weights
 from trainer_runs import TOP, Cluster, Here, lines, losses, until
 
@@ -26,7 +26,7 @@ from trainer.run_state import RunHistory
 from trainer.supervise.processes import run_processes
 
 FIXED = LONG | {"strategy": "diloco", "local_steps": 5}
-MEMBERS = FIXED | {"diloco_members": "torchft"}
+MEMBERS = FIXED | {"diloco_membership": "torchft"}
 
 
 def test_a_member_is_told_its_place() -> None:
@@ -44,10 +44,10 @@ def test_a_member_is_told_its_place() -> None:
 
 
 def test_a_form_without_its_place_is_refused(here: Here) -> None:
-    assert here(strategy="diloco", diloco_members="torchft") != 0
+    assert here(strategy="diloco", diloco_membership="torchft") != 0
     assert "set --replica 0/2 and --lighthouse HOST:PORT" in here.err
     assert here(replica="0/2", lighthouse="127.0.0.1:1") != 0
-    assert "--replica requires strategy=diloco and diloco_members=torchft" in here.err
+    assert "--replica requires strategy=diloco and diloco_membership=torchft" in here.err
 
 
 def test_records_of_a_round_that_was_not_ended_do_not_hold() -> None:
@@ -90,7 +90,7 @@ def test_the_curve_of_the_plain_form_and_a_resume(cluster: Cluster) -> None:
     # A host that comes back with an empty disk takes over the other's state; here the one that others ask first.
     shutil.rmtree(cluster.run_dir(0, "lost"))
     both(cluster, lighthouse, "lost")
-    assert f"checkpoint: step {step} is taken over from another replica" in cluster.logs("lost")
+    assert f"checkpoint: step {step} was received from another replica" in cluster.logs("lost")
     assert losses(cluster.run_dir(0, "lost")) == losses(cluster.run_dir(1, "lost"))
     assert losses(cluster.run_dir(0, "lost"))[:step] == wanted[:step]
     assert kept_files(cluster.run_dir(0, "lost")) == kept_files(cluster.run_dir(1, "lost"))
@@ -195,7 +195,7 @@ def test_a_replica_is_away_and_comes_back(victim: int, number: signal.Signals, c
     finally:
         for part in parts:
             part.end()
-    assert "is taken over from another replica" in cluster.logs()
+    assert "was received from another replica" in cluster.logs()
     assert kept_files(cluster.run_dir(0)) == kept_files(cluster.run_dir(1))
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1))
     assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)), "the records of the time away too"
@@ -229,7 +229,7 @@ def test_replicas_of_several_ranks(cluster: Cluster) -> None:
     fields = FIXED | {"max_steps": 10, "total_batch_size": 8}
     assert cluster.wait(cluster.start(2, 2, "plain", **fields)) == [0, 0], cluster.logs("plain")
     lighthouse = cluster.lighthouse()
-    fields |= {"diloco_members": "torchft"}
+    fields |= {"diloco_membership": "torchft"}
     launchers = [cluster.start_replica(number, 2, lighthouse, ranks=2, **fields) for number in (0, 1)]
     assert cluster.wait(launchers, 150) == [0, 0], cluster.logs()
     assert_every_sample_once(cluster, [(0, 0), (0, 1), (1, 2), (1, 3)])

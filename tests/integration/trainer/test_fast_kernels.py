@@ -16,12 +16,13 @@ from run_hosts import free_port
 from test_numerics import assert_equal_work, batch, corpus, loss_and_gradient, small_model  # noqa: F401
 from trainer_runs import TOP, WIDE, Here, llama
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.data.packing import best_fit
 from trainer.errors import UserError
 from trainer.model import TokenLoss, fast_kernels, load_model
-from trainer.planner.cost import Layout, wire_bytes
+from trainer.planner.cost import Layout
 from trainer.planner.model_shape import shape_of
+from trainer.strategy import plan_of
 
 CPU = torch.device("cpu")
 
@@ -79,7 +80,7 @@ def test_without_bitsandbytes(fields: dict[str, Any], here: Here, monkeypatch: p
 
 
 def test_four_bits_need_lora() -> None:
-    with pytest.raises(UserError, match="quantize: nf4 is for LoRA, got lora_r 0"):
+    with pytest.raises(UserError, match="quantize: nf4 requires LoRA, got lora_r 0"):
         make_spec({"quantize": "nf4", "lora_r": 0}, "here")
 
 
@@ -120,7 +121,7 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     """LoRA under DDP sends 4 B x adapter parameters x 2(N-1)/N a step and rank, and half of that in bf16; FSDP as the plan says."""
     fields: dict[str, Any] = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2}
     about = {"model": str(model_folder), "dataset": str(dataset), "steps": 8}
-    ways: list[dict[str, Any]] = [{"gradient_wire": wire} for wire in ("32", "bf16")]
+    ways: list[dict[str, Any]] = [{"gradient_comm_dtype": wire} for wire in ("32", "bf16")]
     several = [about | {"fields": fields | way} for way in ways]
     wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
     parted: list[dict[str, Any]] = [fields | {"strategy": "fsdp", "lora_r": rank} for rank in (128, 0)]
@@ -140,5 +141,5 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     assert half["loss"] == pytest.approx(full["loss"], rel=1e-3)
     for each, found in zip(parted, sharded, strict=True):
         spec = make_spec({"model": wide} | each, "here")
-        planned = 2 * wire_bytes(spec, shape_of(spec), Layout((2,)), gloo=True)
+        planned = 2 * plan_of(spec).wire_bytes(spec, shape_of(spec), Layout((2,)), gloo=True)
         assert found["wire_bytes"] == pytest.approx(planned, rel=0.03), each

@@ -38,7 +38,7 @@ def compare(rank: int, store: str) -> None:
                 ReduceScatter()(mine, whole.clone(), group, op)
                 wanted = total.view(ranks, -1)[place] / (ranks if op == dist.ReduceOp.AVG else 1)
                 torch.testing.assert_close(mine, wanted.to(dtype))
-    with pytest.raises(ValueError, match="takes SUM or AVG"):
+    with pytest.raises(ValueError, match="expected SUM or AVG"):
         ReduceScatter()(torch.empty(1), torch.empty(RANKS), dist.group.WORLD, dist.ReduceOp.MAX)
     dist.barrier()
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from trainer_runs import TOP, Here, chat, lines, records, until, write_jsonl
 
 from trainer.checkpoint import complete_checkpoints
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.data.order import held_out
 from trainer.run_dir import StopRequest
 
@@ -405,7 +405,7 @@ def test_an_error_that_a_user_can_fix_is_one_line(fields: dict[str, Any], why: s
 
 def test_an_invalid_spec_is_reported_first(here: Here) -> None:
     assert here(lr="fast") == 2
-    assert error(here).startswith("run spec: lr: got 'fast', takes a number > 0")
+    assert error(here).startswith("run spec: lr: expected a number > 0, got 'fast'")
     assert not here.run_dir().exists()
 
 

@@ -1,300 +1,171 @@
-"""Replicas that walk apart: diloco's meet every few steps, averaging's once, at the end."""
+"""FSDP and ZeRO under real torchrun: they walk DDP's curve, through a kill and on another number of hosts."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from run_hosts import free_port
 from safetensors.torch import load_file
-from test_fast_kernels import ALONE, CPU, MAY
-from test_torchrun import assert_every_sample_once, weights
-from trainer_runs import TOP, WIDE, Cluster, Here, llama
+from trainer_runs import Cluster, Here, losses
+from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint import complete_checkpoints
-from trainer.config.run_spec import from_opendiloco, make_spec, parse_flags, read_spec
-from trainer.distributed.world import World
+from trainer.checkpoint import HostCheckpoint, _in_place, _owners, complete_checkpoints
+from trainer.config import make_spec
 from trainer.errors import UserError
-from trainer.model import TokenLoss, load_model
-from trainer.planner.cost import Layout, wire_bytes
-from trainer.planner.model_shape import shape_of
-from trainer.strategy import make_strategy
-from trainer.strategy.replicas import by_speed, deal
-from trainer.train import is_due
+from trainer.files import sha256_file
+from trainer.model import load_model
 
-# Equal portions: with those by speed, who trains on what would differ from run to run.
-LONG = {"epochs": 200, "max_steps": 40, "checkpoint_interval": 10, "lora_r": 8, "balance": "even"}
-PAIR = [(0, 0), (1, 1)]
-FOUR = [(0, 0), (0, 1), (1, 2), (1, 3)]
+# 2 and 3 rows on two hosts: one micro-batch and two.
+UNEVEN = {"total_batch_size": 5, "batch_size": 2}
+FULL = {"lora_r": 0, "lr": 3e-3}
+STEPS = {"epochs": 200, "max_steps": 30, "checkpoint_interval": 5}
 
 
-@given(st.integers(0, 300), st.lists(st.floats(0.05, 20), min_size=1, max_size=8))
-def test_portions_are_dealt_by_share(turns: int, shares: list[float]) -> None:
-    taken = Counter(deal(turns, shares))
-    for place, share in enumerate(shares):
-        assert abs(taken[place] - turns * share / sum(shares)) < len(shares)
-    assert deal(turns, [shares[0]] * len(shares)) == [turn % len(shares) for turn in range(turns)]
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Iterator[Cluster]:
+    """The same runs under ddp: one of LoRA, one of full weights."""
+    spec = {"model": model_folder, "dataset": dataset, "seq_length": 64, "lr": 1e-2, "loggers": "none"}
+    made = Cluster(tmp_path_factory.mktemp("curves"), spec | UNEVEN | STEPS)
+    made.run(1, run="lora")
+    made.run(1, run="full", **FULL)
+    yield made
+    made.end()
 
 
-def test_a_slow_replica_steps_less_often() -> None:
-    assert Counter(deal(20, [1.0, 3.0])) == {0: 5, 1: 15}
-    assert by_speed([1.0, 1.0], [0.0, 0.3]) == [1.0, 1.0], "not measured yet"
-    assert by_speed([1.0, 1.0], [0.3, 0.35]) == [1.0, 1.0], "noise"
-    assert by_speed([1.0, 1.0], [1.0, 0.5]) == [1.0, 2.0]
-    assert by_speed([4.0, 1.0], [0.25, 1.0]) == [4.0, 1.0]
-
-
-@pytest.mark.parametrize("interval", [0, 1, 3, 10, 25])
-@pytest.mark.parametrize("stride", [1, 4, 10, 30])
-def test_what_is_due_comes_at_the_next_meeting(interval: int, stride: int) -> None:
-    came = [now for now in range(stride, 121, stride) if is_due(interval, now - stride, now)]
-    wanted = {-(-step // stride) * stride for step in range(interval, 121, interval)} if interval else set()
-    assert came == sorted(step for step in wanted if step <= 120)
-
-
-# Names of OpenDiLoCo -----------------------------------------------------------------------------------------------------
-
-
-def test_names_of_opendiloco(tmp_path: Path) -> None:
-    file = tmp_path / "run.yml"
-    file.write_text("hv: {local_steps: 50, outer_lr: 0.5, galaxy_size: 2, world_rank: 0, initial_peers: [x]}\n")
-    spec = read_spec(file, {}, "")
-    assert (spec.strategy, spec.local_steps, spec.outer_lr) == ("diloco", 50, 0.5)
-    assert read_spec(file, {"local_steps": 7}, "").local_steps == 7
-    assert read_spec(file, {"strategy": "ddp"}, "").strategy == "ddp"
-    flags = parse_flags(["--hv.local-steps=9", "--hv.world_rank", "1"])
-    assert make_spec(flags, "").local_steps == 9
-    _, notes = from_opendiloco(flags)
-    assert notes[0] == "hv.local_steps is local_steps here: local_steps=9"
-    assert notes[1].startswith("hv.world_rank is not needed here: ")
-    with pytest.raises(UserError, match=r"unknown name 'hv.matchmaking_time'"):
-        make_spec({"hv": {"matchmaking_time": 3}}, "here")
-
-
-# One process -------------------------------------------------------------------------------------------------------------
-
-
-def test_alone_averaging_is_ddp(here: Here) -> None:
-    few = {"max_steps": 6, "checkpoint_interval": 3}
-    assert here("ddp", **few) == 0
-    assert here("alone", strategy="averaging", **few) == 0, here.err
-    assert here.losses("alone") == here.losses("ddp")
-    assert weights(here.run_dir("alone")) == weights(here.run_dir("ddp"))
-    (part,) = here.result("alone")["parts"]
-    assert part["eval_loss"] == here.result("alone")["eval_loss"] == here.result("ddp")["eval_loss"]
-
-
-def test_the_outer_step_is_nesterov(here: Here) -> None:
-    """One replica, two rounds, against the formula: v = m v + g; theta -= lr (g + m v); g = theta - where AdamW came to.
-
-    m is 0.9 in rounds of 20 steps or more, and less in shorter ones.
-    """
-    m = 0.9 * 3 / 20
-    few = {"max_steps": 6, "checkpoint_interval": 3, "schedule": "constant", "warmup": 0, "checkpoint_keep": 9}
-    few |= {"local_steps": 3, "diloco_wire": "32"}
-    assert here("ddp", **few) == 0
-    assert here("start", **(few | {"strategy": "diloco", "outer_lr": 1e-30})) == 0
-    assert here("diloco", strategy="diloco", **few) == 0, here.err
-
-    def trained(run: str, step: int) -> torch.Tensor:
-        kept = load_file(here.run_dir(run) / "checkpoints" / f"step-{step:08d}" / "trained.safetensors")
-        return torch.cat([kept[name].flatten() for name in sorted(kept)])
-
-    theta, came = trained("start", 3), trained("ddp", 3)
-    first = theta - came
-    after = theta - 0.7 * (first + m * first)
-    assert torch.allclose(trained("diloco", 3), after, atol=1e-6)
-    # From the second step on the way AdamW takes starts at the new place; the outer state tells which way it was.
-    state = torch.load(here.run_dir("diloco") / "checkpoints/step-00000006/outer.pt", weights_only=True)["optimizer"][
-        "state"
-    ]
-    kept = load_file(here.run_dir("diloco") / "checkpoints/step-00000006/trained.safetensors")
-    velocity = dict(zip(list(kept), range(len(kept)), strict=True))
-    assert len(state) == len(velocity)
-    last = trained("diloco", 6)
-    # theta2 = theta1 - lr (g + m v), v = m g1 + g: so g = ((theta1 - theta2) / lr - m^2 g1) / (1 + m), and v follows.
-    way = ((after - last) / 0.7 - m * m * first) / (1 + m)
-    size = torch.cat([entry["momentum_buffer"].flatten() for entry in state.values()]).norm()
-    assert float(size) == pytest.approx(float((m * first + way).norm()), rel=1e-3)
-
-
-def test_diloco_resumes_at_a_meeting(here: Here) -> None:
-    fields = {"strategy": "diloco", "local_steps": 4, "max_steps": 10, "checkpoint_interval": 3, "epochs": 2}
-    assert here("straight", **fields) == 0, here.err
-    # Meetings after 4, 8 and (the end) 10; each had a checkpoint due since the one before.
-    assert set(complete_checkpoints(here.run_dir("straight") / "checkpoints")) == {8, 10}
-    shutil.rmtree(here.run_dir("straight") / "checkpoints" / "step-00000010")
-    kept, wanted = here.losses("straight"), weights(here.run_dir("straight"))
-    (here.run_dir("straight") / "result.json").unlink()
-    assert here("straight", **fields) == 0, here.err
-    assert "resuming from step 8 of 10" in here.out
-    assert here.losses("straight") == kept and weights(here.run_dir("straight")) == wanted
-
-
-def test_a_part_goes_on_in_its_own_place(model_folder: Path, tmp_path: Path) -> None:
-    spec = make_spec({"model": str(model_folder), "strategy": "averaging", "seq_length": 64}, "here")
-    (tmp_path / "worker.json").write_text('{"worker": 0, "workers": 2}')
-    world = World.join(60)
-    try:
-        strategy = make_strategy(spec, world, TokenLoss(load_model(spec, CPU)))
-        with pytest.raises(UserError, match="this host holds part 1 of 2 of the run, and would now be part 1 of 1"):
-            strategy.load(tmp_path)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_fewer_rows_than_replicas_is_told() -> None:
-    from trainer.strategy.replicas import Replicas
-
-    class Nodes:
-        node_rank, rank = 0, 0
-
-        @staticmethod
-        def gather(_: Any) -> list[int]:
-            return [0, 1, 2]
-
-    with pytest.raises(UserError, match="diloco has 3 replicas, and a step has 2 rows: set total_batch_size to 3"):
-        Replicas.find(make_spec({"strategy": "diloco", "total_batch_size": 2}, ""), Nodes())  # type: ignore[arg-type]
-    grouped = make_spec({"strategy": "diloco", "replica_hosts": 2}, "")
-    assert Replicas.find(grouped, Nodes()).ranks == [[0, 1], [2]]  # type: ignore[arg-type]
-
-
-# Hosts -------------------------------------------------------------------------------------------------------------------
-
-
-def result(cluster: Cluster, run: str = "r", host: int = 0) -> dict[str, Any]:
-    return json.loads((cluster.run_dir(host, run) / "result.json").read_text())
-
-
-def newest(cluster: Cluster, host: int, run: str = "r") -> Path:
-    folder = cluster.run_dir(host, run) / "checkpoints"
-    return folder / f"step-{max(complete_checkpoints(folder)):08d}"
+# name: fields, hosts that go on after the kill, whether the second host has lost everything
+CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "fsdp": ({"strategy": "fsdp"}, 2, True),
+    "fsdp, full weights, in parts": ({"strategy": "fsdp"} | FULL, 2, False),
+    "fsdp, full weights, other parts": ({"strategy": "fsdp"} | FULL, 3, False),
+    "zero 2": ({"strategy": "deepspeed", "deepspeed_offload": "optimizer"}, 1, True),
+    "zero 2, full weights": ({"strategy": "deepspeed"} | FULL, 2, False),
+    "zero 3, full weights": ({"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_offload": "all"} | FULL, 2, False),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_diloco_stops_resumes_and_outlives_a_host(cluster: Cluster) -> None:
-    fields = LONG | {"strategy": "diloco", "local_steps": 5}
-    wanted = cluster.run(2, run="straight", **fields)
-    assert wanted[-1] < wanted[0] and len(wanted) == 40
-    assert_every_sample_once(cluster, PAIR, "straight")
-    ends = [newest(cluster, host, "straight") for host in (0, 1)]
-    assert (ends[0] / "trained.safetensors").read_bytes() == (ends[1] / "trained.safetensors").read_bytes()
-    outer = [torch.load(end / "outer.pt", weights_only=True)["optimizer"]["state"] for end in ends]
-    assert all(torch.equal(entry["momentum_buffer"], outer[1][n]["momentum_buffer"]) for n, entry in outer[0].items())
-    assert (ends[0] / "optimizer.pt").read_bytes() != (ends[1] / "optimizer.pt").read_bytes(), "each its own"
-
+@pytest.mark.parametrize("case", list(CASES))
+def test_killed_and_taken_up_it_walks_ddps_curve(case: str, cluster: Cluster, curves: Cluster) -> None:
+    fields, hosts, lost = CASES[case]
+    if fields["strategy"] == "deepspeed":
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    full = "lora_r" in fields
+    fields = UNEVEN | STEPS | fields
     launchers = cluster.start(2, **fields)
-    step = cluster.stop_between(launchers)
-    assert cluster.run(2, **fields) == wanted, "bit-equal"
-    assert_every_sample_once(cluster, PAIR)
-    assert "checkpoint: copying" not in cluster.logs(), "the inner states are unlike, and that is right"
-    assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "straight"))
-
-    # A host that comes back with an empty disk takes the other's inner state.
-    shutil.rmtree(cluster.run_dir(1, "lost"))
-    healed = cluster.run(2, run="lost", **fields)
-    assert f"checkpoint: copying step {step} to the hosts that lack it" in cluster.logs("lost")
-    assert healed[:step] == wanted[:step] and healed[-1] == pytest.approx(wanted[-1], rel=0.03)
-
-
-@pytest.mark.slow
-def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
-    fields = LONG | {"strategy": "averaging"}
-    cluster.run(2, run="straight", **fields)
-    assert_every_sample_once(cluster, PAIR, "straight")
-    told = [result(cluster, "straight", host) for host in (0, 1)]
-    assert told[0]["eval_loss"] == told[1]["eval_loss"] and told[0]["parts"] == told[1]["parts"]
-    assert told[0]["adapter_sha256"] == told[1]["adapter_sha256"]
-    assert [part["ranks"] for part in told[0]["parts"]] == [[0], [1]]
-    tokens = [part["trained_tokens"] for part in told[0]["parts"]]
-    assert sum(tokens) == told[0]["trained_tokens"]
-    parts = [load_file(newest(cluster, host, "straight") / "trained.safetensors") for host in (0, 1)]
-    adapter = load_file(cluster.run_dir(0, "straight") / "adapter" / "adapter_model.safetensors")
-    for name, one in parts[0].items():
-        mean = (tokens[0] * one + tokens[1] * parts[1][name]) / sum(tokens)
-        assert torch.allclose(adapter[name.replace(".default", "")], mean, atol=1e-6)
-
-    launchers = cluster.start(2, **fields)
-    cluster.at_step(3)
-    (cluster.run_dir(1) / "stop").touch()  # one is told, the other hears of it
-    assert cluster.wait(launchers) == [0, 0], cluster.logs()
-    assert [cluster.state(host, host)["status"] for host in (0, 1)] == ["stopped", "stopped"]
-    assert not (cluster.run_dir() / "result.json").exists()
-    assert cluster.wait(cluster.start(2, **fields)) == [0, 0], cluster.logs()
-    assert_every_sample_once(cluster, PAIR)
-    assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(0, "straight")), "bit-equal"
+    cluster.at_step(17)
+    launchers[0].kill()
+    assert all(cluster.wait(launchers)), cluster.logs()
+    assert len(losses(cluster.run_dir())) < 30, "killed before its end"
+    kept = [complete_checkpoints(cluster.run_dir(host) / "checkpoints") for host in (0, 1)]
+    assert max(kept[0]) >= 10 and {**kept[0], **kept[1]} == {**kept[1], **kept[0]}
+    if lost:
+        shutil.rmtree(cluster.run_dir(1))
+    took = cluster.run(hosts, **fields)
+    assert "resuming from step" in (cluster.run_dir() / "logs" / "rank0.log").read_text()
+    assert took == pytest.approx(losses(curves.run_dir(0, "full" if full else "lora")), abs=1e-3)
+    weights = "model/model.safetensors" if full else "adapter/adapter_model.safetensors"
+    assert len({sha256_file(cluster.run_dir(host) / weights) for host in range(hosts)}) == 1
+    results = [json.loads((cluster.run_dir(host) / "result.json").read_text()) for host in range(hosts)]
+    assert len({result["eval_loss"] for result in results}) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_r", [8, 0])
-def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
-    """Two hosts of two ranks each, an outer step across; inside a host FSDP does what DDP does."""
-    fields = LONG | {"max_steps": 10, "local_steps": 5, "total_batch_size": 8, "strategy": "diloco", "lora_r": lora_r}
-    fields |= {"checkpoint_interval": 5}
-
-    def ends(run: str) -> list[str]:
-        return [result(cluster, run, host)["adapter_sha256" if lora_r else "model_sha256"] for host in (0, 1)]
-
-    wanted = cluster.run(2, 2, run="ddp", **fields)
-    assert_every_sample_once(cluster, FOUR, "ddp")
-    assert len(set(ends("ddp"))) == 1
-
-    fields |= {"replica_strategy": "fsdp"}
-    assert cluster.run(2, 2, **fields) == pytest.approx(wanted, rel=1e-4)
-    assert_every_sample_once(cluster, FOUR)
-    ended = ends("r")
-    assert len(set(ended)) == 1
-    for host in (0, 1):
-        (cluster.run_dir(host) / "result.json").unlink()
-        shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000010")
-    assert cluster.run(2, 2, **fields) == pytest.approx(wanted, rel=1e-4)
-    assert "resuming from step 5 of 10" in cluster.logs()
-    assert ends("r") == ended
+def test_a_model_on_every_host_is_kept_whole_on_every_host(cluster: Cluster, curves: Cluster) -> None:
+    fields = UNEVEN | STEPS | {"strategy": "fsdp", "fsdp_shard": "host", "checkpoint_keep": 1} | FULL
+    assert cluster.run(2, 2, **fields) == pytest.approx(losses(curves.run_dir(0, "full")), abs=1e-3)
+    kept = [HostCheckpoint.read(cluster.run_dir(host) / "checkpoints" / "step-00000030") for host in (0, 1)]
+    assert kept[0].here == kept[1].here and not kept[0].elsewhere
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} < set(kept[0].here)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not MAY, reason="bytes on the wire: no network namespace can be made here (unshare --net)")
-def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
-    """Two replicas send what DDP sends once in local_steps steps, and in 16 bits half of it; averaging sends nothing."""
-    fields = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2, "local_steps": 5}
-    about = {"model": str(model_folder), "dataset": str(dataset), "steps": 15, "warm": 5}
-    several = [
-        about | {"fields": fields | more}
-        for more in (
-            {"strategy": "diloco", "diloco_wire": "32"},
-            {"strategy": "diloco", "diloco_wire": "bf16"},
-            {"strategy": "averaging"},
-        )
-    ]
-    wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
-    parted = fields | {"strategy": "fsdp", "lora_r": 0}
-    several.append(about | {"model": wide, "fields": parted})
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    launch += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    hosts = " & ".join(f'"$@" --node-rank={host} benchmarks/speed_one.py trainyard "$about"' for host in (1, 0))
-    shell = f"ip link set lo up; about=$1; shift; {hosts}; code=$?; wait; exit $code"
-    command = [*ALONE, "sh", "-c", shell, "sh", json.dumps(several), *launch]
-    environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    full, half, none, sharded = json.loads(done.stdout.strip().splitlines()[-1])
-    model = load_model(make_spec({"model": str(model_folder)} | fields, "here"), CPU)
-    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    exact = 2 * 4 * adapters / 5  # both hosts' bytes go over the same lo; 2(N-1)/N is 1 for two
-    assert exact <= full["wire_bytes"] <= 1.02 * exact
-    # The adapters are so small here that the few numbers beside them are seen.
-    assert exact / 2 <= half["wire_bytes"] <= 1.1 * exact / 2
-    assert none["wire_bytes"] < 0.01 * exact
-    spec = make_spec({"model": wide} | parted, "here")
-    planned = 2 * wire_bytes(spec, shape_of(spec), Layout((1, 1)), gloo=True)
-    assert sharded["wire_bytes"] == pytest.approx(planned, rel=0.03), "without gloo's own scattering"
+def test_one_rank_of_fsdp(here: Here) -> None:
+    few = {"max_steps": 4, "checkpoint_interval": 2}
+    assert here("ddp", **few) == here("fsdp", strategy="fsdp", **few) == 0, here.err
+    assert here.losses("fsdp") == pytest.approx(here.losses("ddp"), abs=1e-5)
+    assert here.result("fsdp")["eval_loss"] == pytest.approx(here.result("ddp")["eval_loss"], abs=1e-5)
+    half = {"precision": "bf16-mixed", "gradient_checkpointing": True, "lora_r": 0, **few}
+    assert here("ddp16", **half) == here("fsdp16", strategy="fsdp", **half) == 0, here.err
+    # A block's norms are gathered as bfloat16 too, where autocast leaves them as they are.
+    assert here.losses("fsdp16") == pytest.approx(here.losses("ddp16"), rel=1e-3)
+
+
+def test_weights_that_are_kept_in_half_precision_are_trained_as_under_ddp(here: Here, tmp_path: Path) -> None:
+    """FSDP takes them as they lie in the model's files, and makes of its part what ddp makes of all."""
+    half = tmp_path / "half"
+    shutil.copytree(here.model, half)
+    AutoModelForCausalLM.from_pretrained(here.model, dtype=torch.bfloat16).save_pretrained(half)
+    here.model = half
+    spec = make_spec({"model": str(half), "strategy": "fsdp", "seq_length": 64}, "here")
+    assert {p.dtype for p in load_model(spec.model_copy(update={"lora_r": 0}), torch.device("cpu")).parameters()} == {
+        torch.bfloat16
+    }
+    few = {"max_steps": 4, "checkpoint_interval": 2}
+    for name, fields in {"lora": {}, "full": {"lora_r": 0}, "mixed": {"precision": "bf16-mixed"}}.items():
+        for strategy in ("ddp", "fsdp"):
+            assert here(f"{name}-{strategy}", strategy=strategy, **few, **fields) == 0, here.err
+        assert here.losses(f"{name}-fsdp") == pytest.approx(here.losses(f"{name}-ddp"), rel=1e-3)
+    whole = load_file(here.run_dir("full-fsdp") / "model" / "model.safetensors")
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "parts"])
+def test_fsdp_goes_on_bit_equal(fields: dict[str, Any], here: Here) -> None:
+    fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields
+    assert here("straight", **fields) == here(**fields) == 0, here.err
+    shutil.rmtree(here.run_dir() / "checkpoints" / "step-00000006")
+    (here.run_dir() / "result.json").unlink()
+    assert here(**fields) == 0, here.err
+    assert "resuming from step 3 of 6" in here.out
+    assert here.losses() == here.losses("straight")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"strategy": "fsdp", "precision": "fp16-mixed"}, "precision: fp16-mixed requires strategy ddp, got strategy fsdp"),
+        ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 requires strategy ddp, got strategy deepspeed"),
+        ({"strategy": "fsdp", "torch_compile": True}, "torch_compile: true requires strategy ddp, got strategy fsdp"),
+        ({"strategy": "deepspeed", "deepspeed_offload": "all"}, "deepspeed_offload: all requires deepspeed_stage 3, got 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_said(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_spec(fields, "here")
+    assert said in str(caught.value)
+
+
+# Checkpoints in parts, as find_checkpoint sees them -------------------------------------------------------------------------------
+
+ALL = {name: {"bytes": 1, "sha256": name} for name in ("state.json", "part0", "part1")}
+
+
+def part(rank: int) -> HostCheckpoint:
+    """Return what the host of `rank`, one of two, keeps."""
+    here = {name: about for name, about in ALL.items() if name in ("state.json", f"part{rank}")}
+    return HostCheckpoint(here, {name: about for name, about in ALL.items() if name not in here}, (rank,))
+
+
+def test_parts_are_one_checkpoint() -> None:
+    assert part(0).digest == part(1).digest == HostCheckpoint(ALL, {}, ()).digest
+    assert _owners([part(0), part(1)]) == {"state.json": 0, "part0": 0, "part1": 1}
+    assert _owners([None, part(0), None]) == {"state.json": 1, "part0": 1, "part1": None}, "a part is lost"
+
+
+@pytest.mark.parametrize(
+    ("holders", "in_place"),
+    [
+        ([part(0), part(1)], True),
+        ([part(1), part(0)], False),
+        ([part(0), part(1), None], False),
+        ([part(0), part(1), part(1)], False),
+        ([HostCheckpoint(ALL, {}, ())] * 3, True),
+        ([HostCheckpoint(ALL, {}, (0, 1)), None], False),
+    ],
+)
+def test_who_has_to_be_given_something(holders: list[HostCheckpoint | None], in_place: bool) -> None:
+    assert _in_place(holders) == in_place

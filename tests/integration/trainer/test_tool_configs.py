@@ -14,7 +14,7 @@ import pytest
 from trainer_runs import TOP
 
 from trainer.__main__ import main
-from trainer.tool_configs import layer_class
+from trainer.planner.model_shape import layer_class
 
 
 def config(capsys: Any, kind: str, *flags: str) -> str:
@@ -109,7 +109,7 @@ def test_slurm_takes_it(capsys: Any, tmp_path: Path) -> None:
 
 def test_what_config_refuses(capsys: Any) -> None:
     assert main(["config", "horovod"]) == 2
-    assert "config: got horovod, takes one of deepspeed, fsdp, accelerate, slurm" in capsys.readouterr().err
+    assert "config: expected one of deepspeed, fsdp, accelerate, slurm, got horovod" in capsys.readouterr().err
     assert main(["config", "deepspeed", "--hosts=3", "--total-batch-size=16"]) == 2
     assert "are not a multiple of batch_size 4 x 3 processes" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ import pytest
 from trainer_runs import Cluster, Here, lines, losses, records, until, write_jsonl
 
 from trainer.checkpoint import complete_checkpoints
-from trainer.config.run_spec import read_spec
+from trainer.config import read_spec
 from trainer.data.encode import load_corpus, split
 from trainer.data.order import Order, held_out
 from trainer.files import sha256_file

@@ -36,21 +36,21 @@ def test_no_other_division_is_ready_sooner(rows: int, costs: list[float]) -> Non
 def test_half_the_speed_half_the_rows() -> None:
     balance = Balance(2)
     assert balance.shares(24) == [12, 12]
-    balance.learn([1.0, 2.0], [12, 12])
+    balance.update([1.0, 2.0], [12, 12])
     assert balance.shares(24) == [16, 8]
     # The counts changed, the cost of a row did not.
-    balance.learn([16 / 12, 16 / 12], [16, 8])
+    balance.update([16 / 12, 16 / 12], [16, 8])
     assert balance.shares(24) == [16, 8]
 
 
 def test_noise_changes_nothing_and_a_machine_that_slows_down_does() -> None:
     balance = Balance(2)
     for seconds in ([1.0, 1.0], [1.03, 0.98], [0.97, 1.02]):
-        balance.learn(seconds, [8, 8])
+        balance.update(seconds, [8, 8])
         assert balance.shares(16) == [8, 8]
     counts = balance.shares(16)
     for _ in range(12):
-        balance.learn([counts[0] / 8, counts[1] / 4], counts)
+        balance.update([counts[0] / 8, counts[1] / 4], counts)
         counts = balance.shares(16)
     assert counts in ([11, 5], [10, 6])
 

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config.run_spec import (
-    ALSO,
+from trainer.config import (
+    ALIASES,
     FIELDS,
-    LATER,
+    MUTABLE,
     PRESETS,
     RunSpec,
     changed_fields,
+    expects,
     make_spec,
     parse_flags,
     read_spec,
     read_yaml,
     suggest,
     table,
-    takes,
 )
 from trainer.errors import UserError
 
@@ -109,17 +109,17 @@ def bad_values() -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "value"), bad_values())
 def test_a_bad_value_names_the_field_and_what_it_takes(name: str, value: Any) -> None:
-    assert refusal({name: value}) == f"run spec: {name}: got {value!r}, takes {takes(name)} (the flags)"
+    assert refusal({name: value}) == f"run spec: {name}: expected {expects(name)}, got {value!r} (the flags)"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("seq_length", 7, "a whole number of tokens >= 8 and <= 1048576"),
+        ("seq_length", 7, "an integer of tokens >= 8 and <= 1048576"),
         ("eval_split", 0.6, "a number >= 0 and <= 0.5"),
         ("lora_dropout", 1, "a number >= 0 and < 1"),
         ("lr", 0, "a number > 0"),
-        ("seed", 2**32, "a whole number >= 0 and < 4294967296"),
+        ("seed", 2**32, "an integer >= 0 and < 4294967296"),
         ("precision", "bf16", "one of 32-true, bf16-mixed, fp16-mixed"),
         ("packing", "maybe", "true or false"),
         ("run", "../evil", "letters, digits, '.', '_' and '-', at most 64"),
@@ -127,16 +127,16 @@ def test_a_bad_value_names_the_field_and_what_it_takes(name: str, value: Any) ->
         ("run", "x" * 65, "letters, digits, '.', '_' and '-', at most 64"),
         ("loggers", "tensorboard,mlflow", "one or more of tensorboard, wandb, none"),
         ("lora_targets", "", "a list such as all-linear"),
-        ("batch_size", "4.5", "a whole number of rows >= 1 and <= 65536"),
+        ("batch_size", "4.5", "an integer of rows >= 1 and <= 65536"),
     ],
 )
 def test_what_a_field_takes_in_words(name: str, value: Any, words: str) -> None:
-    assert refusal({name: value}) == f"run spec: {name}: got {value!r}, takes {words} (the flags)"
+    assert refusal({name: value}) == f"run spec: {name}: expected {words}, got {value!r} (the flags)"
 
 
 def test_several_bad_values_are_told_at_once() -> None:
     text = refusal({"lr": "x", "epochs": 0})
-    assert "lr: got 'x'" in text and "epochs: got 0" in text
+    assert "lr: expected a number > 0, got 'x'" in text and "epochs: expected" in text and ", got 0" in text
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_several_bad_values_are_told_at_once() -> None:
         ("max-steps", "max_steps"),
         ("lora_rank", "lora_r"),
     ]
-    + [(other, name) for other, name in ALSO.items()],
+    + [(other, name) for other, name in ALIASES.items()],
 )
 def test_an_unknown_name_offers_the_nearest(name: str, near: str) -> None:
     assert refusal({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
@@ -160,7 +160,7 @@ def test_an_unknown_name_near_nothing_offers_nothing() -> None:
 
 
 def test_no_other_name_is_a_field_or_means_two() -> None:
-    others = [other for name in FIELDS for other in (FIELDS[name].json_schema_extra or {})["also"]]  # type: ignore[index,call-overload]
+    others = [other for name in FIELDS for other in (FIELDS[name].json_schema_extra or {})["aliases"]]  # type: ignore[index,call-overload]
     assert not set(others) & set(FIELDS)
     assert len(others) == len(set(others))
 
@@ -169,8 +169,8 @@ def test_no_other_name_is_a_field_or_means_two() -> None:
     ("values", "why"),
     [
         ({"gradient_accumulation": 3, "batch_size": 4, "total_batch_size": 16}, "3 x batch_size 4 = 12 rows, but"),
-        ({"loggers": "none,wandb"}, "'none' goes with no other"),
-        ({"backend": "unsloth", "lora_r": 0}, "take backend=peft"),
+        ({"loggers": "none,wandb"}, "'none' excludes other loggers"),
+        ({"backend": "unsloth", "lora_r": 0}, "set backend=peft"),
     ],
 )
 def test_fields_that_disagree(values: dict[str, Any], why: str) -> None:
@@ -199,13 +199,13 @@ def test_names_and_digests() -> None:
     for name, text, _ in field_words():
         same = make_spec({name: text}, "").digest() == spec.digest()
         alone = get_origin(FIELDS[name].annotation) is Literal and len(get_args(FIELDS[name].annotation)) == 1
-        assert alone or same == (name in LATER), name
+        assert alone or same == (name in MUTABLE), name
 
 
 def test_what_a_resumed_run_may_change() -> None:
     spec = make_spec({}, "")
     assert changed_fields(spec, spec) == []
-    later = {name: text for name, text, _ in field_words() if name in LATER}
+    later = {name: text for name, text, _ in field_words() if name in MUTABLE}
     assert changed_fields(spec, make_spec(later, "")) == []
     assert changed_fields(spec, make_spec({"lr": 0.5, "seed": 3}, "")) == [
         "lr: was 0.003, now 0.5",
@@ -220,16 +220,16 @@ def test_what_a_resumed_run_may_change() -> None:
         (b"a: 1\n\tb: 2\n", ":2: not YAML"),
         (b"a: \x01\n", "not YAML"),
         (b"run: 2024-99-99\n", "not YAML: month must be in 1..12"),
-        (b"a: " + b"[" * 5000, "not YAML: nested too deep"),
+        (b"a: " + b"[" * 5000, "not YAML: nested too deeply"),
         (b"? [a]\n: 1\n", ": not YAML"),
         (b"\xff\xfea", "not"),
         (b"lr: \xe9\n", "is not UTF-8 text"),
-        (b"- lr\n", "holds a list, takes names and values"),
-        (b"lr\n", "holds a str, takes names and values"),
+        (b"- lr\n", "expected names and values (model: tiny), got a value of type list"),
+        (b"lr\n", "expected names and values (model: tiny), got a value of type str"),
         (b"lr: !!python/object:os.system x\n", ":1: not YAML"),
         (b"learning_rate: 1\n", "unknown name 'learning_rate' in"),
         (b"1: 1\n", "unknown name '1' in"),
-        (b"lr: yes\n", "lr: got True, takes a number > 0"),
+        (b"lr: yes\n", "lr: expected a number > 0, got True"),
     ],
 )
 def test_a_bad_file_is_named(text: bytes, why: str, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_files(tmp_path: Path) -> None:
     file.write_text("lr: 1e-3\nrun: 7\nlora_targets: [a, b]\nepochs: 2\n")
     spec = read_spec(file, {"epochs": "3"}, "-e")
     assert (spec.lr, spec.run, spec.lora_targets, spec.epochs) == (1e-3, "7", ("a", "b"), 3)
-    with pytest.raises(UserError, match=r"epochs: got 'x', takes a whole number >= 1 and <= 100000 \(-e\)"):
+    with pytest.raises(UserError, match=r"epochs: expected an integer >= 1 and <= 100000, got 'x' \(-e\)"):
         read_spec(file, {"epochs": "x"}, "-e")
     with pytest.raises(UserError, match=r"cannot read .*none.yml: No such file"):
         read_spec(tmp_path / "none.yml", {}, "-e")
@@ -274,10 +274,10 @@ def test_flags(argv: list[str], values: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["lr=1"], "stray word 'lr=1'"),
+        (["lr=1"], "unexpected argument 'lr=1'"),
         (["--learning-rate", "1"], "unknown name 'learning_rate' in the flags; did you mean 'lr'?"),
         (["--no-lr"], "unknown name 'no_lr' in the flags"),
-        (["--lr"], "--lr has no value; it takes a number > 0"),
+        (["--lr"], "--lr has no value: expected a number > 0"),
     ],
 )
 def test_bad_flags(argv: list[str], why: str) -> None:
@@ -294,7 +294,7 @@ def test_the_table_has_every_field() -> None:
 def test_importing_the_spec_needs_no_torch() -> None:
     import subprocess
 
-    code = "import sys, trainer.config.run_spec, trainer.data, trainer.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.config, trainer.data, trainer.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
 
 
@@ -303,7 +303,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from(list(FIELDS)) | st.sampled_from(list(ALSO)) | st.text(st.characters()) | st.integers()
+names = st.sampled_from(list(FIELDS)) | st.sampled_from(list(ALIASES)) | st.text(st.characters()) | st.integers()
 
 
 @given(st.dictionaries(names, anything, max_size=5))

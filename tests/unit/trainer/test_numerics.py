@@ -12,7 +12,7 @@ from torch import nn
 from trainer_runs import records
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.data.encode import Corpus, Encoder, encode_all
 from trainer.data.order import micro_batches, share
 from trainer.data.packing import best_fit, collate

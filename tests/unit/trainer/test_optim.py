@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.optim import learning_rate, make_optimizer
 
 

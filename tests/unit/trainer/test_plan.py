@@ -19,15 +19,19 @@ from trainer_runs import TOP, Here, llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.__main__ import main
-from trainer.config.run_spec import RunSpec, make_spec, read_spec
+from trainer.config import RunSpec, make_spec, read_spec
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import TokenLoss, add_lora, lora_config
-from trainer.planner.cost import CHUNK, Layout, Rows, memory, not_hidden, wire_bytes
+from trainer.planner.cost import Layout, Memory, Rows
+from trainer.planner.hosts import BASE, read_hosts
 from trainer.planner.model_shape import Shape, read_shape, shape_of
-from trainer.planner.recommend import BASE, Speed, choose, options, read_hosts, recommend
+from trainer.planner.recommend import Speed, choose, options, recommend
+from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
+from trainer.strategy.deepspeed import engine_config
+from trainer.strategy.diloco import CHUNK
 from trainyard.remote.host_facts import allocator
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -56,8 +60,12 @@ def test_a_shape_is_read_off_the_config_alone(kind: str) -> None:
 
 def test_an_unknown_kind_is_a_plain_word(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(UserError, match=r"model: the plan knows no mamba; it knows gpt2, llama"):
+    with pytest.raises(UserError, match=r"model: the planner does not support mamba: it supports gpt2, llama"):
         shape_of(make_spec({"model": str(tmp_path)}, "here"))
+
+
+def memory_of(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+    return plan_of(spec).memory(spec, shape, layout, rows, cuda=cuda)
 
 
 def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
@@ -115,7 +123,7 @@ def test_memory_is_within_10_percent_of_what_is_measured(fields: dict[str, Any],
     )  # fmt: skip
     spec = make_spec({"model": "x", "seq_length": 128} | fields, "here")
     measured, shape = live_peak(spec, config)
-    planned = memory(spec, shape, Layout((1,)), Rows.full(spec)).total
+    planned = memory_of(spec, shape, Layout((1,)), Rows.full(spec)).total
     assert planned == pytest.approx(measured, rel=0.10)
 
 
@@ -131,7 +139,7 @@ def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     spec = make_spec({"model": about["model"]} | fields, "here")
-    planned = memory(spec, shape_of(spec), Layout((1,)), Rows.full(spec)).total
+    planned = memory_of(spec, shape_of(spec), Layout((1,)), Rows.full(spec)).total
     return round(json.loads(done.stdout.strip().splitlines()[-1])[0]["peak_mib"] * 2**20), planned
 
 
@@ -151,7 +159,7 @@ def test_memory_is_within_10_percent_of_the_process(fields: dict[str, Any], mode
     assert planned == pytest.approx(peak - base, rel=0.10)
 
 
-def plan_of(spec: RunSpec, hosts: int, link: float, part: float = 1.0, room: float | None = None) -> tuple[Any, Any]:
+def advice_for(spec: RunSpec, hosts: int, link: float, part: float = 1.0, room: float | None = None) -> tuple[Any, Any]:
     shape, layout = shape_of(spec), Layout((1,) * hosts)
     found = options(spec, shape, layout, Rows.full(spec), Speed(part, 0.0, True), link, room, True)
     return {option.strategy: option for option in found}, recommend(spec, found, layout, shape, link, True)
@@ -162,22 +170,24 @@ def test_bytes_of_a_step() -> None:
     shape = shape_of(spec)
     for ranks in (2, 3, 8):
         ring = 2 * (ranks - 1) / ranks
-        assert wire_bytes(spec, shape, Layout((1,) * ranks), gloo=True) == ring * 4 * shape.trained(spec)
-        half = spec.model_copy(update={"gradient_wire": "bf16"})
-        assert wire_bytes(half, shape, Layout((ranks,)), gloo=True) == ring * 2 * shape.trained(spec)
-    assert wire_bytes(spec, shape, Layout((1,)), gloo=True) == 0
+        assert plan_of(spec).wire_bytes(spec, shape, Layout((1,) * ranks), gloo=True) == ring * 4 * shape.trained(spec)
+        half = spec.model_copy(update={"gradient_comm_dtype": "bf16"})
+        assert plan_of(half).wire_bytes(half, shape, Layout((ranks,)), gloo=True) == ring * 2 * shape.trained(spec)
+    assert plan_of(spec).wire_bytes(spec, shape, Layout((1,)), gloo=True) == 0
 
 
 def test_what_is_recommended() -> None:
     spec = make_spec({"model": "tiny"}, "here")
-    found, advice = plan_of(spec, 2, 1000)
+    found, advice = advice_for(spec, 2, 1000)
     assert advice.strategy == "ddp" and "it fits" in advice.why and "alone" not in advice.why
     assert found["ddp"].tokens_per_second > 1.9 * found["alone"].tokens_per_second
     full = make_spec({"model": "tiny", "lora_r": 0}, "here")
-    _, slow = plan_of(full, 2, 10, part=0.01)
+    _, slow = advice_for(full, 2, 10, part=0.01)
     assert "one process alone is faster" in slow.why or slow.strategy == "diloco"
-    with pytest.raises(UserError, match=r"plan: .* GiB a process do not fit: try gradient_checkpointing=true or "):
-        plan_of(spec, 1, 1000, room=10e6)
+    with pytest.raises(
+        UserError, match=r"plan: .* GiB per process do not fit, .*: try gradient_checkpointing=true or "
+    ):
+        advice_for(spec, 1, 1000, room=10e6)
 
 
 @pytest.mark.parametrize(
@@ -198,23 +208,22 @@ def test_what_is_held_apart_from_steps(fields: dict[str, Any], bytes_a_weight: f
         BIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
     )
     spec = make_spec({"model": "x", "lora_r": 0, "seq_length": 8, "batch_size": 1} | fields, "here")
-    need = memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+    need = memory_of(spec, shape, Layout((1, 1)), Rows.full(spec))
     # The embedding, the head, three layers.
     gathered = need.weights - shape.parameters * 2 if spec.strategy == "fsdp" else 0
-    assert need.between == pytest.approx(shape.parameters * bytes_a_weight + fixed + gathered, rel=0.05)
-    assert need.total == max(need.between, sum(need.step.values()))
+    assert need.outside_step == pytest.approx(shape.parameters * bytes_a_weight + fixed + gathered, rel=0.05)
+    assert need.total == max(need.outside_step, sum(need.step.values()))
 
 
 @pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"deepspeed_stage": 1}], ids=str)
 def test_what_deepspeed_itself_takes_is_counted(fields: dict[str, Any]) -> None:
-    zero = pytest.importorskip("trainer.strategy.deepspeed")
     spec = make_spec({"model": "x", "strategy": "deepspeed"} | fields, "here")
     shape = read_shape(BIG)
-    about = zero.configuration(spec, shape.trained(spec), shape.parameters)["zero_optimization"]
-    need, on_gpu = (memory(spec, shape, Layout((1, 1)), Rows.full(spec), cuda=cuda) for cuda in (False, True))
-    assert need.wire == on_gpu.wire == 4 * about["reduce_bucket_size"] > 0
+    about = engine_config(spec, shape.trained(spec), shape.parameters)["zero_optimization"]
+    need, on_gpu = (memory_of(spec, shape, Layout((1, 1)), Rows.full(spec), cuda=cuda) for cuda in (False, True))
+    assert need.buffers == on_gpu.buffers == 4 * about["reduce_bucket_size"] > 0
     assert need.library == 20 * 2**20 and not on_gpu.library, "a GPU's memory holds no code of it"
-    assert not memory(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
+    assert not memory_of(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
 
 
 @pytest.mark.parametrize(
@@ -224,7 +233,7 @@ def test_what_deepspeed_lays_out_is_counted_where_activations_leave_no_room(stag
     shape = read_shape(BIG)
     said = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
     short, long = (
-        memory(make_spec(said | {"seq_length": length}, "here"), shape, Layout((1, 1)), Rows(length, length, 1.0))
+        memory_of(make_spec(said | {"seq_length": length}, "here"), shape, Layout((1, 1)), Rows(length, length, 1.0))
         for length in (8, 65536)
     )
     assert short.gradients == pytest.approx(6 * shape.parameters, rel=0.01)
@@ -235,13 +244,13 @@ def test_what_deepspeed_lays_out_is_counted_where_activations_leave_no_room(stag
 def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
     spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)
     backward = part * (1 / 2 if rank else 2 / 3)
-    left = not_hidden(spec, shape, wire, part)
+    left = plan_of(spec).exposed_seconds(spec, shape, wire, part)
     assert left >= 0 and wire - backward - 1e-9 <= left <= wire + 1e-9
     if shape.trained(spec) * 4 > 2**30:  # many buckets: all but the last is hidden, as far as the pass is long
         assert left <= max(wire - backward, 0.0) + 0.03 * (wire + backward)
     if shape.trained(spec) * 4 <= 2**20:
         assert left == pytest.approx(wire)
-    assert not_hidden(spec.model_copy(update={"strategy": "fsdp"}), shape, wire, part) == wire
+    assert plan_named("fsdp").exposed_seconds(spec, shape, wire, part) == wire
 
 
 def test_auto_is_the_same_every_time_and_says_why() -> None:
@@ -250,7 +259,7 @@ def test_auto_is_the_same_every_time_and_says_why() -> None:
     answers = {choose(spec, [host] * 3) for _ in range(3)}
     assert len(answers) == 1
     strategy, why = answers.pop()
-    assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
+    assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
     big = make_spec({"model": "x", "strategy": "auto"}, "here")
     with pytest.raises(UserError, match="do not fit"):
         choose(big, [host], read_shape(BIG))
@@ -259,18 +268,18 @@ def test_auto_is_the_same_every_time_and_says_why() -> None:
 def test_a_link_that_nobody_measured_is_said_to_be_assumed() -> None:
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 0}
-    assert choose(spec, [host] * 2)[1].endswith("at 1000 Mbit/s (link assumed, nobody measured it)")
+    assert choose(spec, [host] * 2)[1].endswith("at 1000 Mbit/s (link assumed, not measured)")
     assert "assumed" not in choose(spec, [host])[1]
 
 
 def test_auto_without_a_controller(here: Here) -> None:
     few = {"strategy": "auto", "max_steps": 4, "checkpoint_interval": 2}
     assert here(**few) == 0, here.err
-    assert "auto took ddp: one process: nothing to share" in here.out
+    assert "auto selected ddp: one process, so there is nothing to distribute" in here.out
     assert read_spec(here.run_dir() / "spec.yml", {}, "kept").strategy == "ddp"
     (here.run_dir() / "result.json").unlink()
     assert here(**few) == 0, here.err
-    assert "auto: this run began with ddp" in here.out
+    assert "auto: this run started with ddp" in here.out
 
 
 def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_path: Path, capsys: Any) -> None:
@@ -286,7 +295,7 @@ def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_
     assert made["recommended"]["strategy"] in by
     assert main(["plan", "--no-measure", "--hosts", "3"]) == 0
     table = capsys.readouterr().out
-    assert "take strategy=" in table and "nominal speed" in table
+    assert "recommended: strategy=" in table and "nominal speed" in table
 
 
 def test_a_measurement_beside_other_work_says_so(
@@ -304,19 +313,19 @@ def test_a_measurement_beside_other_work_says_so(
             other.kill()
             other.wait()
     said = capsys.readouterr().out
-    assert f" of {os.cpu_count()} cores: it is faster on a quiet machine" in said
-    monkeypatch.setattr("trainer.planner.recommend._others", lambda: 5.0)
+    assert f" of {os.cpu_count()} cores: it is faster on an idle machine" in said
+    monkeypatch.setattr("trainer.planner.report._other_cpu_seconds", lambda: 5.0)
     assert main(flags) == 0
-    assert "quiet machine" not in capsys.readouterr().out
+    assert "idle machine" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (["--hosts", "none.json"], "--hosts: none.json is neither a number of hosts nor a file here"),
-        (["--hosts"], "--hosts: got nothing, takes a value"),
-        (["--link-mbit", "fast"], "--link-mbit: got 'fast', takes a number of Mbit/s > 0"),
-        (["--model", "./none"], "model: no config.json of ./none here"),
+        (["--hosts", "none.json"], "--hosts: expected a number of hosts or a file, got none.json"),
+        (["--hosts"], "--hosts: expected a value"),
+        (["--link-mbit", "fast"], "--link-mbit: got 'fast', expected a number of Mbit/s > 0"),
+        (["--model", "./none"], "model: no config.json of ./none found locally or in the hub cache"),
     ],
 )
 def test_what_the_plan_refuses(said: list[str], why: str, capsys: Any) -> None:
@@ -327,7 +336,7 @@ def test_what_the_plan_refuses(said: list[str], why: str, capsys: Any) -> None:
 def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
     assert [host["host"] for host in read_hosts("2")] == ["host1", "host2"]
     (tmp_path / "x.json").write_text('{"a": 1}')
-    with pytest.raises(UserError, match="takes a JSON list"):
+    with pytest.raises(UserError, match="expected a JSON list"):
         read_hosts(str(tmp_path / "x.json"))
 
 
@@ -341,7 +350,7 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
     strategy, why = choose_strategy(hosts, said, [])
-    assert strategy == "ddp" and why.startswith("auto took ddp: it fits, and ")
+    assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
     hosts[2].mesh = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
     strategy, why = choose_strategy(hosts, said, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
@@ -356,9 +365,9 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
 
 def test_auto_takes_nothing_that_the_spec_forbids() -> None:
     said = {"model": "tiny", "strategy": "auto", "replica_strategy": "fsdp", "quantize": "nf4"}
-    found, _ = plan_of(make_spec(said, "here"), 2, 0.1)
+    found, _ = advice_for(make_spec(said, "here"), 2, 0.1)
     assert set(found) == {"alone", "ddp", "averaging"}
-    found, _ = plan_of(make_spec(said | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
+    found, _ = advice_for(make_spec(said | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
     assert set(found) == {"alone", "ddp", "fsdp", "diloco", "averaging"}
 
 

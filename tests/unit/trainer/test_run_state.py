@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.run_spec import make_spec
+from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.run_state import RunHistory, RunState
 from trainer.step_metrics import StepMetrics

@@ -1,0 +1,92 @@
+"""Declare the fields of a settings schema, and read their metadata back. Shared by `RunSpec` and the controller's options."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BeforeValidator, Field
+from pydantic.fields import FieldInfo
+
+_BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+
+
+def declare(
+    default: Any,
+    description: str,
+    *,
+    aliases: Sequence[str] = (),
+    deprecated_names: Sequence[str] = (),
+    mutable: bool = False,
+    unit: str = "",
+    **constraints: Any,
+) -> Any:
+    """Declare one field of a schema.
+
+    Args:
+        default: the default value.
+        description: one line for `--help` and the documentation.
+        aliases: names that other tools use. They are not accepted: an error message suggests the field instead.
+        deprecated_names: former names of the field. They are accepted with a note.
+        mutable: whether a resumed run may change the value.
+        unit: unit of a number, for example ``steps``.
+        constraints: passed on to pydantic (``ge=1``, ``pattern=...``).
+    """
+    extra: dict[str, Any] = {
+        "aliases": list(aliases),
+        "deprecated_names": list(deprecated_names),
+        "mutable": mutable,
+        "unit": unit,
+    }
+    if isinstance(default, float):
+        constraints["allow_inf_nan"] = False
+    if isinstance(default, str):
+        constraints["coerce_numbers_to_str"] = True  # `run: 7` in YAML is a name
+    return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+def metadata(field: FieldInfo) -> dict[str, Any]:
+    """Return what `declare` recorded: aliases, deprecated_names, mutable, unit."""
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+def names_in(fields: Mapping[str, FieldInfo], kind: str) -> dict[str, str]:
+    """Return {other name: field name} for the ``aliases`` or the ``deprecated_names`` of all `fields`."""
+    return {other: name for name, field in fields.items() for other in metadata(field)[kind]}
+
+
+def split_words(value: Any) -> Any:
+    """Turn ``a,b`` into a tuple of words, because flags and ``-e`` carry only strings; return other values unchanged."""
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(",") if word.strip())
+    return value
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
+
+
+def expected_value(field: FieldInfo) -> str:
+    """Describe the values that a field accepts, derived from its type and constraints."""
+    kind = field.annotation
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, options))
+    if get_origin(kind) is tuple:
+        if get_origin(options[0]) is Literal:
+            return "one or more of " + ", ".join(map(str, get_args(options[0])))
+        return f"a list such as {','.join(map(str, field.default))}" if field.default else "a list such as a,b"
+    if get_origin(kind) is dict:
+        return "names and values"
+    if kind is bool:
+        return "true or false"
+    if kind is str or str in options:
+        pattern = any(getattr(limit, "pattern", None) for limit in field.metadata)
+        return "letters, digits, '.', '_' and '-', at most 64" if pattern else "text"
+    number = "an integer" if kind is int or int in options else "a number"
+    unit = f" of {metadata(field)['unit']}" if metadata(field)["unit"] else ""
+    bounds = [
+        f"{sign} {getattr(limit, word)}"
+        for limit in field.metadata
+        for word, sign in _BOUNDS
+        if getattr(limit, word, None) is not None
+    ]
+    return number + unit + (" " + " and ".join(bounds) if bounds else "")

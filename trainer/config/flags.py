@@ -1,0 +1,70 @@
+"""Command-line flags of the run spec, and the table of its fields."""
+
+from collections.abc import Sequence
+
+from trainer.config.aliases import MUTABLE, field_of, is_known, suggest
+from trainer.config.fields import expected_value
+from trainer.config.run_spec import FIELDS
+from trainer.errors import UserError
+from trainer.strategy import summaries
+
+
+def expects(name: str) -> str:
+    """Describe the values that the field `name` accepts."""
+    return expected_value(FIELDS[name])
+
+
+def parse_flags(argv: Sequence[str]) -> dict[str, str]:
+    """Parse ``--lr 1e-3 --packing --no-packing --loggers=none`` into names and texts. `make_spec` validates the values.
+
+    Raises:
+        UserError: an unknown flag, a positional argument, or a flag without a value.
+    """
+    values: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise UserError(f"trainer: unexpected argument {flag!r}: a flag looks like --lr 1e-3")
+        name, has_value, value = flag[2:].partition("=")
+        name = name.replace("-", "_")
+        negated = name.removeprefix("no_")
+        if name not in FIELDS and name.startswith("no_") and _is_switch(negated):
+            values[negated] = "false"
+            continue
+        if not is_known(name):
+            raise UserError(f"run spec: unknown name {name!r} in the flags{suggest(name)}")
+        if not has_value:
+            if _is_switch(name) and (not rest or rest[0].startswith("--")):
+                value = "true"
+            elif rest:
+                value = rest.pop(0)
+            else:
+                field = field_of(name)
+                raise UserError(
+                    f"run spec: --{name} has no value: expected {expects(field) if field in FIELDS else 'text'}"
+                )
+        values[name] = value
+    return values
+
+
+def _is_switch(name: str) -> bool:
+    return name in FIELDS and FIELDS[name].annotation is bool
+
+
+def describe(name: str) -> str:
+    """Return the description of a field. That of `strategy` lists the registered strategies."""
+    listed = "; ".join(f"{each}: {summary}" for each, summary in summaries().items()) if name == "strategy" else ""
+    return f"{FIELDS[name].description}{'; ' if listed else ''}{listed}"
+
+
+def table() -> str:
+    """Return the run spec as a Markdown table, as in docs/run-spec.md."""
+    lines = ["| name | value | default | description |", "| --- | --- | --- | --- |"]
+    for name, field in FIELDS.items():
+        default = field.default
+        shown = ",".join(default) if isinstance(default, tuple) else "" if default in (None, "") else str(default)
+        shown = shown.lower() if isinstance(default, bool) else shown
+        mark = " *" if name in MUTABLE else ""
+        lines.append(f"| `{name}`{mark} | {expects(name)} | {f'`{shown}`' if shown else ''} | {describe(name)} |")
+    return "\n".join(lines)

@@ -1,0 +1,63 @@
+"""The hosts that a plan is for, and the memory that their processes have. No torch at import."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+
+BASE = 475  # MiB of host memory per process for Python and its libraries
+_USABLE = 0.92  # fraction of memory that processes can use
+
+
+def read_hosts(source: str) -> list[dict[str, Any]]:
+    """Read the value of --hosts: a number of hosts, or a JSON file.
+
+    Returns:
+        For each host its name (`host`), `processes`, and `memory_mib` if a file names it (0: unknown).
+
+    Raises:
+        UserError: no such file, or one without a list of hosts.
+    """
+    if source.isdigit() and 1 <= int(source) <= 10_000:
+        return [{"host": f"host{place + 1}", "processes": 1} for place in range(int(source))]
+    try:
+        hosts = json.loads(Path(source).read_text())
+        return [
+            {
+                "host": str(host.get("host", f"host{place + 1}")),
+                "processes": int(host.get("processes") or len(host.get("ranks", [0]))),
+                "memory_mib": float(host.get("memory_mib") or 0),
+            }
+            for place, host in enumerate(hosts)
+        ]
+    except OSError as error:
+        raise UserError(f"--hosts: expected a number of hosts or a file, got {source}: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(
+            f"--hosts: {source}: expected a JSON list with one object per host (host, processes, memory_mib)"
+        ) from None
+
+
+def usable_bytes(device: str, memory: Sequence[tuple[float, int]]) -> float | None:
+    """Return the bytes that a process has for tensors on the smallest host, or None if `memory` is empty.
+
+    `memory`: for each host the MiB of one GPU or of the host, and the number of its processes.
+    """
+    if not memory:
+        return None
+    if device == "cpu":
+        return min(size * _USABLE / processes - BASE for size, processes in memory) * 2**20
+    return min(size for size, _ in memory) * _USABLE * 2**20
+
+
+def own_memory_mib(device: str) -> float:
+    """Return the memory of this machine in MiB: of its smallest GPU, or of the host."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(place).total_memory for place in range(torch.cuda.device_count())]
+    return min(sizes) / 2**20

@@ -1,0 +1,193 @@
+"""The plan of a run as a table and as JSON: memory, communication and speed of every strategy, and which one to use.
+
+    python -m trainer plan SPEC.yml [--hosts 2 | --hosts hosts.json] [--link-mbit 1000] [--json] [--no-measure]
+
+hosts.json is a list with one object per host: `host` (a name), `processes` (1), `memory_mib` (of one GPU, or of a host without
+a GPU). The plan.json of a run folder has this form too.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.config import RunSpec
+from trainer.planner.cost import Layout, Rows
+from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
+from trainer.planner.model_shape import Shape, shape_of
+from trainer.planner.recommend import ALONE, LINK, NOMINAL, Advice, Option, Speed, options, recommend
+from trainer.strategy import possible_plans
+
+_BUSY = 0.1  # fraction of this machine's cores in use by other processes from which a measurement mentions it
+_FULL_ROWS = "full rows, every token with loss"
+_HEAD = ["strategy", "processes", "memory MiB", "wire MB/step", "s/step", "tokens/s", "communication", "fits"]
+
+
+def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
+    """Return the properties of the rows of the spec's dataset, and a description.
+
+    Without a local file of the dataset, or with `fake_data`, every row counts as full.
+    """
+    if spec.fake_data or not Path(spec.dataset).expanduser().is_file():
+        return Rows.full(spec), _FULL_ROWS
+    import tempfile
+
+    from trainer.data.encode import encoded_dataset
+    from trainer.data.order import Order
+    from trainer.data.tiny import with_tiny_model
+    from trainer.model import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as work:
+        local = with_tiny_model(spec, Path(work))
+        store = (data_dir if data_dir.is_dir() else Path(work)) / "store"
+        corpus = encoded_dataset(local, load_tokenizer(local.model), store)
+    order = Order(
+        corpus.lengths,
+        seed=spec.seed,
+        capacity=spec.seq_length,
+        packing=spec.packing,
+        epochs=1,
+        rows=spec.rows_per_step,
+    )
+    epoch, lengths = order.epoch(0), corpus.lengths
+    filled = [int(sum(lengths[sample] for sample in row)) for row in epoch]
+    # A micro-batch is padded to its longest row.
+    padded = [max(filled[first : first + spec.batch_size]) for first in range(0, len(filled), spec.batch_size)]
+    places = sum(padded) / len(padded)
+    return (
+        Rows(places, sum(filled) / len(filled), float(corpus.trained.sum()) / (places * len(epoch))),
+        f"{spec.dataset}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
+    )
+
+
+def _other_cpu_seconds() -> float:
+    """Return the CPU seconds of all other processes of this machine since it started.
+
+    https://man7.org/linux/man-pages/man5/proc_stat.5.html
+    """
+    columns = Path("/proc/stat").read_text().splitlines()[0].split()
+    user, nice, system, steal = (int(columns[place]) for place in (1, 2, 3, 8))
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def _measured(spec: RunSpec, rows: Rows) -> tuple[Speed, str, list[str], str]:
+    """Measure the speed of this device. Returns speed, device type, fast kernels in use, and a description."""
+    import torch
+
+    from trainer import model
+    from trainer.planner.measure import measure
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    others, began = _other_cpu_seconds(), time.monotonic()
+    speed = Speed(*measure(spec, rows, device), True)
+    busy = (_other_cpu_seconds() - others) / (time.monotonic() - began)
+    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(0)
+    about = f"measured here ({where}): {speed.part:.3g} s per micro-batch, {speed.step:.2g} s per optimizer step"
+    if device.type == "cpu" and busy > _BUSY * (os.cpu_count() or 1):
+        about += f", while other processes used {busy:.1f} of {os.cpu_count()} cores: it is faster on an idle machine"
+    return speed, device.type, model.fast_kernels(spec, device), about
+
+
+def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) -> list[str]:
+    """Return the settings that affect speed or memory, as ``name=value`` or a name."""
+    found = [*kernels, *(["packing"] if spec.packing else []), *(["gradient bucket views"] if layout.world > 1 else [])]
+    names = ("gradient_comm_dtype", "optimizer", "quantize", "precision")
+    found += [f"{name}={getattr(spec, name)}" for name in names]
+    found += [name for name in ("gradient_checkpointing", "torch_compile") if getattr(spec, name)]
+    if device == "cpu":
+        loaded = "tcmalloc" in os.environ.get("LD_PRELOAD", "")
+        found.append("tcmalloc" if loaded else "tcmalloc (if installed by site.yml; not loaded here)")
+    return found
+
+
+def plan(
+    spec: RunSpec, hosts: Sequence[dict[str, Any]], link: float | None, *, fast: bool, data_dir: Path
+) -> dict[str, Any]:
+    """Return the plan for JSON; `lines` in it are the plan as text.
+
+    Args:
+        hosts: as `trainer.planner.hosts.read_hosts` returns them.
+        link: Mbit/s between hosts, or None if unknown.
+        fast: use nominal speed instead of a measurement.
+        data_dir: where encoded datasets are cached.
+
+    Raises:
+        UserError: the model is unknown, or no strategy fits in memory.
+    """
+    shape = shape_of(spec)
+    layout = Layout(tuple(host["processes"] for host in hosts))
+    kernels: list[str] = []
+    if fast:
+        rows, data, device = Rows.full(spec), _FULL_ROWS, "cpu"
+        speed = Speed.nominal(spec, shape, rows, device)
+        about_speed = f"nominal speed: {NOMINAL['cpu'] / 1e9:.0f} GFLOP/s per process"
+    else:
+        rows, data = rows_of(spec, data_dir)
+        speed, device, kernels, about_speed = _measured(spec, rows)
+    memory = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
+    if not memory and not fast:  # like its speed, the memory of this machine stands for that of all hosts
+        memory = [(own_memory_mib(device), max(layout.processes))]
+    gloo = device == "cpu"
+    found = options(spec, shape, layout, rows, speed, link or LINK, usable_bytes(device, memory), gloo)
+    advice = recommend(spec, found, layout, shape, link or LINK, gloo)
+    settings = _settings(spec, layout, kernels, device)
+    about = [
+        f"{len(hosts)} hosts, {layout.world} processes, link {round(link or LINK, 1):g} Mbit/s"
+        f"{'' if link else ' (assumed)'}; {about_speed}",
+        f"data: {data}; settings: {', '.join(settings)}",
+    ]
+    return {
+        "model": spec.model,
+        "parameters": shape.parameters,
+        "trained_parameters": shape.trained(spec),
+        "hosts": list(hosts),
+        "link_mbit": link or LINK,
+        "rows": asdict(rows),
+        "speed": asdict(speed),
+        "settings": settings,
+        "options": [
+            asdict(option) | {"memory_bytes": option.memory.total, "communication_share": option.share}
+            for option in found
+        ],
+        "recommended": asdict(advice),
+        "lines": lines(spec, shape, found, advice, about),
+    }
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, about: Sequence[str]) -> list[str]:
+    """Return the plan as text: the run, `about` hosts and data, a table of strategies, and the recommendation."""
+    table = [_HEAD] + [
+        [
+            option.strategy,
+            str(option.processes),
+            _mib(option.memory.total),
+            f"{option.wire_bytes / 1e6:.2f}",
+            f"{option.compute_seconds + option.wire_seconds:.3g}",
+            f"{option.tokens_per_second:,.0f}",
+            f"{option.share:.1%}",
+            {True: "yes", False: "no", None: "?"}[option.fits],
+        ]
+        for option in found
+    ]
+    widths = [max(len(row[place]) for row in table) for place in range(len(_HEAD))]
+    chosen = next(option for option in found if option.strategy == (ALONE if len(found) == 1 else advice.strategy))
+    parts = ", ".join(f"{name} {_mib(size)}" for name, size in chosen.memory.step.items() if size)
+    if chosen.memory.total > sum(chosen.memory.step.values()):
+        parts += f"; {_mib(chosen.memory.outside_step)} while the model is loaded, a checkpoint is written, or replicas synchronize"
+    return [
+        f"{spec.model}: {shape.parameters / 1e6:.1f} M parameters, {shape.trained(spec) / 1e6:.2f} M of them trained; "
+        f"{spec.rows_per_step} rows of {spec.seq_length} per step in micro-batches of {spec.batch_size}",
+        *about,
+        "",
+        *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table),
+        "",
+        f"memory of {chosen.strategy} in MiB, besides Python and its libraries (about {BASE} on a CPU): {parts}",
+        f"recommended: strategy={advice.strategy}: {advice.why}",
+        *dict.fromkeys(note for each in possible_plans(spec) for note in each.notes(spec, shape)),
+    ]

@@ -1,0 +1,16 @@
+"""Modules that are imported at their first use, so that a strategy's plan loads without torch."""
+
+import importlib
+from typing import Any
+
+
+class LazyModule:
+    """Stands for a module and imports it when one of its attributes is read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value

@@ -1,0 +1,165 @@
+"""What is known of a strategy before a run starts: validation, requirements and costs. Importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from trainer.errors import UserError
+from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
+
+if TYPE_CHECKING:
+    from trainer.config import RunSpec
+    from trainer.planner.cost import Layout, Rows
+    from trainer.planner.model_shape import Shape
+    from trainer.strategy.base import Strategy
+
+# Values that need the full model on every rank.
+UNSHARDABLE: dict[str, Any] = {
+    "backend": "unsloth",
+    "quantize": "nf4",
+    "optimizer": "adamw8bit",
+    "precision": "fp16-mixed",
+    "torch_compile": True,
+}
+
+
+class StrategyPlan:
+    """The properties and the cost model of one strategy.
+
+    A new strategy is one file with a subclass of this class and a subclass of `Strategy`, and one line in
+    `trainer.strategy.STRATEGIES`. The defaults describe a strategy that holds the full model on every rank and
+    communicates nothing.
+    """
+
+    summary: ClassVar[str] = ""  # a few words for help texts and documentation
+    # Whether `strategy=auto` may choose it: as a strategy with the result of a single process ("exact"), or as the one for
+    # slow links, with a different result ("low_communication"). None: the planner lists it without recommending it.
+    auto: ClassVar[Literal["exact", "low_communication"] | None] = None
+    has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
+    shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
+    uniform_dtype: ClassVar[bool] = False  # all weights must have the same data type
+    library_bytes: ClassVar[int] = 0  # libraries that only this strategy loads
+
+    def strategy_class(self, spec: RunSpec) -> type[Strategy]:
+        """Return the class that runs this strategy. Raises UserError if a package is missing."""
+        raise NotImplementedError
+
+    # Validation and requirements ----------------------------------------------------------------------------------------
+
+    def validate(self, spec: RunSpec) -> None:
+        """Check that the fields of the spec can be combined. Raises ValueError with one line."""
+
+    def needs_packages(self, spec: RunSpec) -> dict[str, str]:
+        """Return {Python package: the setting that needs it} beyond the packages of every run."""
+        return {}
+
+    def separate_launchers(self, spec: RunSpec) -> bool:
+        """Return whether every replica has a torchrun of its own, so that one can fail while the others continue."""
+        return False
+
+    def sharded_weights(self, spec: RunSpec) -> bool:
+        """Return whether no rank holds the full model on its device."""
+        return False
+
+    def reads_own_shard(self, spec: RunSpec) -> bool:
+        """Return whether a rank reads only its shard of the model's files, in the data type that they have."""
+        return self.sharded_weights(spec)
+
+    def supports_fast_kernels(self, spec: RunSpec) -> bool:
+        """Return whether Liger kernels and FlashAttention may be used."""
+        return True
+
+    # Costs --------------------------------------------------------------------------------------------------------------
+
+    def bytes_per_weight(self, spec: RunSpec) -> int:
+        """Return the bytes of one weight of the base model in memory."""
+        return 2 if spec.lora_r and spec.precision == "bf16-mixed" and not self.uniform_dtype else 4
+
+    def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
+        """Return the memory of model and optimizer on one process."""
+        return full_state(spec, shape, self.bytes_per_weight(spec))
+
+    def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
+        """Return the peak in bytes of a process on a CPU outside of its steps, or 0 if a step needs more.
+
+        Memory-mapped model files do not count: the kernel reclaims their pages when memory is short.
+        """
+        return 0
+
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+        """Return the peak memory of one process.
+
+        `cuda`: count the memory of a GPU. State that the strategy keeps in host memory does not count then.
+        """
+        state = self.state(spec, shape, layout, cuda=cuda)
+        state = replace(state, base=state.base + autocast_bytes(spec, shape))
+        activations, logits = activation_bytes(spec, shape, rows, cuda=cuda)
+        return Memory(
+            weights=state.weights + state.gathered,
+            gradients=state.gradients,
+            optimizer=state.optimizer,
+            activations=round(activations),
+            logits=round(logits),
+            buffers=state.buffers,
+            library=0 if cuda else self.library_bytes,
+            outside_step=0 if cuda else self.outside_step(spec, shape, layout, state),
+        )
+
+    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+        """Return the bytes that one process sends in an optimizer step (mean over steps).
+
+        The link of a host with one process carries the same number. `gloo`: the backend of CPUs, instead of NCCL.
+        """
+        return 0.0
+
+    def overhead_seconds(self, spec: RunSpec, shape: Shape, layout: Layout, link: float) -> tuple[float, float]:
+        """Return extra seconds of a step on CPUs: of computation, and of communication beyond its bytes.
+
+        `link`: bytes per second.
+        """
+        return 0.0, 0.0
+
+    def exposed_seconds(self, spec: RunSpec, shape: Shape, wire: float, micro_batch: float) -> float:
+        """Return the seconds of communication in a step that computation does not hide.
+
+        Args:
+            wire: seconds of all communication of the step.
+            micro_batch: seconds of the step's last micro-batch, forward and backward.
+        """
+        return wire
+
+    def accelerate_config(self, spec: RunSpec, hosts: int, world: int) -> dict[str, Any]:
+        """Return the options of accelerate's configuration file that the strategy sets, for `world` processes."""
+        return {}
+
+    def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
+        """Return lines about costs that the planner's table does not show."""
+        return []
+
+
+def reject_unshardable(spec: RunSpec, field: str) -> None:
+    """Check that the spec needs the full model on no rank. `field`: the field whose value shards the model.
+
+    Raises:
+        ValueError: a field has one of the values in `UNSHARDABLE`.
+    """
+    for name, value in UNSHARDABLE.items():
+        if getattr(spec, name) == value:
+            shown = str(value).lower() if value is True else value
+            raise ValueError(f"{name}: {shown} requires {field} ddp, got {field} {getattr(spec, field)}")
+
+
+def even_micro_batches(spec: RunSpec, world: int) -> int:
+    """Return the micro-batches per step of every rank.
+
+    Raises:
+        UserError: the rows of a step do not divide evenly, which other tools require.
+    """
+    parts, rest = divmod(spec.rows_per_step, spec.batch_size * world)
+    if rest or not parts:
+        raise UserError(
+            f"total_batch_size: {spec.rows_per_step} rows are not a multiple of batch_size {spec.batch_size} x "
+            f"{world} processes, which other tools require: set total_batch_size={max(1, parts) * spec.batch_size * world}"
+        )
+    return parts
