@@ -14,6 +14,7 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELI
 
 import ansible.module_utils
 import hypothesis
+import pytest
 
 with contextlib.suppress(ImportError):
     # Before any Ansible module: Ansible patches sys.intern, and torch's compiler cannot be imported after that.
@@ -32,6 +33,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("trainyard")
 
 SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests prints in its summary
+
+# Lab tests of these files check durations, machine load or traces of a lab: they run without another test beside them.
+SERIAL = ("test_faults.py", "test_life.py", "test_preflight.py", "test_ranks_systemd.py", "test_session.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the lab tests that must run alone: those of SERIAL, and those in network namespaces, which measure times."""
+    for item in items:
+        if item.get_closest_marker("lab") and (item.path.name in SERIAL or item.path.parent.name != "lab"):
+            item.add_marker(pytest.mark.serial)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

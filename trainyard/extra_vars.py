@@ -1,19 +1,24 @@
-"""What may be said with ``-e``: the run spec's fields and the project's own variables. Pure Python, no Ansible."""
+"""The names and values given with ``-e``: fields of the run spec, launch options and variables of the project."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-# What the doors read besides: names that Ansible keeps for plays and tasks, so that no file of variables may hold them.
-PLAY = frozenset({"hosts", "retries"})
+from trainer.config import FIELDS, RunSpec, make_spec, read_yaml, resolve_aliases, suggest
+from trainer.errors import UserError
+from trainyard.run import options
 
 
 def known_variables(top: Path) -> set[str]:
-    """Return the names of the project's variables: those of group_vars/all and of every role's argument_specs."""
-    names = set(PLAY)
+    """Return the names that the project reads besides the run spec's fields.
+
+    These are the launch options and the variables of group_vars/all and of every role's argument_specs below `top`.
+    """
+    names = set(options.names())
     for path in sorted((top / "group_vars" / "all").glob("*.yml")):
         names |= set(yaml.safe_load(path.read_text()) or {})
     for path in sorted((top / "roles").glob("*/meta/argument_specs.yml")):
@@ -24,6 +29,47 @@ def known_variables(top: Path) -> set[str]:
 
 
 def unknown(names: Iterable[str], fields: Iterable[str], variables: Iterable[str]) -> list[str]:
-    """Return the names that nothing reads: no field, no variable of ours, none of Ansible's own."""
+    """Return the names that are neither a field, nor a variable of the project, nor one of Ansible's own."""
     fields, variables = set(fields), set(variables)
     return [name for name in names if name not in fields and name not in variables and not name.startswith("ansible_")]
+
+
+def read_run_spec(
+    file: str, extra_vars: Mapping[str, Any], top: Path, report: Callable[[str], None] = lambda line: None
+) -> RunSpec:
+    """Read the run spec from a YAML file (or none) with the extra variables on top.
+
+    Args:
+        extra_vars: all variables given with ``-e``, by name. Launch options and project variables are left out.
+        top: the project's folder, whose variables are known names.
+        report: receives a line for each name of another tool that is translated.
+
+    Raises:
+        UserError: an unknown name (with the nearest known one), or a bad value.
+    """
+    if "_raw_params" in extra_vars:
+        raise UserError(
+            f"-e {extra_vars['_raw_params']}: takes NAME=VALUE; quote a value that contains spaces twice: -e 'run=\"a b\"'"
+        )
+    base, notes = resolve_aliases(read_yaml(Path(file).expanduser()) if file else {})
+    given, more = resolve_aliases(extra_vars, base)
+    known = known_variables(top)
+    if strange := unknown(given, FIELDS, known):
+        raise UserError("; ".join(f"-e {name}: unknown name{suggest(name, sorted(known))}" for name in strange))
+    if file:
+        make_spec(base, file)
+    for note in notes + more:
+        report(note)
+    return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, "-e")
+
+
+def plain_data(value: Any) -> Any:
+    """Return data of Ansible as Python's own types, without the tags that Ansible attaches to it."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_data(content) for name, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(entry) for entry in value]
+    for kind in (str, int, float):  # bool is an int, and has no subclass
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return kind(value)
+    return value

@@ -14,7 +14,7 @@ description:
     after that line.
   - An unreachable host is printed as one line, C(error. host does not answer. last line of ssh).
   - The strings in the C(lines) of a result are printed unchanged, instead of C(ok) or after the error.
-  - The banner of a task that prints while it runs (M(ranks), M(session), M(run_spec)) is printed before its output.
+  - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs)) is printed before its output.
 extends_documentation_fragment:
   - default_callback
   - result_format_callback
@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 MESSAGE_ONLY = ("fail", "assert")  # their message is written for the user
-LIVE = ("ranks", "run_spec", "session")
+LIVE = ("trainyard_run", "trainyard_runs")
 
 
 class CallbackModule(Default):

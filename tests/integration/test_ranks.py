@@ -1,7 +1,8 @@
-"""The action plugin `ranks`, driven as people drive it: playbooks over hosts of this machine, and faults of every kind."""
+"""The steps launch and follow, by playbooks over hosts on this machine, with faults of every kind."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -116,7 +117,7 @@ def test_a_hung_rank_is_noticed(bed: Bed) -> None:
     playbook = bed.ranks(bed.plan(2, steps=6), stall_limit=2)  # rank 0 finishes, rank 1 never does
     assert playbook.wait(60) == 2
     (error,) = errors(bed.said())
-    assert error.startswith("error: no progress for 2 s: rank 1 on node2 is the hindmost, at step 2")
+    assert error.startswith("error: no progress for 2 s: rank 1 on node2 is the slowest rank, at step 2")
     assert not bed.left()
 
 
@@ -134,7 +135,7 @@ def test_a_rank_that_lags_is_worth_a_word(bed: Bed) -> None:
     bed.write_env(0, "")
     playbook = bed.ranks(bed.plan(2, steps=30))
     until(lambda: "rank 1 on node2 is" in bed.said(), 30, "the word")
-    assert "steps behind the first" in bed.said()
+    assert "steps behind the first rank" in bed.said()
     assert playbook.poll() is None
 
 
@@ -237,7 +238,7 @@ def test_stop_says_who_had_to_be_killed(bed: Bed) -> None:
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "grace=0.5").wait(60) == 0, bed.said()
     assert "run r: node1 stopped, node2 stopped" in bed.said()
     assert (
-        "killed, since a checkpoint took them longer than 0.5 s: ranks 1; the run goes on from the one before"
+        "killed, because their checkpoint took longer than 0.5 s: ranks 1; the run continues from the previous checkpoint"
         in bed.said()
     )
     assert not bed.left()
@@ -281,20 +282,19 @@ def test_logs_are_gathered(bed: Bed) -> None:
     assert errors(bed.said()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
 
 
-def test_its_documentation_is_what_it_takes() -> None:
-    import subprocess
-    import sys
-
-    doc = subprocess.run(
-        [str(Path(sys.executable).with_name("ansible-doc")), "--json", "-t", "module", "ranks"],
-        cwd=TOP,
-        env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")},
-        capture_output=True,
-        check=True,
-    )
-    documented = json.loads(doc.stdout)["ranks"]["doc"]["options"]
-    source = (TOP / "plugins/action/ranks.py").read_text()
+@pytest.mark.parametrize("module", ["trainyard_run", "trainyard_runs"])
+def test_the_documentation_lists_the_arguments(module: str) -> None:
+    """ansible-doc reads the module; the action plugin declares the same options, choices and defaults."""
+    command = [str(Path(sys.executable).with_name("ansible-doc")), "--json", "-t", "module", module]
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")}
+    doc = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, check=True)
+    documented = json.loads(doc.stdout)[module]["doc"]["options"]
+    plugin = importlib.import_module(f"plugins.action.{module}")
+    source = (TOP / f"plugins/action/{module}.py").read_text()
+    assert set(plugin.ARGUMENTS) == set(documented), "the arguments of the action and of the documentation"
+    assert "validate_argument_spec(ARGUMENTS)" in source
     for name, option in documented.items():
-        assert f'"{name}": {{' in source, name
-        if "default" in option and option["default"] not in ([], False):
-            assert f'"{name}": {{"type": "{option["type"]}", "default": {option["default"]}}}' in source, name
+        declared = {"type": "str"} | plugin.ARGUMENTS[name]
+        assert {key: option[key] for key in declared} == declared, name
+        assert option.get("required", False) == declared.get("required", False), name
+        assert option.get("default") == declared.get("default"), name

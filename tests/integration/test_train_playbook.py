@@ -247,7 +247,7 @@ def test_a_port_in_use_is_named(inventory: Path, dataset: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_keeps_a_run_from_its_first_start_is_tried_again(inventory: Path, dataset: Path) -> None:
+def test_a_first_start_that_fails_is_restarted(inventory: Path, dataset: Path) -> None:
     """One after the other: a host without its Python, a folder that cannot be written, a start that is not let in."""
     document = yaml.safe_load(inventory.read_text())
     hosts = document["all"]["children"]["cluster"]["children"]["workers"]["hosts"]
@@ -258,7 +258,7 @@ def test_what_keeps_a_run_from_its_first_start_is_tried_again(inventory: Path, d
     store.touch()
     runs = inventory.parent / "node2/runs"
     runs.mkdir()
-    said = {"run": "patient", "dataset": str(dataset), "retries": 9, **SMALL}
+    said = {"run": "patient", "dataset": str(dataset), "max_restarts": 9, **SMALL}
     output = inventory.parent / "output.txt"
 
     def told(words: str) -> None:
@@ -278,8 +278,8 @@ def test_what_keeps_a_run_from_its_first_start_is_tried_again(inventory: Path, d
         told("failed: node2: another start on this host has not finished within 15 s")
     assert playing.wait(300) == 0, output.read_text()
     assert "4 of 4 steps on 2 ranks" in output.read_text()
-    assert [line for line in output.read_text().splitlines() if "starting again in" in line][:3] == [
-        f"starting again in {2**count} s (retry {count + 1} of 9 without progress in between)" for count in range(3)
+    assert [line for line in output.read_text().splitlines() if "restarting in" in line][:3] == [
+        f"restarting in {2**count} s (restart {count + 1} of 9 without progress in between)" for count in range(3)
     ]
 
 

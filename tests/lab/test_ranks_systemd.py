@@ -1,4 +1,4 @@
-"""`ranks` over SSH on hosts with a systemd of their own: units of every kind, lost hosts, memory, and who stays when."""
+"""The launch and follow steps over SSH on hosts with a systemd of their own: units of every kind, lost hosts, memory, and who stays when."""
 
 from __future__ import annotations
 
@@ -82,17 +82,15 @@ class Site:
         return started
 
     def run(self, plan: list[dict[str, Any]], **arguments: Any) -> subprocess.Popen[Any]:
-        """Start and follow; `backend` and `properties` go to the start, the rest to the following."""
-        launch = {key: arguments.pop(key) for key in ("backend", "properties") if key in arguments}
+        """Launch and follow; `backend` is for every host of the plan, the other arguments are launch options."""
+        if "backend" in arguments:
+            backend = arguments.pop("backend")
+            plan = [entry | {"backend": backend} for entry in plan]
+        steps = {name: {"step": name, "session": {"plan": plan}, "options": arguments} for name in ("launch", "follow")}
         tasks = [
-            {
-                "name": "Launch",
-                "ranks": {"state": "started", "plan": plan} | launch,
-                "run_once": True,
-                "register": "up",
-            },
+            {"name": "Launch", "trainyard_run": steps["launch"], "run_once": True, "register": "up"},
             {"name": "Skew", "ansible.builtin.debug": {"msg": "skew {{ up.skew_seconds }} s"}, "run_once": True},
-            {"name": "Follow", "ranks": {"state": "followed", "plan": plan} | arguments, "run_once": True},
+            {"name": "Follow", "trainyard_run": steps["follow"], "run_once": True},
         ]
         file = self.folder / f"play-{len(self.playbooks)}.yml"
         file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
@@ -153,7 +151,7 @@ def as_user(lab: Lab, host: Host, command: str) -> str:
 
 
 def test_a_system_unit_by_sudo(lab: Lab, site: Site) -> None:
-    playbook = site.run(site.plan(torchrun=True), interval=1)
+    playbook = site.run(site.plan(torchrun=True), progress_interval=1)
     worker = site.at_step(1)["pid"]
     host = lab.hosts[1]
     shown = as_user(lab, host, f"systemctl show -p User,KillMode,SubState,MainPID {UNIT}")
@@ -178,7 +176,7 @@ def test_a_user_unit_where_the_user_lingers(lab: Lab, site: Site) -> None:
         lab.inside(host, "loginctl enable-linger tester")
     try:
         until(lambda: all(lab.inside(h, "ls /run/user/1000/systemd/private || true").strip() for h in lab.hosts))
-        playbook = site.run(site.plan(steps=30, pause=0.05), properties=["MemoryMax=4G"])
+        playbook = site.run(site.plan(steps=30, pause=0.05), unit_properties=["MemoryMax=4G"])
         site.at_step(1)
         show = f"XDG_RUNTIME_DIR=/run/user/1000 systemctl --user show -p SubState,MemoryMax {UNIT}"
         assert "SubState=running" in as_user(lab, lab.hosts[1], show)

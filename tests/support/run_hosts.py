@@ -135,15 +135,13 @@ class Bed:
         return started
 
     def ranks(self, plan: list[dict[str, Any]], *arguments: str, **follow: Any) -> subprocess.Popen[str]:
-        """Start a play that launches and monitors `plan`."""
-        tasks = [
-            {"name": "Launch", "ranks": {"state": "started", "plan": plan}, "run_once": True},
-            {
-                "name": "Follow",
-                "ranks": {"state": "followed", "plan": plan, "interval": 0.2} | follow,
-                "run_once": True,
-            },
+        """Start a play that launches and follows `plan`."""
+        follow = {"progress_interval": 0.2} | follow
+        steps = [
+            {"step": "launch", "session": {"plan": plan}},
+            {"step": "follow", "session": {"plan": plan}, "options": follow},
         ]
+        tasks = [{"name": step["step"].title(), "trainyard_run": step, "run_once": True} for step in steps]
         file = self.folder / f"play-{len(self.started)}.yml"
         file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
         return self.playbook(file, max(int(entry["host"].removeprefix("node")) for entry in plan), *arguments)

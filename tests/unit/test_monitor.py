@@ -1,4 +1,4 @@
-"""What is read from the hosts' answers: the cause among its consequences, the stall, the words."""
+"""What is read from the statuses of hosts: the cause among its consequences, a stall, progress lines, the status table."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from trainyard.run import monitor
-from trainyard.run.monitor import Part, Progress, causes, killed_ranks, left_behind, others_go_on
+from trainyard.run.monitor import Part, Progress, absent_replicas, causes, is_behind, killed_ranks
+from trainyard.run.status import gpu_cell, status_rows
 
 
 def part(host: str, rank: int, status: str = "running", **more: Any) -> Part:
     state = {"rank": rank, "status": "training", "step": 5, "steps": 80, "loss": 5.0, "time": 1.0, "pid": 1}
     state |= more.pop("state", {})
-    silent, trouble = more.pop("silent", 0.0), more.pop("trouble", "")
+    silent, error = more.pop("silent", 0.0), more.pop("error", "")
     node = {"status": status, "failures": [], "exit_code": None, "node_rank": rank} | more.pop("node", {})
     answer = {"status": status, "node": node, "ranks": {str(rank): state}, "now": 100.0} | more
-    return Part(host, "/d/runs/r", rank, [rank], answer, silent, trouble)
+    return Part(host, "/d/runs/r", rank, [rank], answer, silent, error)
 
 
 def failed(rank: int, code: int | None = 1, signal: str | None = None) -> dict[str, Any]:
@@ -43,7 +44,7 @@ LOST_PEERS = error("Connection closed by peer", secondary=True)
         (part("b", 1, state=error("too big")), "rank 1 on b: RuntimeError: too big"),
         (part("b", 1, state=error("no file\nmore", plain=True)), "rank 1 on b: no file"),
         (part("b", 1, "lost", why="oom-kill"), "the supervisor on b is gone (oom-kill)"),
-        (part("b", 1, silent=12.0, trouble="No route to host"), "b has not answered for 12 s (No route to host)"),
+        (part("b", 1, silent=12.0, error="No route to host"), "b has not answered for 12 s (No route to host)"),
         (part("b", 1, "failed", node={"exit_code": -9}), "torchrun on b was killed by SIGKILL"),
     ],
 )
@@ -69,12 +70,12 @@ def test_what_may_be_a_consequence_is_not_sure(weak: Part) -> None:
     assert not found.sure
 
 
-def test_all_is_well() -> None:
+def test_a_healthy_run_has_no_cause() -> None:
     ended_badly = part(
         "a", 0, "finished", state={"status": "finished"}, node={"exit_code": 1} | failed(0, -6, "SIGABRT")
     )
     assert causes([ended_badly, part("b", 1, silent=3.0), part("c", 2, "stopped")], lost_limit=10) == []
-    assert causes([part("a", 0, "finished", silent=99.0)], lost_limit=10) == [], "who has ended need not answer"
+    assert causes([part("a", 0, "finished", silent=99.0)], lost_limit=10) == [], "a part that has ended need not answer"
 
 
 def test_torchrun_may_restart_its_ranks_itself() -> None:
@@ -83,7 +84,7 @@ def test_torchrun_may_restart_its_ranks_itself() -> None:
     assert causes([part("a", 0, "failed", node=failed(0, -9, "SIGKILL") | {"restarts": True})], lost_limit=10)
 
 
-def test_progress_is_told_at_most_every_interval() -> None:
+def test_progress_is_reported_at_most_once_per_interval() -> None:
     progress = Progress(world_size=4, interval=2.0, stall_limit=600)
     state = {"step": 12, "loss": 5.3123, "tokens_per_second": 1890.2, "eta": 42.0}
     lines = progress.lines([part("a", 0, state=state)], now=10.0)
@@ -94,22 +95,22 @@ def test_progress_is_told_at_most_every_interval() -> None:
 
 
 @pytest.mark.parametrize("status", ["training", "finished"])
-def test_the_last_step_is_told_at_once_and_without_an_eta(status: str) -> None:
-    """A rank may be heard between its last step and its last word."""
+def test_the_last_step_is_reported_at_once_and_without_an_eta(status: str) -> None:
+    """A status may arrive between a rank's last step and its last heartbeat."""
     progress = Progress(world_size=4, interval=2.0, stall_limit=600)
     progress.shown_at = 15.0
     last = {"step": 80, "loss": 5.3123, "tokens_per_second": 1890.2, "eta": 0.0, "status": status}
     assert progress.lines([part("a", 0, state=last)], now=15.1) == ["step 80/80  loss 5.312  1.9k tok/s  (4 ranks)"]
 
 
-def test_ranks_of_a_stopped_part_that_did_not_leave_by_themselves() -> None:
+def test_ranks_of_a_stopped_part_that_did_not_exit_by_themselves() -> None:
     assert killed_ranks(part("a", 3, "stopped")) == [3]
     assert killed_ranks(part("a", 3, "stopped", state={"status": "stopped"})) == []
     assert killed_ranks(part("a", 3, "stopped", state=LOST_PEERS)) == []
     assert killed_ranks(part("a", 3, "running")) == []
 
 
-def test_a_phase_is_told_once() -> None:
+def test_a_phase_is_reported_once() -> None:
     progress = Progress(1, 2.0, 600)
     saving = part("a", 0, state={"status": "saving", "loss": None})
     assert progress.lines([saving], 0.0) == ["saving a checkpoint"]
@@ -119,7 +120,7 @@ def test_a_phase_is_told_once() -> None:
     assert progress.lines([noted], 2.0) == ["starting: reading the model"]
 
 
-def test_a_lag_is_told_once() -> None:
+def test_a_lag_is_reported_once() -> None:
     progress = Progress(2, 0.0, 600)
 
     def lines(first: int, second: int) -> list[str]:
@@ -127,13 +128,13 @@ def test_a_lag_is_told_once() -> None:
         return [line for line in progress.lines(parts, 0.0) if "behind" in line]
 
     assert lines(5, 1) == []
-    assert lines(9, 2) == ["rank 1 on b is 7 steps behind the first"]
+    assert lines(9, 2) == ["rank 1 on b is 7 steps behind the first rank"]
     assert lines(12, 3) == []
     assert lines(12, 12) == []
     assert len(lines(20, 12)) == 1
 
 
-def test_a_stall_needs_all_ranks_to_stand_still() -> None:
+def test_a_stall_needs_all_ranks_to_make_no_progress() -> None:
     progress = Progress(2, 2.0, stall_limit=60)
     waiting = part("a", 0)
     assert progress.stalled([waiting, part("b", 1)], 0.0) is None
@@ -144,15 +145,15 @@ def test_a_stall_needs_all_ranks_to_stand_still() -> None:
     assert found and found.text == "no progress for 60 s: rank 1 on b is halted (SIGSTOP or a debugger) at step 5"
 
 
-def test_to_wait_for_a_rank_that_hangs_is_no_progress() -> None:
-    """diloco's replicas say again and again that they wait."""
+def test_waiting_for_a_rank_that_hangs_is_no_progress() -> None:
+    """A DiLoCo replica that waits updates its heartbeat repeatedly."""
     said = (Path(__file__).parents[2] / "trainer/train.py").read_text()
-    assert f'"{monitor.WAITING}"' in said, "the trainer's word and ours are one"
+    assert f'"{monitor.WAITING}"' in said, "the note of the trainer and the one of the monitor are the same"
     progress = Progress(2, 2.0, stall_limit=60)
     for now in (0.0, 30.0, 61.0):
         waiting = part("a", 0, state={"step": 10, "note": monitor.WAITING, "time": now})
         found = progress.stalled([waiting, part("b", 1)], now)
-    assert found and found.text == "no progress for 60 s: rank 1 on b is the hindmost, at step 5 (training)"
+    assert found and found.text == "no progress for 60 s: rank 1 on b is the slowest rank, at step 5 (training)"
 
 
 def test_a_rank_without_a_heartbeat_stalls_too() -> None:
@@ -163,13 +164,10 @@ def test_a_rank_without_a_heartbeat_stalls_too() -> None:
     assert found and "rank 0 on a has not written a heartbeat yet" in found.text
 
 
-def test_words() -> None:
-    assert [monitor.thousands(value) for value in (12.4, 1890, 2.5e6)] == ["12", "1.9k", "2.5M"]
-    assert [monitor.clock(value) for value in (0.4, 62, 3723)] == ["0:00", "1:02", "1:02:03"]
-    assert monitor.table([["a", "bb"], ["ccc", "d"]]) == ["a    bb", "ccc  d"]
-    (row,) = monitor.status_rows("a", part("a", 0).answer | {"node": {"run": "r", "ranks": [0], "status": "running"}})
+def test_status_table() -> None:
+    (row,) = status_rows("a", part("a", 0).answer | {"node": {"run": "r", "ranks": [0], "status": "running"}})
     assert row == ["r", "a", "0", "training", "5/80", "5", "-", "-", "1:39 ago"]
-    assert monitor.gpu_word({"utilisation_percent": 87.2, "memory_peak_gb": 11.24}) == "87% 11.2GB"
+    assert gpu_cell({"utilisation_percent": 87.2, "memory_peak_gb": 11.24}) == "87% 11.2GB"
 
 
 def replicas(*parts: Part) -> list[Part]:
@@ -179,23 +177,26 @@ def replicas(*parts: Part) -> list[Part]:
 
 
 @pytest.mark.parametrize(
-    ("broken", "away"),
+    ("broken", "absent"),
     [
         ([part("a", 0), part("b", 1, "lost"), part("c", 2)], {1}),
         ([part("a", 0), part("b", 1, silent=30.0), part("c", 2, "failed")], {1, 2}),
-        ([part("a", 0, "lost"), part("b", 1), part("c", 2)], set()),  # the head keeps the lighthouse
+        ([part("a", 0, "lost"), part("b", 1), part("c", 2)], set()),  # the head runs the lighthouse
         ([part("a", 0), part("b", 1, "failed", state=error("no file", plain=True)), part("c", 2)], set()),
-        ([part("a", 0), part("b", 1, node={"restarts": True, "failures": [1]}), part("c", 2)], set()),  # its own affair
+        (
+            [part("a", 0), part("b", 1, node={"restarts": True, "failures": [1]}), part("c", 2)],
+            set(),
+        ),  # torchrun restarts it
     ],
 )
-def test_the_others_go_on_without_a_replica(broken: list[Part], away: set[int]) -> None:
+def test_the_run_continues_without_a_replica(broken: list[Part], absent: set[int]) -> None:
     parts = replicas(*broken)
     found = causes(parts, lost_limit=10)
-    assert others_go_on(parts, found) == away
+    assert absent_replicas(parts, found) == absent
     with_one_torchrun = [part("a", 0), part("b", 1, "lost")]
-    assert not others_go_on(with_one_torchrun, causes(with_one_torchrun, 10))
+    assert not absent_replicas(with_one_torchrun, causes(with_one_torchrun, 10))
 
 
-def test_who_is_not_at_the_last_step_is_left_behind() -> None:
-    assert left_behind(part("a", 0)) and left_behind(part("a", 0, state={"status": "starting", "steps": 0}))
-    assert not left_behind(part("a", 0, state={"step": 80})) and not left_behind(part("a", 0, "finished"))
+def test_a_part_that_is_not_at_the_last_step_is_behind() -> None:
+    assert is_behind(part("a", 0)) and is_behind(part("a", 0, state={"status": "starting", "steps": 0}))
+    assert not is_behind(part("a", 0, state={"step": 80})) and not is_behind(part("a", 0, "finished"))

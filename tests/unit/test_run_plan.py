@@ -1,4 +1,4 @@
-"""Plans over unlike hosts, whether a broken run is started again, the scripts, the memory of digests: what is pure of a session."""
+"""The pure parts of a session: plans over heterogeneous hosts, the restart policy, scripts, digests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.run_state import RunHistory
+from trainyard.connection import Host
+from trainyard.preflight.host_state import HostState
 from trainyard.remote.receive import Digests, receive
+from trainyard.run.errors import PlanError
 from trainyard.run.launch_scripts import sbatch, script
-from trainyard.run.plan import Node, PlanError, environment, head_first, plan
+from trainyard.run.plan import Node, environment, head_first, plan_nodes
 from trainyard.run.restart_policy import RestartPolicy
 
 
-def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> dict[str, Any]:
+def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> HostState:
     found = {
         "gpus": [{"name": "A"}] * gpus,
         "boot_id": name,
@@ -27,52 +30,53 @@ def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> dict[str
         "interface": f"{name}0",
         "source": "10.0.0.1",
     }
-    found |= {"cpus": 8} | facts
-    about = {"host": name, "address": f"10.0.0.{len(name)}", "data_dir": "/d", "python": "/p", "backend": "auto"}
-    return about | {"processes": processes, "facts": found}
+    about = Host(name, f"10.0.0.{len(name)}", data_dir="/d", python="/p", processes=processes)
+    return HostState(about, facts=found | {"cpus": 8} | facts)
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=8))
-def test_ranks_count_over_unlike_hosts(shapes: list[tuple[int, int]]) -> None:
+def test_ranks_count_over_heterogeneous_hosts(shapes: list[tuple[int, int]]) -> None:
     hosts = [host(f"n{'x' * place}", gpus, processes) for place, (gpus, processes) in enumerate(shapes)]
-    nodes = plan(hosts, run="r", port=29500)
+    nodes = plan_nodes(hosts, run="r", port=29500)
     assert [rank for node in nodes for rank in node.ranks] == list(range(sum(len(node.ranks) for node in nodes)))
     for place, (node, (gpus, processes)) in enumerate(zip(nodes, shapes, strict=True)):
         assert len(node.ranks) == (processes or gpus or 1)
         assert f"--nproc-per-node={len(node.ranks)}" in node.command and f"--node-rank={place}" in node.command
-        assert f"--master-addr={hosts[0]['address']}" in node.command
+        assert f"--master-addr={hosts[0].address}" in node.command
 
 
 def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
     hosts = [host(name) for name in ("a", "bb", "ccc")]
-    assert [one["host"] for one in head_first(hosts, "bb")] == ["bb", "a", "ccc"]
+    assert [one.name for one in head_first(hosts, "bb")] == ["bb", "a", "ccc"]
     assert head_first(hosts, "") == hosts
-    with pytest.raises(PlanError, match="head: d is none of the run's hosts: a, bb, ccc"):
+    with pytest.raises(PlanError, match="head: d is not a host of this run; its hosts are a, bb, ccc"):
         head_first(hosts, "d")
 
 
-def test_a_cpu_gets_the_allocator_that_is_there() -> None:
+def test_a_cpu_host_uses_the_installed_allocator() -> None:
     path = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
-    there, none, gpu = plan([host("a", allocator=path), host("bb"), host("ccc", 1, allocator=path)], run="r", port=1)
+    there, none, gpu = plan_nodes(
+        [host("a", allocator=path), host("bb"), host("ccc", 1, allocator=path)], run="r", port=1
+    )
     assert f"\nLD_PRELOAD={path}\n" in environment(there, {})
     assert "\nLD_PRELOAD=\n" in environment(there, {"LD_PRELOAD": ""})
     assert "LD_PRELOAD" not in environment(none, {}) + environment(gpu, {})
 
 
-def test_elastic_says_who_keeps_the_store() -> None:
-    first, second = plan([host("a"), host("bb")], run="r", port=29500, attempt=3, elastic=1, restarts=5)
+def test_elastic_names_the_host_of_the_store() -> None:
+    first, second = plan_nodes([host("a"), host("bb")], run="r", port=29500, attempt=3, elastic=1, restarts=5)
     assert "--nnodes=1:2" in first.command and "--rdzv-id=r-3" in first.command and "--max-restarts=5" in second.command
     assert any("is_host=1" in word for word in first.command) and any("is_host=0" in word for word in second.command)
     assert all("\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in environment(node, {}) for node in (first, second))
-    assert "STORE" not in environment(plan([host("a"), host("bb")], run="r", port=29500)[0], {})
+    assert "STORE" not in environment(plan_nodes([host("a"), host("bb")], run="r", port=29500)[0], {})
     assert "--local-addr=10.0.0.2" in second.command and not any("--master" in word for word in second.command)
 
 
 def test_replicas_with_a_torchrun_each() -> None:
     hosts = [host("a", gpus=2), host("bb"), host("ccc", gpus=3)]
     for one in hosts:
-        one["facts"]["free_ports"] = [29500, 29501, 29502, 29503]
-    nodes = plan(hosts, run="r", port=29501, restarts=4, replica_hosts=2)
+        one.facts["free_ports"] = [29500, 29501, 29502, 29503]
+    nodes = plan_nodes(hosts, run="r", port=29501, restarts=4, replica_hosts=2)
     assert [node.replica for node in nodes] == [0, 0, 1] and [node.ranks for node in nodes] == [[0, 1], [2], [3, 4, 5]]
     assert [node.lighthouse for node in nodes] == ["10.0.0.1:29500", "", ""] and {node.restarts for node in nodes} == {
         4
@@ -110,47 +114,47 @@ def test_replicas_with_a_torchrun_each() -> None:
     assert "trainer.distributed.lighthouse 10.0.0.1:29500 >>" in sbatch(
         [node.as_dict() | {"gpus": []} for node in nodes], "r"
     )
-    hosts[2]["facts"]["free_ports"] = [29500, 29501]
+    hosts[2].facts["free_ports"] = [29500, 29501]
     with pytest.raises(PlanError, match="no port from 29500 to 29599 is free on ccc"):
-        plan(hosts, run="r", port=29501, replica_hosts=2)
+        plan_nodes(hosts, run="r", port=29501, replica_hosts=2)
 
 
-def broke(step: int, **more: Any) -> dict[str, Any]:
-    cause = {"host": "a", "rank": 0, "kind": "rank", "mend": more.pop("mend", "")}
+def failure_at(step: int, **more: Any) -> dict[str, Any]:
+    cause = {"host": "a", "rank": 0, "kind": "rank", "blocked_by": more.pop("blocked_by", "")}
     return {"cause": cause, "hosts": {"a": {"ranks": {"0": {"step": step}}}}} | more
 
 
-def test_progress_makes_a_failure_the_first_again() -> None:
-    rounds = RestartPolicy(retries=2, nodes_min=0, delay=1.0)
+def test_a_failure_after_progress_counts_as_the_first() -> None:
+    policy = RestartPolicy(max_restarts=2, min_nodes=0, delay=1.0)
     waits = []
     for step in (5, 5, 9, 9, 12):
-        assert rounds.broke(broke(step), hosts=3) == ""
-        waits.append(rounds.wait())
+        assert policy.record(failure_at(step), hosts=3) == ""
+        waits.append(policy.wait())
     assert waits == [1, 2, 1, 2, 1]
-    assert rounds.broke(broke(12), hosts=3) == ""
-    assert rounds.broke({"msg": "node1 does not answer"}, hosts=3) == "2 starts in a row came no further"
+    assert policy.record(failure_at(12), hosts=3) == ""
+    assert policy.record({"msg": "node1 does not answer"}, hosts=3) == "2 consecutive restarts made no progress"
 
 
-def test_the_wait_has_an_end() -> None:
-    rounds = RestartPolicy(retries=99, nodes_min=0, delay=1.0)
+def test_the_delay_is_limited() -> None:
+    policy = RestartPolicy(max_restarts=99, min_nodes=0, delay=1.0)
     for _ in range(20):
-        rounds.broke(broke(1), hosts=2)
-    assert rounds.wait() == 60
+        policy.record(failure_at(1), hosts=2)
+    assert policy.wait() == 60
 
 
 @pytest.mark.parametrize(
-    ("failure", "nodes_min", "ends"),
+    ("failure", "min_nodes", "ends"),
     [
-        (broke(5, mend="user"), 1, True),
-        (broke(5, mend="disk"), 0, True),
-        (broke(5, mend="disk"), 2, False),
-        (broke(5, mend="disk"), 3, True),
-        (broke(5, stop_wanted=True), 0, True),
-        (broke(5), 0, False),
+        (failure_at(5, blocked_by="user"), 1, True),
+        (failure_at(5, blocked_by="disk"), 0, True),
+        (failure_at(5, blocked_by="disk"), 2, False),
+        (failure_at(5, blocked_by="disk"), 3, True),
+        (failure_at(5, stop_wanted=True), 0, True),
+        (failure_at(5), 0, False),
     ],
 )
-def test_what_is_tried_again(failure: dict[str, Any], nodes_min: int, ends: bool) -> None:
-    assert bool(RestartPolicy(retries=3, nodes_min=nodes_min, delay=1.0).broke(failure, hosts=3)) is ends
+def test_which_failures_end_the_run(failure: dict[str, Any], min_nodes: int, ends: bool) -> None:
+    assert bool(RestartPolicy(max_restarts=3, min_nodes=min_nodes, delay=1.0).record(failure, hosts=3)) is ends
 
 
 NASTY = {"HF_TOKEN": "geheim x='y\" z= $HOME `id`=", "NAME": "a=b="}
@@ -177,13 +181,13 @@ def test_a_script_has_no_secret_and_gives_them_to_the_command(tmp_path: Path) ->
         assert NASTY.items() <= json.loads(done.stdout).items()
 
 
-def test_sbatch_runs_each_node_its_own_part(tmp_path: Path) -> None:
+def test_sbatch_runs_on_each_node_its_own_part(tmp_path: Path) -> None:
     plan = entries(tmp_path)
     text = sbatch(plan, "r")
     assert "geheim" not in text and "#SBATCH --nodelist=node0,node1" in text
-    assert "--gpus-per-node" not in text, "unlike nodes"
+    assert "--gpus-per-node" not in text, "the nodes differ"
     assert "#SBATCH --gpus-per-node=2" in sbatch([plan[1], plan[1]], "r")
-    # srun's place is taken by what runs its command here.
+    # A stand-in for srun runs its command on this machine.
     (tmp_path / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     for entry in plan:

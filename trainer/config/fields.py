@@ -74,6 +74,8 @@ def expected_value(field: FieldInfo) -> str:
         if get_origin(options[0]) is Literal:
             return "one or more of " + ", ".join(map(str, get_args(options[0])))
         return f"a list such as {','.join(map(str, field.default))}" if field.default else "a list such as a,b"
+    if get_origin(kind) is dict:
+        return "names and values"
     if kind is bool:
         return "true or false"
     if kind is str or str in options:

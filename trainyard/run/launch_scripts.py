@@ -1,14 +1,16 @@
-"""A plan as files to run by hand: a script for every host, and one for Slurm. Pure Python, no Ansible."""
+"""Write a plan as scripts to start by hand: one for every host, and one for Slurm."""
 
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from trainer.tool_configs import slurm_header
+from trainyard.run.errors import RunError
 
-# What trainer.supervise gives a launcher: who we are and where programs lie, and the lines of `env`, read and not sourced
-# (a value may hold blanks or quotes). No value of `env` stands in a script: they may be secrets.
+# Exports the lines of `env`, as trainer.supervise does. They are read and not sourced, because a value may contain spaces
+# or quotes. No value stands in a script, because it may be a secret.
 _ENVIRONMENT = """\
 cd {run_dir}
 while IFS= read -r line; do
@@ -17,8 +19,37 @@ done < {run_dir}/env
 """
 
 
+def write_scripts(entries: list[dict[str, Any]], folder: Path, check: bool = False) -> dict[str, Any]:
+    """Write the scripts of a plan into a folder on the controller.
+
+    Args:
+        check: write nothing; return what would be written.
+
+    Returns:
+        `files`, by host in rank order, then the one for Slurm; `changed`, whether one differed; `lines` for a person.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    run = Path(entries[0]["run_dir"]).name
+    texts = {folder / f"{entry['host']}.sh": script(entry, run) for entry in entries}
+    texts[folder / f"{run}.sbatch"] = sbatch(entries, run)
+    changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    if not check:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in changed:
+                path.write_text(texts[path])
+                path.chmod(0o755)
+        except OSError as error:
+            raise RunError(f"cannot write {error.filename}: {error.strerror}") from None
+    files = [str(path) for path in texts]
+    how = f"by hand: ssh HOST bash -s < {folder}/HOST.sh, on all hosts; by Slurm: sbatch {folder}/{run}.sbatch"
+    return {"changed": bool(changed), "files": files, "lines": [*files, how]}
+
+
 def lighthouse(entry: dict[str, Any]) -> str:
-    """Return the line that starts the run's lighthouse on the host that keeps it; it ends with what is started after it."""
+    """Return the line that starts the run's lighthouse in the background, on the host that runs it; else empty."""
     if not entry.get("lighthouse"):
         return ""
     command = shlex.join([entry["command"][0], "-m", "trainer.distributed.lighthouse", entry["lighthouse"]])
@@ -30,8 +61,8 @@ def script(entry: dict[str, Any], run: str) -> str:
     ranks = ",".join(map(str, entry["ranks"]))
     return (
         "#!/bin/bash\n"
-        f"# trainyard run {run}: node {entry['node_rank']}, ranks {ranks}, for {comment(entry['host'])} ({entry['address']}).\n"
-        "# Start it on all hosts within a few minutes of each other.\n"
+        f"# trainyard run {run}: node {entry['node_rank']}, ranks {ranks}, for {one_line(entry['host'])} ({entry['address']}).\n"
+        "# Start it on all hosts within a few minutes.\n"
         "set -euo pipefail\n"
         f"{_ENVIRONMENT.format(run_dir=shlex.quote(entry['run_dir']))}"
         f"{lighthouse(entry)}"
@@ -39,20 +70,21 @@ def script(entry: dict[str, Any], run: str) -> str:
     )
 
 
-def sbatch(plan: list[dict[str, Any]], run: str) -> str:
-    """Return the script that `sbatch` takes. Slurm has to know the hosts by their names in the inventory.
+def sbatch(entries: list[dict[str, Any]], run: str) -> str:
+    """Return the script for `sbatch`. Slurm must know the hosts by their names in the inventory.
 
-    Every node runs its own command, told by Slurm's name for it: ranks, devices and folders may differ between nodes.
+    Every node selects its own command by its Slurm name, because ranks, devices and folders may differ between nodes.
     """
-    gpus = {len(entry["gpus"]) for entry in plan}
+    gpus = {len(entry["gpus"]) for entry in entries}
+    names = [entry["host"] for entry in entries]
     lines = [
-        *slurm_header(run, len(plan), gpus.pop() if len(gpus) == 1 else 0, [entry["host"] for entry in plan]),
-        f"# trainyard run {run}. Its files are staged on every host; submitted again, it goes on from its newest checkpoint.",
+        *slurm_header(run, len(entries), gpus.pop() if len(gpus) == 1 else 0, names),
+        f"# trainyard run {run}. Its files are staged on every host. Submitted again, it resumes from the latest checkpoint.",
         "set -euo pipefail",
         "exec srun --kill-on-bad-exit=1 bash -euo pipefail -c '",
     ]
     cases = ["case $SLURMD_NODENAME in"]
-    for entry in plan:
+    for entry in entries:
         cases.append(f"{shlex.quote(entry['host'])})")
         cases += _ENVIRONMENT.format(run_dir=shlex.quote(entry["run_dir"])).splitlines()
         cases += lighthouse(entry).splitlines()
@@ -61,6 +93,6 @@ def sbatch(plan: list[dict[str, Any]], run: str) -> str:
     return "\n".join([*lines, *(line.replace("'", "'\\''") for line in cases), "'", ""])
 
 
-def comment(text: str) -> str:
-    """Return text that cannot leave a comment's line."""
+def one_line(text: str) -> str:
+    """Return text without line breaks, so that it stays within a comment."""
     return " ".join(text.split())

@@ -341,27 +341,26 @@ def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
 
 
 def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
-    from plugins.action.run_plan import automatic, link_speeds
+    from trainyard.connection import Host
+    from trainyard.preflight.host_state import HostState
+    from trainyard.run.choose_strategy import choose_strategy, link_speeds
 
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
-    hosts: list[dict[str, Any]] = [
-        {"host": f"node{place}", "processes": 0, "facts": dict(facts), "address": "", "data_dir": "", "python": ""}
-        for place in range(3)
-    ]
+    hosts = [HostState(Host(f"node{place}", "", "/d", "/p"), facts=dict(facts)) for place in range(3)]
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
-    strategy, why = automatic(hosts, said, [])
+    strategy, why = choose_strategy(hosts, said, [])
     assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
-    hosts[2]["mesh"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
-    strategy, why = automatic(hosts, said, [])
+    hosts[2].mesh = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
+    strategy, why = choose_strategy(hosts, said, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
-    hosts[0]["facts"]["link_mbit"] = 10  # a head's driver is not asked where lines to it were measured
-    hosts[2]["mesh"]["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
-    hosts[1]["facts"]["link_mbit"] = hosts[2]["facts"]["link_mbit"] = 25000
+    hosts[0].facts["link_mbit"] = 10  # a head's driver is not asked where lines to it were measured
+    hosts[2].mesh["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
+    hosts[1].facts["link_mbit"] = hosts[2].facts["link_mbit"] = 25000
     assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
-    assert not automatic(hosts, said, [])[1].endswith("(link measured)")
-    hosts[1]["facts"]["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
-    assert automatic(hosts, said, []) == ("diloco", "auto: this run began with diloco")
+    assert not choose_strategy(hosts, said, [])[1].endswith("(link measured)")
+    hosts[1].facts["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
+    assert choose_strategy(hosts, said, []) == ("diloco", "auto: this run started with diloco")
 
 
 def test_auto_takes_nothing_that_the_spec_forbids() -> None:

@@ -1,0 +1,35 @@
+"""List, stop or follow runs on the hosts of the play. Documented in plugins/modules/trainyard_runs.py."""
+
+from typing import Any
+
+from ansible.utils.display import Display
+
+from trainer.errors import UserError
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
+from trainyard.connection import InventoryError
+from trainyard.extra_vars import plain_data
+from trainyard.run.errors import RunError
+from trainyard.run.options import options_from_variables
+from trainyard.run.runs import GRACE, manage_runs
+
+ARGUMENTS = {
+    "state": {"choices": ["listed", "stopped", "followed"], "required": True},
+    "run": {"type": "str", "default": ""},
+    "grace": {"type": "float", "default": GRACE},
+    "now": {"type": "bool", "default": False},
+}
+
+
+class ActionModule(ClusterAction):
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        super().run(tmp, task_vars)
+        _, a = self.validate_argument_spec(ARGUMENTS)
+        variables = task_vars or {}
+        resolve = lambda value: plain_data(self._templar.template(value))  # noqa: E731
+        try:
+            options = options_from_variables(variables, resolve)
+            hosts, connect = play_hosts(variables), cluster_connections(self, variables)
+            stop = {"grace": a["grace"], "now": a["now"], "check": self._task.check_mode}
+            return manage_runs(a["state"], a["run"], hosts, connect, options, Display().display, **stop)
+        except (RunError, UserError, InventoryError) as error:
+            return failure(str(error), **getattr(error, "details", {}))

@@ -1,0 +1,186 @@
+"""RunSession from Python, without Ansible: the same tests over local processes and over OpenSSH."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_hosts import Bed, bed, until
+from ssh_server import control_folder, server
+
+from trainer.config import make_spec
+from trainyard.connection import Host, HostConnection, Login
+from trainyard.openssh import LocalTransport, OpenSSHTransport
+from trainyard.run.errors import LaunchError, PlanError, RunError
+from trainyard.run.options import LaunchOptions, make_options
+from trainyard.run.runs import manage_runs
+from trainyard.run.session import RunSession, SessionState
+
+__all__ = ["bed", "control_folder", "server"]
+
+SMALL = {"seq_length": 64, "total_batch_size": 4, "checkpoint_interval": 2, "eval_interval": 0, "loggers": "none"}
+Connect = Callable[[Host], HostConnection]
+
+
+@pytest.fixture(params=["local", "ssh"])
+def connect(request: pytest.FixtureRequest) -> Connect:
+    login: Login | None = request.getfixturevalue("server").login if request.param == "ssh" else None
+    return lambda host: HostConnection(host, OpenSSHTransport(login) if login else LocalTransport())
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def hosts(folder: Path, count: int = 2) -> list[Host]:
+    return [
+        Host(f"node{i + 1}", "127.0.0.1", str(folder / f"node{i + 1}"), sys.executable, backend="process")
+        for i in range(count)
+    ]
+
+
+def session_of_plan(
+    bed: Bed, connect: Connect, plan: list[dict[str, Any]], lines: list[str], **options: Any
+) -> RunSession:
+    """A session whose plan is given, as between two processes: the state is JSON."""
+    state = SessionState(**json.loads(json.dumps(SessionState(plan=plan).as_dict())))
+    chosen = make_options({"progress_interval": 0.2} | options)
+    return RunSession(hosts(bed.folder), connect, chosen, report=lines.append, state=state)
+
+
+def test_a_plan_is_launched_and_followed_to_its_end(bed: Bed, connect: Connect) -> None:
+    bed.make_run(2)
+    lines: list[str] = []
+    session = session_of_plan(bed, connect, bed.plan(2, steps=6, pause=0.05), lines)
+    started = session.launch()
+    assert started["changed"] and started["skew_seconds"] < 5 and session.state.phase == "running"
+    assert session.follow()["status"] == "finished"
+    assert lines[0] == "following r: 2 ranks on node1, node2"
+    assert any(line.startswith("step 6/6  loss 5.31") for line in lines)
+    assert not bed.left()
+
+
+def test_the_first_failure_stops_all_ranks_and_is_named(bed: Bed, connect: Connect) -> None:
+    bed.make_run(2, environment=f"FAKE=1:3:raise\nPEERS={bed.folder}/broken\n")
+    session = session_of_plan(bed, connect, bed.plan(2), [])
+    session.launch()
+    with pytest.raises(RunError, match=r"^rank 1 on node2: ZeroDivisionError: the loss is not a number$") as raised:
+        session.follow()
+    details = raised.value.details
+    assert details["cause"] == {"host": "node2", "rank": 1, "kind": "rank", "blocked_by": ""}
+    assert any('raise ZeroDivisionError("the loss is not a number")' in line for line in details["lines"])
+    assert not bed.left()
+
+
+def test_nothing_starts_if_a_host_refuses(bed: Bed, connect: Connect) -> None:
+    bed.make_run(2)
+    (bed.run_dir(1) / "env").chmod(0o644)
+    with pytest.raises(LaunchError, match=r"^node2: .*chmod 600") as raised:
+        session_of_plan(bed, connect, bed.plan(2), []).launch()
+    assert list(raised.value.details["troubles"]) == ["node2"]
+    assert not bed.left()
+
+
+def test_check_mode_launches_nothing(bed: Bed, connect: Connect) -> None:
+    bed.make_run(2)
+    session = session_of_plan(bed, connect, bed.plan(2), [])
+    session.check = True
+    assert session.launch()["msg"] == "would start r on node1, node2"
+    assert session.follow()["skipped"] and session.collect()["skipped"]
+    assert not bed.left()
+
+
+def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> None:
+    bed.make_run(2)
+    session_of_plan(bed, connect, bed.plan(2), []).launch()
+    bed.at_step(1)
+    lines: list[str] = []
+
+    def manage(state: str, run: str = "r", **how: Any) -> dict[str, Any]:
+        return manage_runs(state, run, hosts(bed.folder), connect, LaunchOptions(), lines.append, **how)
+
+    listed = manage("listed", "")
+    assert [line.split()[:4] for line in listed["lines"][1:]] == [
+        ["r", "node1", "0", "training"],
+        ["r", "node2", "1", "training"],
+    ]
+    followed: list[dict[str, Any]] = []
+    follower = threading.Thread(target=lambda: followed.append(manage("followed")), daemon=True)
+    follower.start()
+    until(lambda: any(line.startswith("step ") for line in lines), 30, "a progress line")
+    assert manage("stopped", check=True)["msg"] == "would stop r on node1, node2"
+    stopped = manage("stopped", grace=30)
+    assert stopped["hosts"] == {"node1": "stopped", "node2": "stopped"}
+    follower.join(30)
+    assert followed[0]["status"] == "stopped"
+    assert manage("stopped")["lines"] == ["run r: node1 stopped, node2 stopped (it was not running)"]
+    with pytest.raises(RunError, match=r"^no host has a run nosuch; playbooks/status.yml lists the runs$"):
+        manage("stopped", "nosuch")
+    with pytest.raises(RunError, match=r"^name the run: -e run=NAME$"):
+        manage("followed", "")
+    assert not bed.left()
+
+
+def dataset(folder: Path) -> Path:
+    path = folder / "questions.jsonl"
+    rows = [{"instruction": f"What follows {n}?", "input": "", "output": f"It is {n + 1}."} for n in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect: Connect) -> None:
+    fields = SMALL | {"run": "whole", "dataset": str(dataset(bed.folder)), "epochs": 100, "max_steps": 40}
+    lines: list[str] = []
+    options = make_options({"max_restarts": 2, "restart_delay": 0.1, "collect_to": str(bed.folder / "copy")})
+    session = RunSession(
+        hosts(bed.folder),
+        connect,
+        options,
+        spec=make_spec(fields, "the test"),
+        home=bed.folder,
+        report=lines.append,
+    )
+    results: list[dict[str, Any]] = []
+    running = threading.Thread(target=lambda: results.append(session.run()), daemon=True)
+    running.start()
+    os.kill(bed.at_step(1, 5, "whole")["pid"], signal.SIGKILL)
+    running.join(180)
+    assert results, lines
+    assert results[0]["result"]["step"] == 40 and results[0]["result"]["world_size"] == 2
+    assert "failed: rank 1 on node2 was killed by SIGKILL" in lines
+    assert "restarting in 0 s (restart 1 of 2 without progress in between)" in lines
+    assert any("40 of 40 steps on 2 ranks, 2 hosts" in line for line in lines)
+    assert (bed.folder / "copy/whole/adapter/adapter_model.safetensors").exists()
+    assert bed.node(0, "whole")["attempt"] == 2
+    assert not bed.left()
+
+    again = RunSession(hosts(bed.folder), connect, options, spec=session.spec, home=bed.folder, report=lines.append)
+    assert again.run()["lines"][0] == "run whole is finished: nothing to do"
+    other = make_spec(fields | {"lr": 1e-3}, "the test")
+    with pytest.raises(PlanError, match="run whole exists with another spec"):
+        RunSession(hosts(bed.folder), connect, options, spec=other, home=bed.folder, report=lines.append).plan()
+
+
+def test_a_host_without_its_python_is_named(bed: Bed, connect: Connect) -> None:
+    here = hosts(bed.folder)
+    here[1] = Host("node2", "127.0.0.1", str(bed.folder / "node2"), "/nonexistent/python", backend="process")
+    spec = make_spec(SMALL | {"dataset": str(dataset(bed.folder))}, "the test")
+    session = RunSession(here, connect, LaunchOptions(), spec=spec, home=bed.folder, report=lambda line: None)
+    with pytest.raises(PlanError, match=r"^node2: there is no Python at /nonexistent/python: run site.yml"):
+        session.plan()
+    session.options = LaunchOptions(min_nodes=1)
+    assert session.plan()["lines"][0].startswith("node2 is left out: there is no Python at")
+    assert [entry["host"] for entry in session.state.plan] == ["node1"] and session.state.phase == "new"
+    session.options = LaunchOptions(max_restarts=3)
+    assert session.plan() == {"changed": False}, "follow restarts it"
+    assert session.state.phase == "failed" and "there is no Python" in session.state.failure["msg"]
+    assert session.stage()["skipped"] and session.launch()["skipped"]

@@ -1,0 +1,111 @@
+"""Launch options: one schema with names, defaults, checks and documentation; and the names given with -e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.vars.reserved import get_reserved_names
+
+from trainer.config import FIELDS
+from trainer.errors import UserError
+from trainyard.extra_vars import known_variables, plain_data, read_run_spec
+from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables, table
+
+TOP = Path(__file__).resolve().parents[2]
+
+
+def test_no_name_is_one_that_ansible_reserves() -> None:
+    reserved = get_reserved_names()
+    assert not set(OPTIONS) & reserved
+    assert set(ALIASES) & reserved == {"hosts", "retries"}, "deprecated names of earlier releases"
+    assert set(FIELDS) & reserved == {"strategy"}
+
+
+def test_no_name_has_two_meanings() -> None:
+    assert not (set(OPTIONS) | set(ALIASES)) & set(FIELDS)
+    assert not set(OPTIONS) & set(ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "value"),
+    [("nodes_min", "min_nodes", 2), ("retries", "max_restarts", 3), ("retry_delay", "restart_delay", 0.5)],
+)
+def test_former_names_are_accepted(alias: str, name: str, value: Any) -> None:
+    assert getattr(make_options({alias: str(value)}), name) == value
+    assert make_options({alias: value, name: value}) == make_options({name: value})
+    with pytest.raises(UserError, match=f"{alias} and {name} set the same option in -e: set only {name}"):
+        make_options({alias: value, name: value + 1}, "-e")
+
+
+def test_values_may_be_text() -> None:
+    given = {"elastic": "true", "master_port": "29501", "unit_properties": "A=1,B=2", "run_env": {"N": 1}}
+    options = make_options(given | {"render_to": None, "collect_to": ""})
+    assert options.elastic is True and options.master_port == 29501
+    assert options.unit_properties == ("A=1", "B=2") and options.run_env == {"N": "1"}
+    assert make_options({"master_port": ""}) == make_options({"run_env": ""}) == LaunchOptions()
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"min_nodes": "two"}, "min_nodes: got 'two', takes an integer >= 0 (-e)"),
+        ({"retries": -1}, "retries: got -1, takes an integer >= 0 (-e)"),
+        ({"max_restarts": True}, "max_restarts: got True, takes an integer >= 0 (-e)"),
+        ({"master_port": 70000}, "master_port: got 70000, takes an integer >= 1 and <= 65535 (-e)"),
+        ({"stall_limit": "inf"}, "stall_limit: got 'inf', takes a number of seconds > 0 (-e)"),
+        ({"elastic": "maybe"}, "elastic: got 'maybe', takes true or false (-e)"),
+        ({"max_restart": 1}, "unknown launch option 'max_restart' in -e; did you mean 'max_restarts'?"),
+    ],
+)
+def test_a_bad_option_is_one_line(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError) as raised:
+        make_options(given, "-e")
+    assert str(raised.value) == error
+
+
+def test_a_secret_is_not_in_an_error() -> None:
+    with pytest.raises(UserError) as raised:
+        make_options({"run_env": "HF_TOKEN=secret"}, "-e")
+    assert str(raised.value) == "run_env: got str, takes names and values (-e)"
+
+
+def test_options_come_from_variables_of_the_inventory() -> None:
+    variables = {"min_nodes": "{{ two }}", "ansible_host": "a", "retries": 5, "head": None}
+    resolve = {"{{ two }}": 2}
+    options = options_from_variables(variables, lambda value: resolve.get(value, value), {"max_restarts": 1})
+    assert (options.min_nodes, options.max_restarts, options.head) == (2, 1, "")
+
+
+def test_the_table_lists_every_option() -> None:
+    lines = table().splitlines()
+    assert [line.split("`")[1] for line in lines[2:]] == list(OPTIONS)
+    assert "Deprecated name: `nodes_min`" in next(line for line in lines if line.startswith("| `min_nodes`"))
+
+
+def test_no_other_file_declares_a_launch_option() -> None:
+    """A default stands in one place: neither variables of the project nor a role's argument_specs repeat it."""
+    names = set(OPTIONS) | set(ALIASES)
+    sources = [*TOP.glob("group_vars/all/*.yml"), TOP / "roles/train/meta/argument_specs.yml", TOP / "train.yml"]
+    sources += TOP.glob("roles/train/*/*.yml")
+    for path in sources:
+        declared = {line.strip().partition(":")[0] for line in path.read_text().splitlines()} & names - {"hosts"}
+        assert not declared, f"{path} declares {declared}"
+
+
+def test_known_names_hold_options_and_role_variables() -> None:
+    known = known_variables(TOP)
+    assert {"min_nodes", "nodes_min", "hosts", "run_env", "cluster_python"} <= known
+    with pytest.raises(UserError, match="-e master_prt: unknown name; did you mean 'master_port'"):
+        read_run_spec("", {"master_prt": 1}, TOP)
+    assert read_run_spec("", {"lr": "1e-3", "min_nodes": 2, "ansible_user": "x"}, TOP).lr == 1e-3
+
+
+def test_plain_data_has_no_subclasses() -> None:
+    class Tagged(str):
+        pass
+
+    plain = plain_data({Tagged("a"): [Tagged("b"), 1, True, None, 1.5], "c": (Tagged("d"),)})
+    assert plain == {"a": ["b", 1, True, None, 1.5], "c": ["d"]}
+    assert type(next(iter(plain))) is str and type(plain["a"][0]) is str and plain["a"][2] is True

@@ -1,0 +1,65 @@
+"""Resolve `strategy=auto` on the controller, from the facts of the hosts and the measured links."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from trainer.config import FIELDS, TINY, RunSpec, make_spec
+from trainer.errors import UserError
+from trainer.planner.recommend import choose
+from trainyard.preflight.host_state import HostState
+from trainyard.run.errors import PlanError
+from trainyard.run.plan import rank_counts
+
+MEASURABLE = 2000.0  # Mbit/s: above, a single measured stream understates the link
+
+
+def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the strategy for these hosts and the reason. A run that started before keeps its strategy.
+
+    Args:
+        files: the files of the prepared run, among them the model.
+
+    Raises:
+        PlanError: no strategy fits in memory.
+    """
+    for host in hosts:
+        if host.facts["spec"]:
+            before = RunSpec.model_validate(yaml.safe_load(host.facts["spec"])).strategy
+            return before, f"auto: this run started with {before}"
+    model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
+    links = link_speeds(hosts)
+    known = []
+    for host, count, link in zip(hosts, rank_counts(hosts), links, strict=True):
+        facts = host.facts
+        known.append(
+            {
+                "processes": count,
+                "threads": max(1, facts["cpus"] // count),
+                "gpu_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=0),
+                "memory_mib": facts["memory_mib"],
+                "link_mbit": link,
+            }
+        )
+    fields = {name: value for name, value in spec.items() if name in FIELDS} | {"model": model}
+    try:
+        strategy, why = choose(make_spec(fields, "the plan"), known)
+    except UserError as error:
+        raise PlanError(str(error)) from None
+    slowest = min((link for link in links if link), default=0.0)
+    measured = slowest in [host.link_to_head.get("mbit") for host in hosts]
+    return strategy, f"{why} (link measured)" if measured else why
+
+
+def link_speeds(hosts: list[HostState]) -> list[float]:
+    """Return the speed of every host's link to the head in Mbit/s: measured, else as its driver states; 0 if unknown."""
+    measured = [host.link_to_head.get("mbit", 0.0) for host in hosts]
+    speeds = []
+    for place, (host, mbit) in enumerate(zip(hosts, measured, strict=True)):
+        stated = float(host.facts["link_mbit"])
+        if any(measured) and place == 0:
+            stated = 0.0  # every measurement includes the head's own link
+        speeds.append(mbit if 0 < mbit < MEASURABLE else max(mbit, stated))
+    return speeds

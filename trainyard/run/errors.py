@@ -1,0 +1,51 @@
+"""Errors of a run, for the steps of a session and for those who call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RunError(Exception):
+    """A step of the run failed. The message is one line: what is wrong, where, what to do.
+
+    Attributes:
+        details: what the caller may show or use besides, such as `lines` (evidence), `cause`, `lost` (hosts),
+            `hosts` (how each host's part ended), `stop_wanted`.
+        retryable: whether a restart may succeed without any change.
+    """
+
+    retryable = False
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as `msg`, and the details."""
+        return {"msg": str(self), **self.details}
+
+
+class PlanError(RunError):
+    """These hosts cannot run this spec together."""
+
+
+class HostUnreachableError(PlanError):
+    """A host does not answer. It may answer at the next attempt."""
+
+    retryable = True
+
+
+class StageError(RunError):
+    """A file did not reach a host."""
+
+    retryable = True
+
+
+class LaunchError(RunError):
+    """A host refused to start its ranks."""
+
+    retryable = True
+
+
+class RunFailedError(RunError):
+    """The run started and failed. `details` name the cause."""

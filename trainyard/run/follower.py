@@ -1,0 +1,201 @@
+"""Monitor a run until it ends or fails, and collect the evidence of a failure."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from trainyard.connection import FanOut
+from trainyard.run.errors import RunFailedError
+from trainyard.run.gather import Connect
+from trainyard.run.launch import stop_parts
+from trainyard.run.monitor import ENDED, Cause, Part, Progress, absent_replicas, causes, is_behind
+from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import Report
+
+TICK = 0.1  # s between two checks of the answers
+POLL = 0.5  # s between two requests to a host, at least
+LONG_POLL = 3.0  # s that a host delays its answer while nothing changes: fewer requests, and changes arrive at once
+LATE = 10.0  # s after the head's end for other replica groups to reach the last step
+SETTLE = 1.5  # s to wait for the cause when only its consequences have been seen
+EVIDENCE_LIMIT = 3.0  # s for a host to return the end of its logs
+TAIL = 20  # lines of a log shown with a failure
+
+
+class Follower:
+    """Keeps one status request pending at every host until the run ends or fails.
+
+    A host answers when something changes, or else after some seconds, so monitoring costs little.
+    """
+
+    def __init__(
+        self, parts: list[Part], connect: Connect, progress: Progress, options: LaunchOptions, report: Report
+    ) -> None:
+        self.parts, self.progress, self.report = parts, progress, report
+        self.connections = {part.host: connect(part.host) for part in parts}
+        self.lost_limit = options.lost_limit
+        self.wait = min(LONG_POLL, options.progress_interval, self.lost_limit / 3, options.stall_limit / 4)
+        self.pending: dict[str, FanOut] = {}
+        self.requested_at: dict[str, float] = {}
+        self.answered_at = dict.fromkeys(self.connections, time.monotonic())
+        self.absent: set[int] = set()  # replica groups without which the run continues
+        self.ended_at: float | None = None  # when the head ended
+
+    def follow(self) -> Cause | None:
+        """Return the cause once the run has failed, or None once it has ended."""
+        suspected_since: float | None = None
+        while True:
+            self.poll(at_once=suspected_since is not None)
+            now = time.monotonic()
+            for line in self.progress.lines(self.parts, now):
+                self.report(line)
+            found = self.untolerated(causes(self.parts, self.lost_limit))
+            if not found and (stall := self.progress.stalled(self.parts, now)):
+                return stall
+            if found:
+                suspected_since = suspected_since or now
+                # A host that does not answer may be the cause of the other hosts' errors.
+                silent = any(part.silent > SETTLE for part in self.parts if part.status not in ENDED)
+                if found[0].sure or now - suspected_since > (self.lost_limit if silent else SETTLE):
+                    return found[0]
+            elif self.has_ended():
+                return None
+            time.sleep(TICK)
+
+    def has_ended(self) -> bool:
+        """Return whether every part has ended, except those without which the run continued."""
+        left_out = self.left_out()
+        return all(part.status in ENDED or part in left_out for part in self.parts)
+
+    def untolerated(self, found: list[Cause]) -> list[Cause]:
+        """Return the causes, or none if the run continues without the affected replica groups, which is reported once."""
+        replicated = any(part.replica is not None for part in self.parts)
+        absent = absent_replicas(self.parts, found) if replicated else set()
+        for number in sorted(absent - self.absent):
+            why = next(c.text for c in found if any(p.host == c.host and p.replica == number for p in self.parts))
+            self.report(f"{why}: replica {number} is absent, the other replicas continue")
+        for number in sorted(self.absent - absent if absent or not found else ()):
+            self.report(f"replica {number} is back")
+        self.absent = absent
+        return [] if absent else found
+
+    def left_out(self) -> list[Part]:
+        """Return the parts that do not finish with the run: absent ones, and those behind when the head has finished."""
+        if self.ended_at is None and self.parts[0].status == "finished":
+            self.ended_at = time.monotonic()
+        late = self.ended_at is not None and time.monotonic() - self.ended_at > LATE
+        return [
+            part
+            for part in self.parts
+            if part.replica is not None
+            and part.status != "finished"
+            and (part.replica in self.absent or (late and is_behind(part)))
+        ]
+
+    def poll(self, at_once: bool) -> None:
+        """Read the answers, and send a new request to each host that answered. `at_once`: without a delayed answer."""
+        now = time.monotonic()
+        for part in self.parts:
+            pending = self.pending.get(part.host)
+            answered = pending is None or self.read_answer(part, pending)
+            if answered and now - self.requested_at.get(part.host, 0) >= (TICK if at_once else POLL):
+                self.requested_at[part.host] = now
+                request = {"run_dir": part.run_dir, "wait": 0.0 if at_once else self.wait}
+                call = functools.partial(self.connections[part.host].call, "run_status", request)
+                self.pending[part.host] = FanOut({part.host: call})
+            # An answer that the host delays is not late.
+            part.silent = now - self.answered_at[part.host] - self.wait
+
+    def read_answer(self, part: Part, pending: FanOut) -> bool:
+        """Update the part if its host answered; return whether it did."""
+        if pending.threads[part.host].is_alive():
+            return False
+        if part.host in pending.answers:
+            part.answer, part.error = pending.answers.pop(part.host), ""
+            self.answered_at[part.host] = time.monotonic()
+            if part.node.get("restarts"):  # torchrun renumbers the ranks when it restarts them
+                part.ranks = part.node["ranks"]
+        part.error = pending.errors.get(part.host, part.error)
+        return True
+
+
+def follow_parts(
+    run: str, parts: list[Part], connect: Connect, options: LaunchOptions, report: Report
+) -> dict[str, Any]:
+    """Monitor a run's parts to their end. On the first failure, stop all of them.
+
+    Returns:
+        `status` (finished or stopped), `hosts` (how each part ended), and `lines` for a stopped run.
+
+    Raises:
+        RunFailedError: the run failed; its details hold `lines` (evidence), `cause`, `lost`, `stop_wanted`, `hosts`.
+    """
+    world_size = sum(len(part.ranks) for part in parts)
+    report(f"following {run}: {world_size} ranks on {', '.join(part.host for part in parts)}")
+    report(
+        f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "
+        f"to stop it: playbooks/stop.yml -e run={run}"
+    )
+    progress = Progress(world_size, options.progress_interval, options.stall_limit)
+    follower = Follower(parts, connect, progress, options, report)
+    cause = follower.follow()
+    if cause is not None:
+        raise failed_run(parts, cause, connect, options)
+    for host, error in stop_parts(follower.left_out(), connect, {"now": True}).items():
+        report(f"cannot stop {host}, which was absent at the end: {error}")
+    ended: dict[str, Any] = {"hosts": part_ends(parts)}
+    if all(part.status != "stopped" for part in parts):
+        return ended | {"status": "finished"}
+    step = max((state.get("step", 0) for part in parts for state in part.states.values()), default=0)
+    line = f"run {run} was stopped after step {step}: train.yml with the same spec continues it"
+    return ended | {"status": "stopped", "lines": [line]}
+
+
+def failed_run(parts: list[Part], cause: Cause, connect: Connect, options: LaunchOptions) -> RunFailedError:
+    """Stop what is left of a failed run; return the error with its evidence."""
+    # A host that has been silent for half the limit counts as lost: a switch takes several hosts at once.
+    limit = options.lost_limit / 2
+    lost = [part.host for part in parts if part.silent > limit and part.status not in ENDED]
+    unstopped = stop_parts([part for part in parts if part.host not in lost], connect, {"now": True})
+    return RunFailedError(
+        cause.text,
+        lines=[
+            *evidence(parts, cause, connect),
+            *(f"cannot stop {host}: {error}" for host, error in unstopped.items()),
+        ],
+        cause={
+            "host": cause.host,
+            "rank": cause.rank if cause.rank >= 0 else None,
+            "kind": cause.kind,
+            "blocked_by": cause.blocked_by,
+        },
+        lost=lost,
+        stop_wanted=any((part.answer or {}).get("stop_wanted") for part in parts),
+        hosts=part_ends(parts),
+    )
+
+
+def part_ends(parts: Iterable[Part]) -> dict[str, Any]:
+    """Return how each host's part ended."""
+    return {part.host: {"status": part.status, "node": part.node, "ranks": part.states} for part in parts}
+
+
+def evidence(parts: list[Part], cause: Cause, connect: Connect) -> list[str]:
+    """Return the failed rank's traceback, the end of its log, and the paths of the logs; nothing of a lost host."""
+    if cause.kind == "lost":
+        return []
+    part = next(part for part in parts if part.host == cause.host)
+    error = part.states.get(cause.rank, {}).get("error") or {}
+    traceback = [] if error.get("plain") else str(error.get("traceback") or "").rstrip().splitlines()
+    names = [*([f"rank{cause.rank}.log"] if cause.rank >= 0 else []), f"torchrun.{part.node_rank}.log"]
+    request = {"run_dir": part.run_dir, "logs_from": dict.fromkeys(names, -TAIL)}
+    call: Callable[[], dict[str, Any]] = functools.partial(connect(part.host).call, "run_status", request)
+    logs = FanOut({part.host: call}).wait(EVIDENCE_LIMIT).answers.get(part.host, {}).get("logs", {})
+    paths = [
+        f"{name} on {part.host}: {logs.get(name, {}).get('path') or f'{part.run_dir}/logs/{name}'}" for name in names
+    ]
+    shown = next((name for name in names if logs.get(name, {}).get("lines")), None)
+    tail = [f"last lines of {shown}:", *(f"  {line}" for line in logs[shown]["lines"])] if shown else []
+    return [*traceback, *([] if error.get("plain") else tail), *paths]

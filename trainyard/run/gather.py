@@ -1,0 +1,160 @@
+"""Ask every host for its facts, and select the hosts that can run the spec together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from trainer.config import FIELDS, RunSpec
+from trainer.strategy import plan_of, possible_plans
+from trainyard.connection import FanOut, Host, HostConnection, InventoryError
+from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.host_state import HostState
+from trainyard.run.errors import HostUnreachableError, PlanError
+from trainyard.run.options import LaunchOptions
+from trainyard.run.plan import PORTS
+from trainyard.run.spec_files import PreparedRun
+
+FACTS_LIMIT = 60.0  # s for a host to return its facts
+GRACE = 2.0  # s, after the other hosts' answers, for a host that was lost
+
+Connect = Callable[[str], HostConnection]
+"""Makes the connection to a host by its name. Called in the main thread only."""
+
+
+def describe(host: Host) -> HostState:
+    """Return a host before any question. Raises PlanError if the inventory does not describe it completely."""
+    try:
+        host.check()
+    except InventoryError as error:
+        raise PlanError(str(error)) from None
+    return HostState(host)
+
+
+def spec_of(fields: dict[str, Any]) -> RunSpec:
+    """Return the run spec of a prepared run's `spec`, which has more names than the schema."""
+    return RunSpec.model_validate({name: value for name, value in fields.items() if name in FIELDS})
+
+
+def own_torchrun(spec: dict[str, Any]) -> bool:
+    """Return whether every replica group of the run has, or may have, a torchrun of its own."""
+    run = spec_of(spec)
+    return any(plan.separate_launchers(run) for plan in possible_plans(run))
+
+
+def gather_facts(
+    hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
+) -> dict[str, str]:
+    """Add `facts` (see trainyard/remote/host_facts.py) to every host.
+
+    Args:
+        hosts: in rank order, the head first.
+        lost: hosts that did not answer lately; they get little time.
+
+    Returns:
+        Why a host did not answer, by name; such a host has no facts.
+    """
+    requested = [options.master_port] if options.master_port else []
+    apart = own_torchrun(prepared.spec)
+    ports = [*requested, *(PORTS if apart or not requested else [])]
+    requests: dict[str, Callable[[], dict[str, Any]]] = {}
+    for place, host in enumerate(hosts):
+        request = {
+            "head": hosts[0].address,
+            "address": host.address,
+            "ports": ports if place == 0 or apart else [],
+            "python": host.host.python,
+            "data_dir": host.host.data_dir,
+            "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
+        }
+        requests[host.name] = functools.partial(connect(host.name).call, "host_facts", request)
+    asked = FanOut(requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
+    for host in hosts:
+        host.facts = asked.answers.get(host.name, {})
+    return {host.name: _missing_answer(host, asked.errors[host.name]) for host in hosts if host.name in asked.errors}
+
+
+def _missing_answer(host: HostState, message: str) -> str:
+    """Return why a host did not answer: ssh's message, or that it has no Python where it should."""
+    if "not found" in message or "No such file" in message:
+        return f"there is no Python at {host.host.python}: run site.yml, or correct cluster_python"
+    return f"does not answer: {message}"
+
+
+def _unreachable_line(unreachable: dict[str, str]) -> str:
+    """Return one line for all hosts that did not answer."""
+    host, why = next(iter(unreachable.items()))
+    if len(unreachable) > 1 and why.startswith("does not answer"):
+        return f"{', '.join(unreachable)} do not answer: {why.partition(': ')[2]}"
+    return f"{host} {why}" if why.startswith("does not answer") else f"{host}: {why}"
+
+
+def usable_hosts(
+    hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
+) -> tuple[list[HostState], dict[str, str]]:
+    """Return the hosts that can take part, with their `facts`, and why each other host cannot.
+
+    Raises:
+        PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can.
+    """
+    minimum = options.min_nodes
+    left_out: dict[str, str] = {}
+    any_unreachable = False
+    while True:
+        unreachable = gather_facts(hosts, connect, prepared, options, lost)
+        any_unreachable = any_unreachable or bool(unreachable)
+        if not minimum and unreachable:
+            raise HostUnreachableError(_unreachable_line(unreachable))
+        reached = [host for host in hosts if host.name not in unreachable]
+        unfit = {host.name: why for host in reached if (why := unfitness(host, prepared.size))}
+        if not minimum and unfit:
+            raise PlanError(": ".join(next(iter(unfit.items()))))
+        left_out |= unreachable | unfit
+        able = [host for host in hosts if host.name not in left_out]
+        if len(able) < minimum:
+            raise (HostUnreachableError if any_unreachable else PlanError)(
+                f"{len(able)} of {len(able) + len(left_out)} hosts can take part, min_nodes is {minimum}: "
+                + "; ".join(f"{host}: {why}" for host, why in left_out.items())
+            )
+        if not left_out or able[0] is hosts[0]:
+            return able, left_out
+        hosts = able  # there is another head: ask again for its ports, and for the routes to it
+
+
+def unfitness(host: HostState, staged: int) -> str:
+    """Return why a host cannot take part, or an empty string. `staged`: bytes that staging copies to it."""
+    found = host_checks.environment(host)
+    if not host.facts["running"]:
+        found += host_checks.disk_space(host, staged + host_checks.RUN_OVERHEAD)
+    return found[0].message if found else ""
+
+
+def check_consistency(hosts: list[HostState]) -> None:
+    """Check that the hosts are different machines with the same versions. Raises PlanError."""
+    for finding in [*cluster_checks.duplicates(hosts), *cluster_checks.package_versions(hosts)]:
+        # A finding about versions names its hosts itself.
+        raise PlanError(finding.headline if finding.check == "address" else finding.message)
+
+
+def check_requirements(hosts: list[HostState], spec: dict[str, Any], dataset_staged: bool) -> None:
+    """Check that every host has the packages and tools that the spec needs. Raises PlanError."""
+    eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
+    needs = {
+        "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
+        **plan_of(spec_of(spec)).needs_packages(spec_of(spec)),
+        "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
+        "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
+        "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",
+    }
+    for host in hosts:
+        name, facts = host.name, host.facts
+        if spec["backend"] == "unsloth" and not facts["gpus"]:
+            raise PlanError(f"{name}: backend=unsloth needs an NVIDIA GPU and the host has none: use backend=peft")
+        for package, setting in needs.items():
+            if setting and package not in facts["versions"]:
+                raise PlanError(f"{name}: {setting} needs the Python package {package}: install it, or omit {setting}")
+        if spec["torch_compile"] and not facts["compiler"]:
+            raise PlanError(
+                f"{name}: torch_compile needs a C++ compiler: run apt install g++, or set torch_compile=false"
+            )

@@ -1,0 +1,126 @@
+"""Start and stop the ranks of a run on all hosts at once.
+
+One thread per host sends the requests, so that neither Ansible's `forks` nor the order of the hosts matters.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from trainyard.connection import FanOut, HostConnection
+from trainyard.run.errors import LaunchError
+from trainyard.run.gather import Connect
+from trainyard.run.monitor import Part, killed_ranks
+from trainyard.run.spec_files import Report
+
+READY_LIMIT = 60.0  # s for a host to get ready
+BEGIN_LIMIT = 20.0  # s for a host to receive the command to begin
+STOP_LIMIT = 30.0  # s for a host to answer a stop request, besides the grace period
+
+
+def start_ranks(
+    entries: list[dict[str, Any]], connect: Connect, report: Report, properties: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Start all ranks of a plan, or none of them.
+
+    Every host gets ready first, which takes some hosts longer. Then a command of a few milliseconds starts all ranks.
+
+    Args:
+        entries: the plan; each entry needs `host`, `node_rank`, `ranks`, `run_dir` and `command`.
+        properties: properties of the systemd units.
+
+    Returns:
+        `hosts`, the answer of each host, and `skew_seconds` between the first and the last start by the hosts' clocks.
+
+    Raises:
+        LaunchError: a host refused or did not answer; no rank is left running.
+    """
+    stale = [Part(entry["host"], entry["run_dir"]) for entry in entries if entry.get("stale")]
+    for host, error in stop_parts(stale, connect, {"now": True}).items():
+        raise LaunchError(f"{host}: cannot stop the ranks of an earlier start: {error}")
+    connections = {entry["host"]: connect(entry["host"]) for entry in entries}
+    names = [entry["host"] for entry in entries]
+    ready = FanOut(
+        {
+            entry["host"]: functools.partial(
+                connections[entry["host"]].start_run, start_request(entry, names, properties)
+            )
+            for entry in entries
+        }
+    ).wait(READY_LIMIT)
+    begun = ready
+    if not ready.errors:
+        begun = FanOut({e["host"]: functools.partial(_begin, connections[e["host"]], e) for e in entries})
+        begun.wait(BEGIN_LIMIT)
+    if begun.errors:
+        # A host that refused may run another run, or another start of this one. Leave that alone.
+        parts = [Part(entry["host"], entry["run_dir"]) for entry in entries if entry["host"] in ready.answers]
+        stop_parts(parts, connect, {"now": True})
+        host = next(name for name in names if name in begun.errors)
+        raise LaunchError(f"{host}: {begun.errors[host]}", troubles=begun.errors, lost=list(begun.errors))
+    for name in names:
+        if ignored := ready.answers[name].get("ignored"):
+            report(f"{name}: {', '.join(ignored)} has no effect, because no systemd runs there")
+    times = [answer["now"] for answer in begun.answers.values()]
+    return {"hosts": ready.answers, "skew_seconds": round(max(times) - min(times), 3)}
+
+
+def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[str]) -> dict[str, Any]:
+    """Return the request that makes one host ready (see trainer.supervise)."""
+    request = {
+        "run_dir": entry["run_dir"],
+        "node_rank": entry["node_rank"],
+        "ranks": list(entry["ranks"]),
+        "hosts": hosts,
+        "backend": entry.get("backend") or "auto",
+        "attempt": entry.get("attempt") or 0,
+        "properties": [*properties, *(entry.get("properties") or [])],
+        "hold": True,
+        "command": [str(word) for word in entry["command"]],
+    }
+    if entry.get("replica") is not None:
+        request |= {"replica": entry["replica"], "restarts": entry["restarts"], "lighthouse": entry["lighthouse"]}
+    return request
+
+
+def _begin(connection: HostConnection, entry: dict[str, Any]) -> dict[str, Any]:
+    # A shell command, because Python would take longer to start and the ranks would start further apart.
+    file = shlex.quote(f"{entry['run_dir']}/state/go")
+    return connection.run(f": >{file} && date '+{{\"now\": %s.%N}}'")
+
+
+def stop_parts(
+    parts: list[Part], connect: Connect, request: dict[str, Any], limit: float = STOP_LIMIT
+) -> dict[str, str]:
+    """Stop a run's parts on all hosts at once.
+
+    Args:
+        request: how to stop: `grace` (seconds to save a checkpoint and exit), `now` (kill at once), `wanted` (a user
+            stops the run, so that no session restarts it).
+        limit: seconds for a host to answer.
+
+    Returns:
+        Why it failed, by host.
+    """
+    # New connections: a request to a host may still be pending on the ones that monitor the run.
+    requests = {
+        part.host: functools.partial(connect(part.host).call, "run_stop", request | {"run_dir": part.run_dir})
+        for part in parts
+    }
+    return FanOut(requests).wait(limit).errors
+
+
+def stop_lines(run: str, parts: list[Part], was_alive: bool, request: dict[str, Any]) -> list[str]:
+    """Return what happened to a run that a user stopped. `parts`: as they are afterwards."""
+    ends = ", ".join(f"{part.host} {part.status}" for part in parts)
+    lines = [f"run {run}: {ends}" + ("" if was_alive else " (it was not running)")]
+    killed = ", ".join(str(rank) for rank in sorted(rank for part in parts for rank in killed_ranks(part)))
+    if was_alive and killed and not request.get("now"):
+        lines.append(
+            f"killed, because their checkpoint took longer than {request['grace']:g} s: ranks {killed}; the run "
+            "continues from the previous checkpoint (-e grace=SECONDS allows more time)"
+        )
+    return lines

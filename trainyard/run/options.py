@@ -1,0 +1,155 @@
+"""Launch options: how a run is started, supervised and collected. What a run trains is in the run spec.
+
+This is the only place that declares a launch option. The names for ``-e``, the checks on the controller, the defaults
+and the table in the documentation are read off `LaunchOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+from trainer.config.fields import Words, declare, expected_value, metadata, names_in
+from trainer.errors import UserError, nearest
+
+
+def _text_values(value: Any) -> Any:
+    """Return a mapping with its values as text, because environment variables are text."""
+    if isinstance(value, Mapping):
+        return {str(name): str(content) for name, content in value.items()}
+    return {} if value in (None, "") else value
+
+
+Environment = Annotated[dict[str, str], BeforeValidator(_text_values)]
+Port = Annotated[int | None, BeforeValidator(lambda value: None if value == "" else value)]
+
+
+class LaunchOptions(BaseModel):
+    """How a run is started and kept alive. The run itself, its steps and its result do not depend on these."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    spec: str = declare("", "YAML file of the run spec on the controller; `-e` overrides its values")
+    limit: str = declare(
+        "cluster",
+        "host pattern of the hosts that take part; with Ansible, prefer the flag `--limit`",
+        deprecated_names=["hosts"],
+        min_length=1,
+    )
+    head: str = declare("", "host that runs rank 0; empty: the first host of the inventory")
+    min_nodes: int = declare(
+        0, "minimum number of hosts to start or continue with; 0 requires all", deprecated_names=["nodes_min"], ge=0
+    )
+    max_restarts: int = declare(0, "maximum consecutive restarts without progress", deprecated_names=["retries"], ge=0)
+    restart_delay: float = declare(
+        1.0,
+        "delay before the first restart; it doubles with each consecutive restart, up to 60 seconds",
+        deprecated_names=["retry_delay"],
+        unit="seconds",
+        ge=0,
+    )
+    elastic: bool = declare(False, "let torchrun restart the ranks itself with its c10d rendezvous")
+    master_port: Port = declare(
+        None, "rendezvous port on the head; empty: the first free port from 29500", ge=1, le=65_535
+    )
+    run_env: Environment = declare(
+        {}, "environment variables for the ranks, such as tokens; they travel in a file of mode 0600"
+    )
+    unit_properties: Words = declare(
+        (), "properties of the systemd unit that runs a host's ranks, such as `MemoryMax=20G`"
+    )
+    progress_interval: float = declare(2.0, "minimum time between two progress lines", unit="seconds", ge=0)
+    stall_limit: float = declare(
+        600.0, "time without progress of any rank after which the run fails", unit="seconds", gt=0
+    )
+    lost_limit: float = declare(10.0, "time without an answer after which a host is lost", unit="seconds", gt=0)
+    render_only: bool = declare(
+        False, "stage the run and write its commands as scripts for each host and for Slurm, without starting it"
+    )
+    render_to: str = declare("", "folder on the controller for the scripts; empty: `runs/RUN/scripts`")
+    collect_to: str = declare(
+        "", "folder on the controller that receives adapter or model, result, logs and TensorBoard events; empty: none"
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _reject_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python counts True as 1: `min_nodes: yes` would require one host.
+        if isinstance(value, bool) and OPTIONS[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false are for switches")
+        return value
+
+
+OPTIONS: dict[str, FieldInfo] = dict(LaunchOptions.model_fields)
+
+
+ALIASES: dict[str, str] = names_in(OPTIONS, "deprecated_names")
+"""Deprecated names that are still accepted, with the option that each sets."""
+
+
+def names() -> frozenset[str]:
+    """Return every name that sets a launch option: the options and their deprecated aliases."""
+    return frozenset(OPTIONS) | frozenset(ALIASES)
+
+
+def make_options(values: Mapping[str, Any], where: str = "the launch options") -> LaunchOptions:
+    """Build the options from `values` by name or alias; None takes the default.
+
+    Args:
+        where: source of the values, for error messages.
+
+    Raises:
+        UserError: an unknown name, two names of one option with different values, or a bad value.
+    """
+    given: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for word, value in values.items():
+        name = ALIASES.get(word, word)
+        if name not in OPTIONS:
+            raise UserError(f"unknown launch option {word!r} in {where}{nearest(word, sorted(names()))}")
+        if value is None:
+            continue
+        if name in given and given[name] != value:
+            raise UserError(f"{source[name]} and {word} set the same option in {where}: set only {name}")
+        given[name], source[name] = value, word
+    try:
+        return LaunchOptions.model_validate(given)
+    except ValidationError as error:
+        bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
+        # The values of run_env may be secrets.
+        shown = {name: type(given[name]).__name__ if name == "run_env" else repr(given[name]) for name in bad}
+        lines = [f"{source[name]}: got {shown[name]}, takes {expected_value(OPTIONS[name])}" for name in bad]
+        raise UserError(f"{'; '.join(lines)} ({where})") from None
+
+
+def table() -> str:
+    """Return the options as a Markdown table for the documentation."""
+    lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
+    for name, field in OPTIONS.items():
+        default = field.default
+        shown = "" if default in (None, "", (), {}) else f"`{str(default).lower()}`"
+        aliases = ", ".join(f"`{alias}`" for alias in metadata(field)["deprecated_names"])
+        also = f" Deprecated name: {aliases}." if aliases else ""
+        lines.append(f"| `{name}` | {expected_value(field)} | {shown} | {field.description}.{also} |")
+    return "\n".join(lines)
+
+
+def options_from_variables(
+    variables: Mapping[str, Any], resolve: Callable[[Any], Any], overrides: Mapping[str, Any] | None = None
+) -> LaunchOptions:
+    """Build the options from an inventory's variables: those that are named like an option or a deprecated alias.
+
+    Args:
+        resolve: returns the value of a variable, with its templates resolved.
+        overrides: options that replace the variables.
+
+    Raises:
+        UserError: a bad value.
+    """
+    found = {name: resolve(variables[name]) for name in sorted(names()) if name in variables}
+    if overrides:
+        found = {name: value for name, value in found.items() if ALIASES.get(name, name) not in overrides}
+    return make_options(found | dict(overrides or {}), "-e or the inventory")

@@ -1,0 +1,218 @@
+"""Plan one start of a run: select the hosts, resolve the strategy, and see whether the run is already running or done."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
+from trainyard.connection import Host
+from trainyard.preflight.host_state import HostState
+from trainyard.preflight.mesh import high_ports, measure_mesh
+from trainyard.preflight.report import Report
+from trainyard.preflight.runner import check_plan
+from trainyard.run.choose_strategy import choose_strategy
+from trainyard.run.errors import PlanError, RunError
+from trainyard.run.gather import (
+    Connect,
+    check_consistency,
+    check_requirements,
+    own_torchrun,
+    usable_hosts,
+)
+from trainyard.run.options import LaunchOptions
+from trainyard.run.plan import Node, choose_port, head_first, plan_lines, plan_nodes
+from trainyard.run.spec_files import PreparedRun
+
+Phase = Literal["new", "running", "finished", "stopped"]
+TORCHRUN_RESTARTS = 3  # consecutive restarts by torchrun or a supervisor where max_restarts is 0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a session does next.
+
+    Attributes:
+        entries: by node rank, the fields of Node, `spec` with paths on that host, `versions`, `gpus`, `memory_mib`.
+        phase: `new` to stage and launch, `running` to follow, `finished`, or `stopped` by a user before a restart.
+        port: rendezvous port; 0 for a run that is already running.
+        lines: the plan for a person to read.
+    """
+
+    entries: list[dict[str, Any]]
+    phase: Phase
+    port: int
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class PreviousStart:
+    """The start of the run that this session made before.
+
+    Attributes:
+        begun: whether the ranks started.
+        attempt: its number; 0 if there was none.
+        lost: hosts that did not answer.
+    """
+
+    begun: bool = False
+    attempt: int = 0
+    lost: Collection[str] = field(default_factory=list)
+
+
+def plan_run(
+    hosts: list[HostState],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    previous: PreviousStart | None = None,
+) -> RunPlan:
+    """Plan a start of the run. This changes nothing on the hosts.
+
+    Args:
+        hosts: all hosts of the run in inventory order, reachable or not.
+        previous: the session's previous start, if this is a restart.
+
+    Raises:
+        PlanError: the hosts cannot run the spec together.
+        HostUnreachableError: a host does not answer.
+    """
+    previous = previous or PreviousStart()
+    run, spec = prepared.run, dict(prepared.spec)
+    hosts, left_out = usable_hosts(head_first(hosts, options.head), connect, prepared, options, previous.lost)
+    check_consistency(hosts)
+    chosen = _resolve_strategy(hosts, connect, spec, prepared)
+    check_requirements(hosts, spec, prepared.has_dataset)
+    apart = own_torchrun(spec)
+    if apart and options.elastic:
+        raise PlanError("elastic: diloco_membership=torchft restarts torchrun itself: omit elastic")
+    last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
+    members = _running_members(hosts, run, last_attempt, options, previous)
+    port = 0
+    if not members:
+        port = choose_port(options.master_port, hosts[0].facts["free_ports"], hosts[0].name)
+    if previous.begun:  # resume=never refuses checkpoints from before this session only
+        spec["resume"] = "auto"
+    hosts = members or hosts
+    nodes = plan_nodes(
+        hosts,
+        run=run,
+        port=port,
+        attempt=last_attempt + 1,
+        elastic=(options.min_nodes or len(hosts)) if options.elastic else 0,
+        restarts=options.max_restarts or TORCHRUN_RESTARTS,
+        replica_hosts=spec["replica_hosts"] if apart else 0,
+    )
+    entries = [_entry(node, host, spec, prepared) for node, host in zip(nodes, hosts, strict=True)]
+    if members:
+        return RunPlan(entries, "running", port, [f"run {run} is already running: following it"])
+    if previous.begun and _was_stopped(hosts, last_attempt):
+        line = f"run {run} was stopped: train.yml with the same spec continues it"
+        return RunPlan(entries, "stopped", port, [line])
+    if is_finished(hosts, entries[0]["spec"], run):
+        return RunPlan(entries, "finished", port, [])
+    lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
+    lines += plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))
+    return RunPlan(entries, "new", port, lines + ([chosen] if chosen else []))
+
+
+def _resolve_strategy(hosts: list[HostState], connect: Connect, spec: dict[str, Any], prepared: PreparedRun) -> str:
+    """Replace strategy `auto` in the spec; return the reason, or an empty string if there is nothing to resolve."""
+    if spec["strategy"] != "auto":
+        return ""
+    if not any(host.facts["spec"] for host in hosts):
+        measure_mesh(hosts, high_ports(), lambda host: connect(host.name))
+    spec["strategy"], why = choose_strategy(hosts, spec, prepared.files)
+    return why
+
+
+def _running_members(
+    hosts: list[HostState], run: str, attempt: int, options: LaunchOptions, previous: PreviousStart
+) -> list[HostState]:
+    """Return the hosts of a start that runs and that this session did not make, by node rank; else an empty list.
+
+    Raises:
+        PlanError: only a part of the run is alive, and the session may not restart it.
+    """
+    running = [host.name for host in hosts if host.facts["running"]]
+    if not running:
+        return []
+    members: list[HostState] = []
+    if not previous.begun or attempt > previous.attempt:
+        members = members_of(hosts, attempt)
+    if not members and not (previous.begun or options.max_restarts):
+        raise PlanError(
+            f"run {run} is only partly alive (on {', '.join(running)}): stop it first: "
+            f"ansible-playbook playbooks/stop.yml -e run={run}"
+        )
+    return members
+
+
+def members_of(hosts: list[HostState], attempt: int) -> list[HostState]:
+    """Return the hosts of a start by node rank if all of them run, else an empty list."""
+    alive = {
+        host.name: host
+        for host in hosts
+        if host.facts["running"] and (host.facts["part"] or {}).get("attempt") == attempt
+    }
+    names: list[str] = next((host.facts["part"]["hosts"] for host in alive.values()), [])
+    return [alive[name] for name in names] if names and set(names) <= set(alive) else []
+
+
+def _was_stopped(hosts: list[HostState], attempt: int) -> bool:
+    """Return whether a user stopped this start of the run."""
+    return any(host.facts["stop_wanted"] and (host.facts["part"] or {}).get("attempt") == attempt for host in hosts)
+
+
+def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
+    facts = host.facts
+    return node.as_dict() | {
+        "spec": host_spec(spec, prepared.files, node.data_dir),
+        "versions": facts["versions"],
+        "gpus": [gpu["name"] for gpu in facts["gpus"]],
+        "memory_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=facts["memory_mib"]),
+    }
+
+
+def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) -> dict[str, Any]:
+    """Return the spec with the paths of model and dataset on a host."""
+    paths = {entry["kind"]: f"{data_dir}/{entry['dest']}" for entry in files if entry["kind"] in ("model", "dataset")}
+    return {name: value for name, value in spec.items() if name in FIELDS} | paths
+
+
+def is_finished(hosts: list[HostState], spec: dict[str, Any], run: str) -> bool:
+    """Return whether the run has finished on every host.
+
+    Raises:
+        PlanError: its folder holds another spec, or checkpoints while `resume` is never.
+    """
+    facts = hosts[0].facts
+    now = make_spec(spec, "the plan")
+    if facts["spec"] is not None:
+        before = RunSpec.model_validate(yaml.safe_load(facts["spec"]))
+        if different := changed_fields(before, now):
+            raise PlanError(
+                f"run {run} exists with another spec ({'; '.join(different)}): choose another name with -e run=NAME"
+            )
+        if now.resume == "never" and (facts["result"] or {}).get("status") != "finished":
+            raise PlanError(f"run {run} has checkpoints and resume is never: choose another name with -e run=NAME")
+    return all((host.facts["result"] or {}).get("status") == "finished" for host in hosts)
+
+
+def check_plan_mesh(entries: list[dict[str, Any]], hosts: Mapping[str, Host], port: int, connect: Connect) -> list[str]:
+    """Check that every host of a plan reaches every other one; return warnings.
+
+    A host that does not answer is left for the launch to report.
+
+    Raises:
+        RunError: a connection fails; `lines` hold all findings.
+    """
+    states = [HostState(hosts[entry["host"]], facts={"interface": entry["interface"]}) for entry in entries]
+    findings = check_plan(states, lambda host: connect(host.name), port)
+    report = Report(findings, [finding.line for finding in findings])
+    if report.error:
+        raise RunError(report.error, **report.as_dict() | {"lines": report.lines})
+    return report.lines

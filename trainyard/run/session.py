@@ -1,0 +1,296 @@
+"""One run from its spec to its result: plan, preflight, stage, launch, follow, collect.
+
+Everything that starts a run uses RunSession: the action plugin behind train.yml, and Python programs:
+
+    session = RunSession(hosts, connect, options, spec=spec)
+    session.run()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config import RunSpec
+from trainyard.connection import Host, HostConnection
+from trainyard.run.artifacts import collect_artifacts
+from trainyard.run.errors import PlanError, RunError
+from trainyard.run.follower import follow_parts
+from trainyard.run.gather import describe
+from trainyard.run.launch import start_ranks
+from trainyard.run.launch_scripts import write_scripts
+from trainyard.run.options import LaunchOptions
+from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run
+from trainyard.run.restart_policy import RestartPolicy
+from trainyard.run.spec_files import PreparedRun, Report, prepare
+from trainyard.run.stage import stage_files
+from trainyard.run.status import planned_parts
+
+MANY = 1000  # restarts above which the limit is not shown
+_SKIPPED: dict[str, Any] = {"skipped": True}
+
+
+@dataclass
+class SessionState:
+    """What one step leaves for the next; plain data, so that it can be stored between processes.
+
+    Attributes:
+        prepared: the fields of PreparedRun.
+        plan: the plan's entries, by node rank.
+        phase: the phase of RunPlan, or `failed` if the first start failed and `follow` restarts it.
+        port: rendezvous port.
+        failure: message and details of a first start that failed.
+        status: how the run ended: finished, stopped, or empty.
+    """
+
+    prepared: dict[str, Any] | None = None
+    plan: list[dict[str, Any]] = field(default_factory=list)
+    phase: str = "new"
+    port: int = 0
+    failure: dict[str, Any] | None = None
+    status: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return asdict(self)
+
+
+class RunSession:
+    """Starts, monitors, restarts and collects one run.
+
+    Every step returns a dict: `changed`; `lines` for a person to read; `skipped` if there was nothing to do; and what the
+    step's function returns. A step that fails raises RunError, or UserError for a mistake in the spec.
+
+    Args:
+        hosts: the hosts of the run in inventory order; the place is the rank.
+        connect: makes the connection to a host; called in the main thread.
+        options: how the run is started and supervised.
+        spec: what the run trains; not needed if `state` holds a prepared run or a plan.
+        home: folder on the controller for created datasets, models and scripts.
+        report: receives lines while a step runs.
+        check: change nothing; say what would change.
+        state: what earlier steps left.
+    """
+
+    def __init__(
+        self,
+        hosts: Iterable[Host],
+        connect: Callable[[Host], HostConnection],
+        options: LaunchOptions,
+        *,
+        spec: RunSpec | None = None,
+        home: Path | None = None,
+        report: Report = print,
+        check: bool = False,
+        state: SessionState | None = None,
+    ) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self.connect_host = connect
+        self.options = options
+        self.spec = spec
+        self.home = home or Path.cwd()
+        self.report = report
+        self.check = check
+        self.state = state or SessionState()
+        self._result: dict[str, Any] = {}  # of `follow`
+
+    def connect(self, name: str) -> HostConnection:
+        """Make the connection to a host of the run by its name."""
+        return self.connect_host(self.hosts[name])
+
+    @property
+    def prepared(self) -> PreparedRun:
+        """The named run and its files. Raises RunError before `prepare`."""
+        if self.state.prepared is None:
+            raise RunError("the run has no spec: prepare it first")
+        return PreparedRun(**self.state.prepared)
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run."""
+        return self.prepared.run if self.state.prepared else Path(self.state.plan[0]["run_dir"]).name
+
+    def run(self) -> dict[str, Any]:
+        """Do all steps; return the result of `collect`. Reports the lines of each step."""
+        result: dict[str, Any] = {}
+        for step in (self.prepare, self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
+            result = step()
+            for line in result.get("lines", []):
+                self.report(line)
+        return result
+
+    def prepare(self) -> dict[str, Any]:
+        """Check the spec, the dataset and the model on the controller, before any host is contacted. Raises UserError."""
+        if self.spec is None:
+            raise RunError("the run has no spec")
+        with contextlib.ExitStack() as stack:
+            work = self.home / ".trainyard"
+            if self.check:
+                work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            self.state.prepared = prepare(self.spec, work, self.report).as_dict()
+        return {"changed": False}
+
+    def plan(self) -> dict[str, Any]:
+        """Plan ranks, devices and ports over the hosts. This changes nothing."""
+        if self.state.prepared is None:
+            self.prepare()
+        try:
+            plan = self._make_plan()
+        except PlanError as error:
+            return self._postpone(error)
+        return {"changed": False, "lines": plan.lines}
+
+    def preflight(self) -> dict[str, Any]:
+        """Check that every host reaches every other one."""
+        state = self.state
+        if state.phase != "new" or self.options.render_only or len(state.plan) < 2:
+            return _SKIPPED
+        return {"changed": False, "lines": check_plan_mesh(state.plan, self.hosts, state.port, self.connect)}
+
+    def stage(self) -> dict[str, Any]:
+        """Copy to every host what differs: trainer, spec, dataset, model."""
+        if self.state.phase != "new":
+            return _SKIPPED
+        try:
+            files = self._stage()
+        except RunError as error:
+            return self._postpone(error)
+        return {"changed": any(files.values()), "files": files}
+
+    def launch(self) -> dict[str, Any]:
+        """Start all ranks at once, or write the scripts that start them."""
+        state = self.state
+        if self.options.render_only:
+            return self._render() if state.phase in ("new", "finished") else _SKIPPED
+        if state.phase != "new":
+            return _SKIPPED
+        if self.check:
+            return {
+                "changed": True,
+                "msg": f"would start {self.run_name} on {', '.join(e['host'] for e in state.plan)}",
+            }
+        try:
+            return {"changed": True} | self._launch()
+        except RunError as error:
+            return self._postpone(error)
+
+    def follow(self) -> dict[str, Any]:
+        """Monitor the run to its end, and restart it when it fails, as the launch options allow."""
+        state = self.state
+        if self.check or state.phase == "finished" or self.options.render_only:
+            return _SKIPPED
+        policy = RestartPolicy(self.options.max_restarts, self.options.min_nodes, self.options.restart_delay)
+        failure = state.failure
+        begun = failure is None
+        while True:
+            if failure is None:
+                failure = self._attempt(self._monitor)
+                if failure is None:
+                    return self._result
+            while failure is not None:
+                # The hosts that the run may have, not those of the last start: a lost host may have returned.
+                if why := policy.record(failure, len(self.hosts)):
+                    raise self._final(failure, why)
+                self._report_restart(failure, policy)
+                time.sleep(policy.wait())
+                previous = PreviousStart(begun, self._last_attempt(), failure.get("lost", []))
+                failure = self._attempt(functools.partial(self._restart, previous), lost=previous.lost)
+                begun = begun or failure is None
+            if state.phase == "stopped":
+                return self._result
+
+    def collect(self) -> dict[str, Any]:
+        """Gather logs and artifacts of a run that has ended, and summarize it."""
+        state = self.state
+        # A stopped run has a checkpoint, but no result.
+        if self.check or self.options.render_only or state.status == "stopped" or state.phase == "failed":
+            return _SKIPPED
+        collected = collect_artifacts(state.plan, self.connect, self.options.collect_to)
+        if state.phase == "finished":
+            collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
+        return collected
+
+    # What a first start and a restart share ---------------------------------------------------------------------------
+
+    def _make_plan(self, previous: PreviousStart | None = None) -> RunPlan:
+        hosts = [describe(host) for host in self.hosts.values()]
+        plan = plan_run(hosts, self.connect, self.prepared, self.options, previous)
+        self.state.plan, self.state.phase, self.state.port = plan.entries, plan.phase, plan.port
+        return plan
+
+    def _stage(self) -> dict[str, list[str]]:
+        return stage_files(self.state.plan, self.prepared, self.connect, self.options.run_env, self.check)
+
+    def _launch(self) -> dict[str, Any]:
+        started = start_ranks(self.state.plan, self.connect, self.report, self.options.unit_properties)
+        self.state.phase = "running"
+        return started
+
+    def _render(self) -> dict[str, Any]:
+        folder = Path(self.options.render_to or self.home / "runs" / self.run_name / "scripts").expanduser()
+        return write_scripts(self.state.plan, folder, self.check)
+
+    def _monitor(self) -> None:
+        parts = planned_parts(self.state.plan)
+        ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report)
+        self.state.status = ended["status"]
+        self._result = {"changed": True} | ended
+
+    # Restarts ---------------------------------------------------------------------------------------------------------
+
+    def _restart(self, previous: PreviousStart) -> None:
+        """Plan, stage and launch again. A start that runs by now, or that a user stopped, is left as it is."""
+        plan = self._make_plan(previous)
+        if plan.phase == "stopped":
+            self.state.status = "stopped"
+            self._result = {"changed": True, "status": "stopped", "lines": plan.lines}
+            return
+        for line in plan.lines:
+            self.report(line)
+        if plan.phase in ("new", "finished"):
+            self._stage()
+            self._launch()
+
+    def _postpone(self, error: RunError) -> dict[str, Any]:
+        """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error."""
+        if not (error.retryable and self.options.max_restarts) or self.options.render_only:
+            raise error
+        self.state.phase = "failed"
+        self.state.failure = error.as_dict() | {"lost": list(error.details.get("troubles", []))}
+        return {"changed": False}
+
+    def _attempt(self, step: Callable[[], None], lost: Iterable[str] = ()) -> dict[str, Any] | None:
+        """Do a step; return message and details of its failure, or None."""
+        try:
+            step()
+        except PlanError as error:
+            return {"lost": list(lost)} | error.as_dict()
+        except RunError as error:
+            return error.as_dict()
+        except Exception as error:  # a defect, or a connection plugin's error: this start failed, the next one may not
+            return {"msg": f"{type(error).__name__}: {error}"}
+        return None
+
+    def _last_attempt(self) -> int:
+        return max((entry.get("attempt", 0) for entry in self.state.plan), default=0)
+
+    def _final(self, failure: dict[str, Any], why: str) -> RunError:
+        """Return the error of a run that is not restarted."""
+        details = {name: value for name, value in failure.items() if name != "msg"}
+        more = [f"not restarted: {why}"] if self.options.max_restarts else []
+        return RunError(failure["msg"], **details | {"lines": [*failure.get("lines", []), *more]})
+
+    def _report_restart(self, failure: dict[str, Any], policy: RestartPolicy) -> None:
+        """Report a failure and the restart that follows it."""
+        for line in [f"failed: {failure['msg']}", *failure.get("lines", [])]:
+            self.report(line)
+        limit = f" of {policy.max_restarts}" if policy.max_restarts < MANY else ""
+        self.report(
+            f"restarting in {policy.wait():.0f} s (restart {policy.failures}{limit} without progress in between)"
+        )

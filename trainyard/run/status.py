@@ -1,0 +1,153 @@
+"""Find a run on the hosts, and list all runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from trainer.formats import clock, table, thousands
+from trainyard.connection import FanOut, Host
+from trainyard.run.errors import RunError
+from trainyard.run.gather import Connect
+from trainyard.run.monitor import Part
+
+STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]
+
+
+def planned_parts(entries: Iterable[dict[str, Any]]) -> list[Part]:
+    """Return a plan's parts, by node rank."""
+    return [
+        Part(entry["host"], entry["run_dir"], entry["node_rank"], list(entry["ranks"]), replica=entry.get("replica"))
+        for entry in entries
+    ]
+
+
+def request_statuses(parts: list[Part], connect: Connect, limit: float) -> dict[str, str]:
+    """Update the status of every part; return why a host did not answer within `limit` seconds, by name."""
+    requests = {
+        part.host: functools.partial(connect(part.host).call, "run_status", {"run_dir": part.run_dir}) for part in parts
+    }
+    asked = FanOut(requests).wait(limit)
+    for part in parts:
+        part.answer = asked.answers.get(part.host, part.answer)
+    return asked.errors
+
+
+def find_parts(
+    run: str, hosts: Iterable[Host], connect: Connect, limit: float, *, every_start: bool = False
+) -> tuple[list[Part], dict[str, str]]:
+    """Find a run's parts on the hosts.
+
+    Args:
+        limit: seconds for a host to answer.
+        every_start: include parts that still run of earlier starts, on hosts without which the run continued.
+
+    Returns:
+        The parts by node rank, and why a host of the run did not answer, by name.
+    """
+    parts = [Part(host.name, f"{host.data_dir}/runs/{run}") for host in hosts]
+    errors = request_statuses(parts, connect, limit)
+    known = [part for part in parts if part.node]
+    # Two hosts that lost each other may both have made a start of the same number.
+    newest = max((part.node for part in known), key=lambda node: (node["attempt"], node["started"]), default={})
+    found = [
+        part
+        for part in known
+        if (part.node["attempt"] == newest["attempt"] and part.host in newest["hosts"])
+        or (every_start and (part.answer or {}).get("alive"))
+    ]
+    for part in found:
+        part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
+        part.replica = part.node.get("replica")
+    members = {host for part in found for host in part.node.get("hosts", [])}
+    missing = {host: error for host, error in errors.items() if host in members or not found}
+    return sorted(found, key=lambda part: part.node_rank), missing
+
+
+def with_absent_replicas(parts: list[Part], connect: Connect) -> list[Part]:
+    """Return the parts and those of absent replica groups, from the plan on the head. Raises RemoteError."""
+    head = connect(parts[0].host)
+    answer = head.call("read_files", {"folder": parts[0].run_dir, "text": ["plan.json"]})
+    by_host = {part.host: part for part in parts}
+    for part in planned_parts(json.loads(answer["text"]["plan.json"] or "[]")):
+        by_host.setdefault(part.host, part)
+    return sorted(by_host.values(), key=lambda part: part.node_rank)
+
+
+def parts_to_monitor(run: str, hosts: Iterable[Host], connect: Connect, limit: float) -> list[Part]:
+    """Find the parts of a run that was started before. Raises RunError if they cannot be monitored."""
+    parts, missing = find_parts(run, hosts, connect, limit)
+    if not parts and not missing:
+        raise no_such_run(run)
+    if missing and parts and parts[0].node_rank == 0 and parts[0].replica is not None:
+        return with_absent_replicas(parts, connect)
+    if missing:
+        host, error = next(iter(missing.items()))
+        raise RunError(f"{host} does not answer ({error}), so the run cannot be monitored")
+    return parts
+
+
+def no_such_run(run: str) -> RunError:
+    """Return the error for a run that no host has."""
+    return RunError(f"no host has a run {run}; playbooks/status.yml lists the runs")
+
+
+def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = "") -> dict[str, Any]:
+    """List every run of every host, or one run.
+
+    Returns:
+        `runs`, the statuses with their `host`; `troubles`, why a host did not answer, by name; `lines`, a table.
+    """
+    hosts = list(hosts)
+    requests = {
+        host.name: functools.partial(connect(host.name).call, "run_list", {"data_dir": host.data_dir}) for host in hosts
+    }
+    asked = FanOut(requests).wait(limit)
+    runs = [
+        {"host": host.name, **answer}
+        for host in hosts
+        for answer in asked.answers.get(host.name, {}).get("runs", [])
+        if run in ("", (answer.get("node") or {}).get("run"))
+    ]
+    rows = [row for answer in runs for row in status_rows(answer["host"], answer)]
+    rows.sort(key=lambda row: row[0])
+    blank = ["-"] * (len(STATUS_HEAD) - 4)
+    rows += [["-", host.name, "-", "unreachable", *blank] for host in hosts if host.name in asked.errors]
+    lines = table([STATUS_HEAD, *rows])
+    if not runs:
+        lines.append(f"no host has a run {run}" if run else "no host has a run yet")
+    return {"runs": runs, "troubles": asked.errors, "lines": lines}
+
+
+def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
+    """Return one row for each rank of a run on a host; see STATUS_HEAD."""
+    node = answer.get("node") or {}
+    part = Part(host, answer.get("run_dir", ""), ranks=node.get("ranks") or [], answer=answer)
+    rows = []
+    for rank in part.ranks or sorted(part.states):
+        state = part.states.get(rank, {})
+        doing = part.status if part.status != "running" else state.get("status") or "starting"
+        step, loss, speed = state.get("step"), state.get("loss"), state.get("tokens_per_second")
+        rows.append(
+            [
+                node.get("run", ""),
+                host,
+                str(rank),
+                doing,
+                "-" if step is None else f"{step}/{state.get('steps') or '?'}",
+                "-" if loss is None else f"{loss:.4g}",
+                thousands(speed) if speed else "-",
+                gpu_cell(state.get("gpu") or {}),
+                f"{clock(answer['now'] - state['time'])} ago" if state.get("time") else "-",
+            ]
+        )
+    return rows
+
+
+def gpu_cell(use: dict[str, float]) -> str:
+    """Return a rank's GPU utilisation and peak memory, such as ``87% 11.2GB``; a dash without a GPU."""
+    share, memory = use.get("utilisation_percent"), use.get("memory_peak_gb")
+    words = [] if share is None else [f"{share:.0f}%"]
+    return " ".join([*words, *([] if memory is None else [f"{memory:.1f}GB"])]) or "-"
