@@ -1,4 +1,4 @@
-"""Formats of numbers and tables in messages for people. Standard library only: the controller uses this module, too."""
+"""Formats of numbers and tables in messages for people. Standard library only: the controller also uses this module."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The progress of a run, and the parts of it that a checkpoint stores besides weights. No torch here."""
+"""The progress of a run, and its state in a checkpoint in addition to the weights. No torch here."""
 
 import json
 from collections.abc import Iterable

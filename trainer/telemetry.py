@@ -48,7 +48,7 @@ class Heartbeat:
         self._has_reserve = False
 
     def __call__(self, status: str, *, force: bool = False, **fields: Any) -> None:
-        """Update the status of this rank; write it at once if `status` changed or `force` is set, else at intervals."""
+        """Update the status of this rank; write it immediately if `status` changed or `force` is set, else at intervals."""
         now = time.time()
         if not force and status == self._state["status"] and now - self._written < _HEARTBEAT_INTERVAL:
             self._state.update(fields)

@@ -26,7 +26,7 @@ def is_known(name: str) -> bool:
 
 
 def field_of(name: str) -> str:
-    """Return the field that an accepted name stands for, or the name itself."""
+    """Return the field of an accepted name, or the name itself."""
     return OPENDILOCO.get(name) or DEPRECATED.get(name) or name
 
 

@@ -1,6 +1,6 @@
 """The schema of a run. Flags, names for ``-e``, documentation and validation derive from it.
 
-Importable without torch: the controller validates specs too.
+Importable without torch: the controller also validates specs.
 """
 
 import hashlib

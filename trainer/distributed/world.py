@@ -72,7 +72,7 @@ class World:
     def subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
         """Return the world of the group in `groups` (lists of ranks) that contains this rank. Every rank calls it.
 
-        A rank that is in none of them gets a world of its own.
+        A rank that is in none of them gets a world with only itself.
 
         Args:
             timeout: seconds after which a collective of the group fails.
@@ -108,7 +108,7 @@ class World:
     def sum_without_timeout(self, values: list[float], waiting: Callable[[], object]) -> list[float]:
         """Return what `sum` returns, however long the slowest rank needs; call `waiting` at intervals until then.
 
-        The failure of a peer is noticed at once, because its connection closes.
+        The failure of a peer raises an error immediately, because its connection closes.
         """
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:

@@ -1,4 +1,4 @@
-"""The shape of a model, read from its config.json alone: no weights, no torch. The controller uses it too."""
+"""The shape of a model, read from its config.json alone: no weights, no torch. The controller also uses it."""
 
 from __future__ import annotations
 

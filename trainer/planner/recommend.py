@@ -43,23 +43,23 @@ class Speed:
 class Option:
     """The cost of a run with one strategy: bytes, seconds per step, tokens per second.
 
-    `fits`: whether `memory` is available, None if unknown. `wire_seconds`: communication that computation does not hide.
+    `fits`: whether `memory` is available, None if unknown. `comm_seconds`: communication that computation does not hide.
     """
 
     strategy: str
     processes: int
     memory: Memory
     fits: bool | None
-    wire_bytes: float
+    comm_bytes: float
     compute_seconds: float
-    wire_seconds: float
+    comm_seconds: float
     tokens_per_second: float
 
     @property
     def share(self) -> float:
         """The fraction of a step that is communication and not hidden behind computation."""
-        total = self.compute_seconds + self.wire_seconds
-        return self.wire_seconds / total if total else 0.0
+        total = self.compute_seconds + self.comm_seconds
+        return self.comm_seconds / total if total else 0.0
 
 
 def options(
@@ -109,15 +109,15 @@ def _option(
     # The rank with the most rows determines the time of a step.
     most = math.ceil(spec.rows_per_step / layout.world)
     compute = most / spec.batch_size * speed.part + speed.step
-    sent = plan.wire_bytes(spec, shape, layout, gloo=gloo)
+    sent = plan.comm_bytes(spec, shape, layout, gloo=gloo)
     extra, slow = plan.overhead_seconds(spec, shape, layout, link * 1e6 / 8) if gloo else (0.0, 0.0)
     compute += extra
-    wire = sent * 8 / (link * 1e6) + slow if len(layout.processes) > 1 else 0.0
+    communication = sent * 8 / (link * 1e6) + slow if len(layout.processes) > 1 else 0.0
     last = most % spec.batch_size or spec.batch_size
-    wire = plan.exposed_seconds(spec, shape, wire, last / spec.batch_size * speed.part)
-    tokens = spec.rows_per_step * rows.tokens / (compute + wire)
+    communication = plan.exposed_seconds(spec, shape, communication, last / spec.batch_size * speed.part)
+    tokens = spec.rows_per_step * rows.tokens / (compute + communication)
     fits = None if room is None else memory.total <= room
-    return Option(label, layout.world, memory, fits, sent, compute, wire, tokens)
+    return Option(label, layout.world, memory, fits, sent, compute, communication, tokens)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _advise_exact(spec: RunSpec, best: Option, alone: Option, fit: str, link: fl
 
 
 def _advise_low_communication(spec: RunSpec, quiet: Option, exact: Option, alone: Option, link: float) -> Advice:
-    steps = spec.local_steps * quiet.wire_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
+    steps = spec.local_steps * quiet.comm_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
     fields = {"local_steps": max(10, math.ceil(steps / 10) * 10)}
     why = f"{exact.strategy} would spend {exact.share:.0%} of the time in communication at {round(link, 1):g} Mbit/s"
     if _faster_alone(alone, exact):
@@ -242,7 +242,7 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
 
 
 def choose_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, str]:
-    """Resolve `strategy=auto` without a controller: as at the run's first start, else for hosts like this one.
+    """Resolve `strategy=auto` without a controller: keep the choice of the run's first start, or assume that all hosts are like this one.
 
     Returns:
         The spec with a strategy, and the reason in one line.

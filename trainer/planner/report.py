@@ -3,7 +3,7 @@
     python -m trainer plan SPEC.yml [--hosts 2 | --hosts hosts.json] [--link-mbit 1000] [--json] [--no-measure]
 
 hosts.json is a list with one object per host: `host` (a name), `processes` (1), `memory_mib` (of one GPU, or of a host without
-a GPU). The plan.json of a run folder has this form too.
+a GPU). The plan.json of a run folder also has this form.
 """
 
 import os
@@ -22,7 +22,7 @@ from trainer.strategy import possible_plans
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
 _FULL_ROWS = "full rows, every token with loss"
-_HEAD = ["strategy", "processes", "memory MiB", "wire MB/step", "s/step", "tokens/s", "communication", "fits"]
+_HEAD = ["strategy", "processes", "memory MiB", "sent MB/step", "s/step", "tokens/s", "communication", "fits"]
 
 
 def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
@@ -167,8 +167,8 @@ def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, 
             option.strategy,
             str(option.processes),
             _mib(option.memory.total),
-            f"{option.wire_bytes / 1e6:.2f}",
-            f"{option.compute_seconds + option.wire_seconds:.3g}",
+            f"{option.comm_bytes / 1e6:.2f}",
+            f"{option.compute_seconds + option.comm_seconds:.3g}",
             f"{option.tokens_per_second:,.0f}",
             f"{option.share:.1%}",
             {True: "yes", False: "no", None: "?"}[option.fits],

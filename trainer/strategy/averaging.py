@@ -1,6 +1,6 @@
 """Averaging: workers train on disjoint parts of every step without communication; their weights are averaged at the end.
 
-Federated averaging with a single round, for links that carry nothing else: https://arxiv.org/abs/1602.05629. A worker is a
+Federated averaging with a single round, for links that are too slow for other strategies: https://arxiv.org/abs/1602.05629. A worker is a
 host with DDP inside. Every worker has its own checkpoints and its own step.
 """
 

@@ -59,14 +59,14 @@ class DDPPlan(StrategyPlan):
         half = spec.gradient_comm_dtype == "bf16" and layout.world > 1
         return replace(state, gradients=state.gradients * copies, buffers=shape.trained(spec) * 2 if half else 0)
 
-    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
-        return self.replica_wire_bytes(spec, shape, layout, micro_batches(spec, layout.world), gloo=gloo)
+    def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+        return self.replica_comm_bytes(spec, shape, layout, micro_batches(spec, layout.world), gloo=gloo)
 
-    def replica_wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
+    def replica_comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
         """Return the bytes that a process sends in a step of `micro` micro-batches within a replica of `layout`."""
         return 2 * ring_fraction(layout.world) * shape.trained(spec) * gradient_bytes_per_number(spec)
 
-    def exposed_seconds(self, spec: RunSpec, shape: Shape, wire: float, micro_batch: float) -> float:
+    def exposed_seconds(self, spec: RunSpec, shape: Shape, communication: float, micro_batch: float) -> float:
         """DDP sends a bucket of gradients while the backward pass computes the next one."""
         passes = 3 - bool(spec.lora_r) + spec.gradient_checkpointing
         backward = micro_batch * (passes - 1) / passes
@@ -75,7 +75,7 @@ class DDPPlan(StrategyPlan):
         while ready < gradients:
             size = min(_BUCKETS[ready > 0], gradients - ready)
             ready += size
-            sent = max(sent, backward * ready / gradients) + wire * size / gradients
+            sent = max(sent, backward * ready / gradients) + communication * size / gradients
         return max(0.0, sent - backward)
 
 

@@ -122,7 +122,7 @@ class DeepSpeedPlan(StrategyPlan):
         fragments = round(0.7 * stored)
         return max(stored + stored // layout.world, state.held + state.gathered + state.gradients + fragments)
 
-    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+    def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         if layout.world == 1:
             return 0.0
         micro = micro_batches(spec, layout.world)
@@ -159,7 +159,7 @@ class DeepSpeedPlan(StrategyPlan):
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": options}
 
     def overhead_seconds(self, spec: RunSpec, shape: Shape, layout: Layout, link: float) -> tuple[float, float]:
-        """Stage 3 runs hooks around every module. Its prefetching hides what gloo's gathers lose, unlike stages 1 and 2."""
+        """Stage 3 runs hooks around every module. Unlike in stages 1 and 2, prefetching hides the overhead of gloo's gathers."""
         micro = micro_batches(spec, layout.world)
         if not self.sharded_weights(spec):
             gathered = self._gathered_bytes(spec, shape, layout, micro)
@@ -365,7 +365,7 @@ class DeepSpeedZeRO(Strategy):
 
     @property
     def _sharded_weights(self) -> bool:
-        """Return whether weights are sharded too. DeepSpeed implements stage 3 separately."""
+        """Return whether weights are also sharded. DeepSpeed implements stage 3 separately."""
         return self.spec.deepspeed_stage == 3
 
     def _set(self, parameter: Any, value: torch.Tensor, kind: str) -> None:

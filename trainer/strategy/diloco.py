@@ -1,8 +1,8 @@
 """DiLoCo: replicas run `local_steps` inner steps (AdamW), then one outer step (Nesterov) on the sum of their changes.
 
 https://arxiv.org/abs/2311.08105. A replica is a host, or consecutive hosts, with DDP or FSDP inside. The pseudo-gradient of
-the outer optimizer is the mean change of the replicas, weighted by the tokens that each trained on. Only that travels over
-the network, once every `local_steps` steps.
+the outer optimizer is the mean change of the replicas, weighted by the tokens that each trained on. Only that is
+sent over the network, once every `local_steps` steps.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DiLoCoPlan(StrategyPlan):
         # The pseudo-gradient, and a chunk of it in transit.
         return state.held + trained + 2 * min(trained, 4 * CHUNK)
 
-    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+    def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         if layout.world == 1:
             return 0.0
         replicas, number = -(-len(layout.processes) // spec.replica_hosts), 2 if spec.diloco_comm_dtype == "bf16" else 4
@@ -103,7 +103,7 @@ class DiLoCoPlan(StrategyPlan):
             return outer
         micro = micro_batches(spec, layout.world)
         inner = _INNER_PLANS[spec.replica_strategy]
-        return outer + inner.replica_wire_bytes(spec, shape, inside, micro, gloo=gloo)
+        return outer + inner.replica_comm_bytes(spec, shape, inside, micro, gloo=gloo)
 
     def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
         if not self.separate_launchers(spec):

@@ -2,9 +2,9 @@
 
 https://meta-pytorch.org/torchft. Every replica has its own torchrun and is represented by its first rank. At a synchronization
 the replicas form a quorum at the lighthouse, exchange their counts, and sum their pseudo-gradients. All of them apply the
-outer step, or, after an error, none: they form a new quorum without the failed replica. A replica that returns later waits
-for the next synchronization, receives the checkpoint of the last one, joins the round that has just ended without rows of
-its own, and applies the outer step with the others.
+outer step. After an error none does, and they form a new quorum without the failed replica. A replica that returns later waits
+for the next synchronization, receives the checkpoint of the last one, joins the completed round without having
+trained in it, and applies the outer step with the other replicas.
 """
 
 import datetime
@@ -204,7 +204,7 @@ class DiLoCoTorchFT(DiLoCo):
         self._set_manager_step()
 
     def _set_manager_step(self) -> None:
-        """Report progress to torchft, which transfers state to replicas that are behind. At first all receive that of replica 0."""
+        """Report progress to torchft, which transfers state to replicas that are behind. On the first start all receive the state of replica 0."""
         initialized = self._joined or self._synced_step or self.mine == 0
         syncs = 1 + -(-self._synced_step // self.spec.local_steps) if initialized else 0
         self.manager.load_state_dict({"step": syncs, "batches_committed": 0})
@@ -313,7 +313,7 @@ class DiLoCoTorchFT(DiLoCo):
         return [f"{int(name):x}" for name in self.membership.starts if name] if self.membership else []
 
     def _gather(self, patience: float, waiting: Callable[[], bool]) -> Membership:
-        """Form a quorum and return its membership. Wait up to `patience` seconds for missing replicas if all others wait too."""
+        """Form a quorum and return its membership. Wait up to `patience` seconds for missing replicas if all others also wait."""
         deadline = time.monotonic() + patience
         while True:
             quorum = self._executor.submit(self.manager.start_quorum)
@@ -343,7 +343,7 @@ class DiLoCoTorchFT(DiLoCo):
     def _committed(self) -> bool:
         """Return whether no replica has failed in this synchronization. After a failure the next quorum reconnects."""
         if self.manager.errored():
-            self.group.abort()  # the other replicas notice the failure at once
+            self.group.abort()  # the other replicas detect the failure immediately
         return bool(self.manager.should_commit())
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:

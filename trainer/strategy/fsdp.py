@@ -87,14 +87,14 @@ class FSDPPlan(StrategyPlan):
             },
         }
 
-    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
-        return self.replica_wire_bytes(spec, shape, layout, micro_batches(spec, layout.world), gloo=gloo)
+    def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+        return self.replica_comm_bytes(spec, shape, layout, micro_batches(spec, layout.world), gloo=gloo)
 
-    def replica_wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
+    def replica_comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
         """Return the bytes that a process sends in a step of `micro` micro-batches within a replica of `layout`."""
         ring, trained = ring_fraction(layout.world), shape.trained(spec)
         number = gradient_bytes_per_number(spec)
-        if spec.fsdp_shard == "host":  # only the sums of the shards travel between hosts
+        if spec.fsdp_shard == "host":  # hosts exchange only the sums of the shards
             hosts = len(layout.processes)
             return 2 * (hosts - 1) / hosts * trained * number
         weight = 2 if spec.precision == "bf16-mixed" else 4
@@ -103,7 +103,7 @@ class FSDPPlan(StrategyPlan):
         # The forward and the backward pass gather the layers. The root stays gathered in between.
         gathered = ring * (2 * layers + root_bytes(shape, self.bytes_per_weight(spec))) * micro
         # gloo implements reduce-scatter as an all-reduce. trainer.strategy.fsdp_exchange replaces it if every rank has a
-        # host of its own.
+        # separate host.
         scattered = (2 if gloo and max(layout.processes) > 1 else 1) * ring * trained * number
         return gathered + scattered * (1 if spec.lora_r else micro)
 
@@ -197,8 +197,8 @@ class FSDP(Strategy):
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(spec, self.trained.values())
         if self.sharded_checkpoint:
-            # The writer threads communicate during training, so they need a group of their own. NCCL does not support what
-            # they use.
+            # The writer threads communicate during training, so they need a separate group. NCCL does not support their
+            # collectives.
             self._group, _ = dist.new_subgroups(mesh.size(mesh.ndim - 1), backend="gloo")
 
     def _shard(self, spec: RunSpec, world: World, mesh: device_mesh.DeviceMesh) -> None:
@@ -306,7 +306,7 @@ class FSDP(Strategy):
         return {"trained": {name: p.detach() for name, p in self.trained.items()}, **moments}
 
     def _gather_full(self, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Assemble full tensors from their shards, one after the other. The first rank of every host keeps them."""
+        """Assemble full tensors from their shards, one tensor at a time. The first rank of every host keeps them."""
         full = {}
         for name, shard in tensors.items():
             value = (shard.full_tensor() if isinstance(shard, tensor.DTensor) else shard).detach()

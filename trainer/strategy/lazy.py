@@ -5,7 +5,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Stands for a module and imports it when one of its attributes is read."""
+    """A proxy of a module that imports it when one of its attributes is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -63,7 +63,7 @@ class StrategyPlan:
         return False
 
     def reads_own_shard(self, spec: RunSpec) -> bool:
-        """Return whether a rank reads only its shard of the model's files, in the data type that they have."""
+        """Return whether a rank reads only its shard of the model's files, in their data type."""
         return self.sharded_weights(spec)
 
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
@@ -106,7 +106,7 @@ class StrategyPlan:
             outside_step=0 if cuda else self.outside_step(spec, shape, layout, state),
         )
 
-    def wire_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+    def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         """Return the bytes that one process sends in an optimizer step (mean over steps).
 
         The link of a host with one process carries the same number. `gloo`: the backend of CPUs, instead of NCCL.
@@ -120,14 +120,14 @@ class StrategyPlan:
         """
         return 0.0, 0.0
 
-    def exposed_seconds(self, spec: RunSpec, shape: Shape, wire: float, micro_batch: float) -> float:
+    def exposed_seconds(self, spec: RunSpec, shape: Shape, communication: float, micro_batch: float) -> float:
         """Return the seconds of communication in a step that computation does not hide.
 
         Args:
-            wire: seconds of all communication of the step.
+            communication: seconds of all communication of the step.
             micro_batch: seconds of the step's last micro-batch, forward and backward.
         """
-        return wire
+        return communication
 
     def accelerate_config(self, spec: RunSpec, hosts: int, world: int) -> dict[str, Any]:
         """Return the options of accelerate's configuration file that the strategy sets, for `world` processes."""

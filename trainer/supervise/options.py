@@ -22,9 +22,9 @@ class StartRequest:
     backend: str = "auto"  # auto, systemd or process
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
     hold: bool = False  # start torchrun only when the file `state/go` exists, so that all hosts begin together
-    replica: int | None = None  # the replica of this host, if every replica has a torchrun of its own
+    replica: int | None = None  # the replica of this host, if every replica has its own torchrun
     restarts: int = 0  # maximum consecutive restarts of torchrun without progress
-    lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that keeps it
+    lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
     unit: str = ""  # the systemd unit, set by `start`
 
     @classmethod
@@ -57,7 +57,7 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--hold", action="store_true", help="start torchrun when the file state/go exists")
     parser.add_argument("--replica", type=int, help="the replica of this host, if each has its own torchrun")
     parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")
-    parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to keep the run's lighthouse")
+    parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to run the lighthouse")
     parser.add_argument("--unit", default="", help="the systemd unit of this process")
     parser.add_argument("command", nargs="+")
     values = vars(parser.parse_args(arguments))

@@ -12,8 +12,8 @@ from trainer.supervise.files import read_json
 from trainer.supervise.processes import descendants, environ, is_running, process_stat
 from trainer.supervise.status import ENDED_WELL
 
-REPORT_LIMIT = 0.5  # s for torchrun to report the exit code of a rank that is gone
-# s for torchrun to exit once its ranks have: its exit barrier would wait 300 s for a peer that is gone.
+REPORT_LIMIT = 0.5  # s for torchrun to report the exit code of a rank that has exited
+# s for torchrun to exit once its ranks have: its exit barrier would wait 300 s for a peer that has exited.
 EXIT_LIMIT = 10.0
 
 # What torchrun logs when it has seen a worker die (torch/distributed/elastic/multiprocessing/api.py).
@@ -31,10 +31,10 @@ class RankMonitor:
 
         Args:
             run_dir: the run folder.
-            log: torchrun's log; what it holds so far is skipped.
+            log: torchrun's log; its existing contents are skipped.
             ranks: the ranks of this host, by local rank.
             renumbered: torchrun restarts its workers itself, so their numbers may change.
-            replica: torchrun is a replica's own and counts its ranks from 0.
+            replica: torchrun runs one replica and counts its ranks from 0.
         """
         self.run_dir, self.ranks = run_dir, ranks
         self.renumbered, self.replica = renumbered, replica

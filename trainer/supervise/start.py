@@ -121,6 +121,6 @@ def start_unit(systemd: list[str], wanted: StartRequest, run_dir: Path, command:
 
 
 def unit_name(run_dir: Path) -> str:
-    """Return the unit's name. It depends on the folder, for two hosts of an inventory may be one machine."""
+    """Return the unit's name. It depends on the folder, because two hosts of an inventory may be one machine."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
     return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}.service"

@@ -13,7 +13,7 @@ from trainer.supervise.status import read_state
 
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for killed processes to end; longer means that they hang in the kernel
-EXIT_LIMIT = 2.0  # s for a supervisor to exit when its processes are gone
+EXIT_LIMIT = 2.0  # s for a supervisor to exit after its processes have exited
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:

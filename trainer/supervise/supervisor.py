@@ -45,7 +45,7 @@ def run_supervisor(arguments: list[str]) -> None:
 
 
 class Supervisor:
-    """One torchrun at a time, its descendants, and the run's lighthouse if this host keeps it."""
+    """One torchrun at a time, its descendants, and the lighthouse of the run if it is assigned to this host."""
 
     def __init__(self, request: StartRequest, run_dir: Path, log: Path) -> None:
         self.request, self.run_dir = request, run_dir
@@ -142,7 +142,7 @@ class Supervisor:
             )
 
     def keep_lighthouse(self) -> None:
-        """Start the run's lighthouse if this host keeps it and it does not run. One that keeps exiting ends the run."""
+        """Start the lighthouse if it is assigned to this host and not running. A lighthouse that exits repeatedly ends the run."""
         address = self.request.lighthouse
         code = self.lighthouse.returncode if self.lighthouse else -1
         if not address or code is None or "error" in self.node:
@@ -161,7 +161,7 @@ class Supervisor:
     def restart_is_due(self) -> bool:
         """Return whether to start torchrun again; before that, wait, twice as long after each failure without progress.
 
-        There is no restart if the ranks ended as intended, a user stops the run, or the user has to fix something.
+        There is no restart if the ranks ended as intended, a user stops the run, or a user must fix the cause.
         """
         states = [self.ranks.rank_state(rank) for rank in self.ranks.ranks]
         mistake = "error" in self.node or any((state.get("error") or {}).get("plain") for state in states)

@@ -141,5 +141,5 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     assert half["loss"] == pytest.approx(full["loss"], rel=1e-3)
     for each, found in zip(parted, sharded, strict=True):
         spec = make_spec({"model": wide} | each, "here")
-        planned = 2 * plan_of(spec).wire_bytes(spec, shape_of(spec), Layout((2,)), gloo=True)
+        planned = 2 * plan_of(spec).comm_bytes(spec, shape_of(spec), Layout((2,)), gloo=True)
         assert found["wire_bytes"] == pytest.approx(planned, rel=0.03), each

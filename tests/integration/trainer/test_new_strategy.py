@@ -30,8 +30,8 @@ class ToyPlan(DDPPlan):
         if spec.lora_r == 3:
             raise ValueError("toy: cannot count to three, got lora_r 3: set lora_r=4")
 
-    def wire_bytes(self, spec, shape, layout, *, gloo):
-        return super().wire_bytes(spec, shape, layout, gloo=gloo) / 32
+    def comm_bytes(self, spec, shape, layout, *, gloo):
+        return super().comm_bytes(spec, shape, layout, gloo=gloo) / 32
 
 
 class Toy(DDP):
@@ -90,7 +90,7 @@ def test_it_trains(tree: Path, model_folder: Path, dataset: Path, tmp_path: Path
 def test_it_is_planned(tree: Path) -> None:
     plan = json.loads(ask(tree, "-m", "trainer", "plan", "--no-measure", "--hosts=2", "--json"))
     by = {option["strategy"]: option for option in plan["options"]}
-    assert by["toy"]["wire_bytes"] == by["ddp"]["wire_bytes"] / 32
+    assert by["toy"]["comm_bytes"] == by["ddp"]["comm_bytes"] / 32
     assert plan["recommended"]["strategy"] == "ddp"
 
 

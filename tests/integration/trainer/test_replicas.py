@@ -298,5 +298,5 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     assert exact / 2 <= half["wire_bytes"] <= 1.1 * exact / 2
     assert none["wire_bytes"] < 0.01 * exact
     spec = make_spec({"model": wide} | parted, "here")
-    planned = 2 * plan_of(spec).wire_bytes(spec, shape_of(spec), Layout((1, 1)), gloo=True)
+    planned = 2 * plan_of(spec).comm_bytes(spec, shape_of(spec), Layout((1, 1)), gloo=True)
     assert sharded["wire_bytes"] == pytest.approx(planned, rel=0.03), "without gloo's own scattering"
