@@ -3,7 +3,7 @@
 One task does all steps, so that every host has its own timer. If the wait were a separate task, one unreachable host would
 delay all other hosts until their timers expire.
 
-The host's part has three steps (see plugins/modules/netplan.py): `look` returns what would change, `try` applies it with
+The host's part has three steps (see plugins/modules/netplan.py): `plan` returns the pending change, `try` applies it with
 a rollback timer, and `confirm` makes it permanent.
 """
 
@@ -71,7 +71,7 @@ class AddressChange:
             self._check_keys(new_address)
             if new_address != self.address and self._has_key(new_address):
                 self._resume_at(new_address)
-        info = self.step("look")
+        info = self.step("plan")
         if info.get("failed"):
             return info
         result = {"changed": info["changed"], "diff": info["diff"], "nic": info["nic"]}
@@ -123,7 +123,7 @@ class AddressChange:
         self._connect_to(old)
         while time.monotonic() < deadline:
             try:
-                info = self.step("look")
+                info = self.step("plan")
             except RemoteError:
                 time.sleep(PAUSE)
                 continue
@@ -140,7 +140,7 @@ class AddressChange:
         """Keep the new address if the host already has it. Raises AddressChangeError if another machine has it."""
         self._connect_to(new_address)
         try:
-            self.step("look")
+            self.step("plan")
         except RemoteError as error:
             self._connect_to(self.address)
             if "Host key verification failed" in str(error) or "HOST IDENTIFICATION HAS CHANGED" in str(error):

@@ -142,7 +142,7 @@ def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tu
 
     try:
         loader = DataLoader()
-        if CONFIG_FILE:  # the project's group_vars lie beside its ansible.cfg
+        if CONFIG_FILE:  # the project's group_vars are beside its ansible.cfg
             loader.set_basedir(str(Path(CONFIG_FILE).parent))
         loader.set_vault_secrets(_vault_secrets())
         inventory = InventoryManager(loader=loader, sources=list(sources))
@@ -177,7 +177,7 @@ def _vault_secrets() -> list[Any]:
 
 
 def make_host(name: str, variables: Any) -> Host:
-    """Return what the inventory says about a host. Raises InventoryError if `cluster_processes` is not a number."""
+    """Return the inventory's description of a host. Raises InventoryError if `cluster_processes` is not a number."""
     python = str(variables.get("ansible_python_interpreter") or "")
     try:
         processes = int(variables.get("cluster_processes") or 0)

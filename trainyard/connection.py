@@ -69,7 +69,7 @@ class Login:
 
 @dataclass(frozen=True)
 class Host:
-    """What the inventory says about a host of the cluster."""
+    """The inventory's description of a host of the cluster."""
 
     name: str
     address: str  # the IP address at which its peers reach it

@@ -2,7 +2,7 @@
 
 Modules run on hosts that may lack PyYAML, so this reads the subset of YAML that option documentation needs: block
 mappings and scalars, plus flow lists of plain scalars for `choices` and `default`. tests/unit/test_argument_spec.py
-compares the result with what PyYAML reads, for every module.
+compares the result with that of PyYAML for every module.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ options:
   step:
     description: Part of the change to run; set by the action plugin.
     type: str
-    choices: [look, try, confirm]
-    default: look
+    choices: [plan, try, confirm]
+    default: plan
 extends_documentation_fragment: [trainyard, trainyard.files]
 """
 
@@ -220,7 +220,7 @@ class AddressChange:
 
     # Steps
 
-    def look(self) -> dict[str, Any]:
+    def plan(self) -> dict[str, Any]:
         """Return the pending change: files, NIC, current and new address, and the diff."""
         current = (ssh_session() or ("", 0))[0]
         if self.params["state"] == "absent":
@@ -258,7 +258,7 @@ class AddressChange:
 
     def attempt(self) -> dict[str, Any]:
         """Apply the new files from /run/netplan, and start the rollback timer."""
-        change = self.look()
+        change = self.plan()
         files, nic = change.pop("files"), change["nic"]
         etc_files = {name: text for name, text in files.items() if name.startswith(f"{ETC}/")}
         self.validate(etc_files)
@@ -421,8 +421,8 @@ def main() -> None:
     )
     change = AddressChange(module)
     step = module.params["step"]
-    if step == "look":
-        result = change.look()
+    if step == "plan":
+        result = change.plan()
         result.pop("files")
     else:
         result = change.attempt() if step == "try" else change.confirm()

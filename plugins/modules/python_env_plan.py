@@ -73,7 +73,7 @@ requirements:
   returned: success
   type: list
   elements: str
-pins:
+constraints:
   description: Pinned versions, as lines of a constraints file.
   returned: success
   type: list

@@ -35,7 +35,7 @@ class FakeHost:
 
     def step(self, step: str) -> dict[str, Any]:
         self.steps.append((step, self.target))
-        if step == "look" and self.target == self.address:
+        if step == "plan" and self.target == self.address:
             return {"changed": self.address != NEW, "diff": [], "nic": "eth0", "present": self.address, "target": NEW}
         return self.answers(self, step)
 

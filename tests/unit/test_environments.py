@@ -115,7 +115,7 @@ def test_requirements_of_a_node() -> None:
     assert "wandb" in resolve.requirements(pyproject, ["wandb"], torch=True)
     with pytest.raises(EnvironmentBuildError, match="there is no extra 'wandbb'"):
         resolve.requirements(pyproject, ["wandbb"], torch=True)
-    assert all("==" in line for line in resolve.pins(TOP / "constraints.txt"))
+    assert all("==" in line for line in resolve.read_constraints(TOP / "constraints.txt"))
 
 
 def test_differences_are_a_table_of_different_packages() -> None:
@@ -134,7 +134,7 @@ def test_a_conda_lock_is_read_line_by_line() -> None:
         ("noarch", "tzdata-1-0.tar.bz2"),
     ]
     assert resolve.conda_python(packages) == "3.12.8"
-    request = EnvironmentRequest(REQUEST.requirements, REQUEST.pins, REQUEST.trainer, conda=text)
+    request = EnvironmentRequest(REQUEST.requirements, REQUEST.constraints, REQUEST.trainer, conda=text)
     # The system's Python does not matter with conda: different distributions are of one kind.
     hosts = plan({"a": info(env="conda", version="3.10.1"), "b": info(env="conda", version="3.13.0")}, request)
     assert hosts["a"]["key"] == hosts["b"]["key"] and hosts["b"]["builder"] == "a" and hosts["a"]["tag"] == "3.12"

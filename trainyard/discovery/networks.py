@@ -183,7 +183,7 @@ def mac_addresses(with_ipv6: bool) -> dict[str, str]:
 
 
 def neighbour_limit() -> int:
-    """Return how many addresses may be scanned at once without an overflow of the kernel's neighbour table.
+    """Return the number of addresses that can be scanned at once without an overflow of the kernel's neighbour table.
 
     All network namespaces share the table (gc_thresh3, arp(7)). Half of it is reserved for other programs:
     with a quarter, a scan of a /22 shortly after another scan overflows it.

@@ -34,7 +34,7 @@ class KnownHost:
 def read_known_hosts(paths: Iterable[str]) -> list[KnownHost]:
     """Return the entries of all files. Missing files and malformed lines are ignored.
 
-    `@cert-authority` lines are ignored, too: only a login can verify the certificate of a host.
+    `@cert-authority` lines are also ignored: only a login can verify the certificate of a host.
     """
     entries = []
     for path in paths:
@@ -71,7 +71,7 @@ async def fetch_host_keys(address: str, port: int, timeout: float) -> tuple[str,
     """
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout):
-            # Most machines without SSH refuse at once and need no process.
+            # Most machines without SSH refuse the connection immediately and need no process.
             _, writer = await asyncio.open_connection(address, port)
             writer.transport.abort()
             out = await _ssh_keyscan(address, port, timeout)

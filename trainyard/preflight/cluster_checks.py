@@ -84,7 +84,7 @@ def clocks(states: Sequence[HostState]) -> list[Finding]:
     for state in states:
         sent, received = state.asked
         began, ended = state.health["clock"]
-        # The true offset lies between these two.
+        # The true offset is between these two.
         offsets[state.name] = (began - received + (ended - began), began - sent)
     median = statistics.median((low + high) / 2 for low, high in offsets.values())
     found = []

@@ -10,7 +10,7 @@ from typing import Any
 from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.preflight.host_state import HostState, responding
 
-FACTS_LIMIT = 20.0  # s; a host that hangs does not answer at all
+FACTS_LIMIT = 20.0  # s; a host that hangs never answers
 HEALTH_LIMIT = 300.0  # s; the host computes the digests of all datasets
 
 

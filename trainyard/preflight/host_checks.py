@@ -9,7 +9,9 @@ from typing import Any
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.report import Finding
 
-RUN_OVERHEAD = 200 << 20  # bytes that a run writes besides staged files: logs, events, checkpoints of a small adapter
+RUN_OVERHEAD = (
+    200 << 20
+)  # bytes that a run writes in addition to staged files: logs, events, checkpoints of a small adapter
 DISK_LOW = 10 << 30  # bytes
 MEMORY_LOW = 2048  # MiB
 LINK_LOW = 1000  # Mbit/s that a wired NIC should have negotiated

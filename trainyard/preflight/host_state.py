@@ -13,7 +13,7 @@ class HostState:
     """A host and its answers. The answer to a request that was not sent is empty.
 
     Attributes:
-        host: what the inventory says.
+        host: its description in the inventory.
         facts: the answer of the verb `host_facts`.
         health: the answer of the verb `health`.
         mesh: the answer of the verb `mesh`; None if the host did not take part.

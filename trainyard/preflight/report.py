@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of preflight: findings by severity, the lines to print, and what was measured."""
+    """The result of preflight: findings by severity, the lines to print, and the measurements."""
 
     findings: list[Finding]
     lines: list[str]

@@ -34,14 +34,14 @@ def plan_environments(
         build: whether to build pip's archive and the trainer's wheel if any host changes.
 
     Returns:
-        What the documentation of python_env_plan says.
+        The values that python_env_plan documents.
 
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
     """
     request = EnvironmentRequest(
         resolve.requirements(top / "pyproject.toml", options["extras"], options["torch"]),
-        resolve.pins(Path(options["lock"] or top / "constraints.txt")),
+        resolve.read_constraints(Path(options["lock"] or top / "constraints.txt")),
         trainer_version(top),
         options["flavour"],
         resolve.conda_lock(options["conda_lock"]),
@@ -61,7 +61,7 @@ def plan_environments(
         "todo": todo,
         "hosts": plans,
         "requirements": list(request.requirements),
-        "pins": list(request.pins),
+        "constraints": list(request.constraints),
         "torch": request.torch if options["torch"] else "",
         "trainer": request.trainer,
         "kit": kit,
@@ -81,7 +81,7 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
 
     Args:
         infos: for each host what `python_env_info` returned, in the inventory's order.
-        request: what every environment contains.
+        request: the contents of every environment.
 
     Returns:
         For each host `key` of the environment, `todo` (none, trainer, all), `builder` (the first host with the same key,
@@ -100,7 +100,7 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
         conda = info["env"] == "conda"
         version = resolve.conda_python(resolve.conda_packages(request.conda)) if conda else info["version"]
         tag = ".".join(version.split(".")[:2])
-        parts = [request.requirements, request.pins, flavour, info["env"], tag, info["machine"]]
+        parts = [request.requirements, request.constraints, flavour, info["env"], tag, info["machine"]]
         if conda:
             parts.append(request.conda)
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -28,14 +28,14 @@ class EnvironmentRequest:
 
     Attributes:
         requirements: lines in pip's format.
-        pins: lines of a constraints file.
+        constraints: lines of a constraints file.
         trainer: version of the trainer's wheel.
         flavour: build of torch, or "auto".
         conda: text of an explicit conda lock; empty without conda.
     """
 
     requirements: tuple[str, ...]
-    pins: tuple[str, ...]
+    constraints: tuple[str, ...]
     trainer: str
     flavour: str = "auto"
     conda: str = ""
@@ -43,7 +43,7 @@ class EnvironmentRequest:
     @property
     def torch(self) -> str:
         """The pinned requirement of torch."""
-        return next((line for line in self.pins if line.startswith("torch==")), "torch")
+        return next((line for line in self.constraints if line.startswith("torch==")), "torch")
 
 
 def requirements(pyproject: Path, extras: Sequence[str], torch: bool) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def requirements(pyproject: Path, extras: Sequence[str], torch: bool) -> tuple[s
     return tuple(dict.fromkeys([*project["dependencies"], *(line for name in groups for line in known[name])]))
 
 
-def pins(lock: Path) -> tuple[str, ...]:
+def read_constraints(lock: Path) -> tuple[str, ...]:
     """Return the lines of a constraints file, without comments. Raises EnvironmentBuildError."""
     lines = [line.split("#")[0].strip() for line in _read("python_lock", lock).splitlines()]
     return tuple(line for line in lines if line)
@@ -84,8 +84,8 @@ def _read(option: str, path: Path) -> str:
 def choose_flavour(requested: str, infos: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the build of torch for all hosts.
 
-    Ranks with different builds cannot train together, so there is one build for all. A host without a GPU runs a CUDA
-    build, too.
+    Ranks with different builds cannot train together, so there is one build for all. A host without a GPU also
+    runs a CUDA build.
 
     Args:
         requested: a build, or "auto" for the preferred one that all drivers and GPUs support (cpu without any driver).

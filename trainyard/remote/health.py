@@ -22,7 +22,7 @@ from trainyard.remote.network import interface_details
 BUSY_LOOP = 0.6  # s that a busy loop runs, to measure the share of a core that this host gets
 PAUSE = 0.035  # s
 WATCH = 0.5  # s over which the CPU use of other processes is measured
-RESOLVE_LIMIT = 6.0  # s for all names; a dead DNS server takes 10 s per name
+RESOLVE_LIMIT = 6.0  # s for all names; an unreachable DNS server takes 10 s per name
 # How Python is started for a request (see trainyard/remote_archive.py); two hosts of an inventory may be one machine.
 REQUEST_FLAGS = b"\0-I\0-S\0-c\0"
 PF_KTHREAD = 0x00200000  # linux/sched.h
@@ -257,7 +257,7 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
         if path.is_file() and not sha256(path).startswith(path.name.partition(".")[0]):
             damaged.append(str(path))
     folder = data_dir / "datasets"
-    # A folder that is mounted from the head holds the head's files, and a dead head takes long to answer.
+    # A mounted folder holds the head's files, and reading it from an unreachable head takes long.
     if folder.is_dir() and f" {folder} " not in read("/proc/mounts"):
         for path in sorted(folder.rglob("*")):
             if path.is_file():

@@ -1,4 +1,4 @@
-"""The connectivity mesh: whether every host reaches every other host as ranks will. Standard library only.
+"""The connectivity mesh: checks that every pair of hosts can connect as ranks do. Standard library only.
 
 The program runs on all hosts at once. Every host listens on the same ports at its cluster address and connects to them
 on all its peers. Both ends prove that they know a token, so that another server on the port does not pass for a peer.

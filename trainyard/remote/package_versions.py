@@ -1,4 +1,4 @@
-"""Versions of the packages of a Python environment. Standard library only; Ansible modules import it as well."""
+"""Versions of the packages of a Python environment. Standard library only; Ansible modules also import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's side of staging: find the files that are missing, and put the ones that have arrived in their place.
+"""The host's side of staging: find missing files, and move received files to their targets.
 
 Standard library only.
 """
@@ -54,12 +54,12 @@ class Digests:
 
 
 def _identity(stat: os.stat_result) -> list[int]:
-    # ctime changes with every write, and no program can set it back.
+    # ctime changes with every write, and no program can set it.
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def receive(request: dict[str, Any]) -> dict[str, Any]:
-    """Put the files that have arrived in their place; if none is missing, write the small files as well.
+    """Move the files that have arrived to their targets; if none is missing, also write the small files.
 
     Args:
         request: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `contents`, {path: [mode, content in
@@ -99,7 +99,7 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def install(temporary: Path, target: Path, digest: str) -> None:
-    """Move a file that has arrived to its place. Raises ValueError, and removes it, if it does not have its digest."""
+    """Move a received file to its target. If its digest is wrong, remove it and raise ValueError."""
     with temporary.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != digest:
