@@ -1,4 +1,4 @@
-"""Generate the pages that are read off the code: the reference pages in docs/ and the READMEs of the roles.
+"""Generate the pages that derive from the code: the reference pages in docs/ and the READMEs of the roles.
 
 ``write_docs.py`` writes the pages that differ. ``write_docs.py --check`` writes nothing, names them, and exits with 1.
 """

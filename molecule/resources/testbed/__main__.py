@@ -18,7 +18,7 @@ from .machine import LabError
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
     options = _parser().parse_args(arguments)
-    # A shell ignores SIGINT for background processes: handle it there too.
+    # A shell ignores SIGINT for background processes: handle it there as well.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # SIGTERM unwinds the stack as Ctrl+C does: an unfinished lab is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -96,7 +96,7 @@ def list_faults(lab: Lab, options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="testbed", description="Hosts on this machine with systemd, sshd, an address and a disk of their own."
+        prog="testbed", description="Hosts on this machine, each with systemd, sshd, an address and a disk."
     )
     parser.add_argument("--name", default="lab", help="name of the lab (%(default)s)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

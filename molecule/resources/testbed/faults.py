@@ -16,7 +16,7 @@ SAVED = "/var/lib/lab-fault"  # on the host: the files that a fault replaced
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: `usage` names its arguments, `description` says what it does."""
+    """A fault: `usage` names its arguments, `description` describes its effect."""
 
     usage: str
     description: str

@@ -1,4 +1,4 @@
-"""The files of lab hosts: what they copy from this machine, and each host's own name, address, keys and disk."""
+"""The files of lab hosts: copies from this machine, and the name, address, keys and disk of each host."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_shared(lab: Lab, kind: str, venv: Path | None) -> None:
 
 
 def write_host(lab: Lab, kind: str, host: Host) -> None:
-    """Write a host's own files, and create the disk of a light host."""
+    """Write the files of one host, and create the disk of a light host."""
     folder = lab.folder / host.name
     files = folder / "files"
     _write(files / "etc/hostname", f"{host.name}\n")
@@ -75,7 +75,7 @@ def write_host(lab: Lab, kind: str, host: Host) -> None:
         image = folder / "disk.img"
         with image.open("wb") as file:
             file.truncate(int(DISK[:-1]) << 30)
-        # No journal: the disk does not outlive a boot of this machine. No reserved blocks: a full disk is full for root too.
+        # No journal: the disk does not outlive a boot of this machine. No reserved blocks: a full disk is also full for root.
         run("mke2fs", "-q", "-t", "ext4", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1", image)
 
 

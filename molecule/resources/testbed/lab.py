@@ -139,7 +139,7 @@ class Lab:
         return None
 
     def in_lab(self, *argv: str | Path, check: bool = True) -> str:
-        """Run a command in the network namespace of the switch: a stranger on the network of the hosts."""
+        """Run a command in the network namespace of the switch, from an address outside of the cluster."""
         return run("nsenter", f"--net=/proc/{self.running.holder}/ns/net", *argv, check=check)
 
     def inside(self, host: Host, script: str, check: bool = True) -> str:
@@ -188,7 +188,7 @@ class Lab:
                 raise
 
     def down(self) -> None:
-        """Stop the lab and remove everything of it. Does nothing if there is no such lab."""
+        """Stop the lab and remove its files and processes. Does nothing if there is no such lab."""
         if LABS.exists():
             with root.locked(LABS / f"{self.name}.lock"):
                 self._down()
@@ -409,7 +409,7 @@ class Lab:
 
 
 def names() -> list[str]:
-    """Every lab that is up, or of which something is left."""
+    """Return every lab that is running or left files behind."""
     return sorted(path.name for path in LABS.iterdir() if path.is_dir()) if LABS.exists() else []
 
 

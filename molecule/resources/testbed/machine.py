@@ -1,4 +1,4 @@
-"""This machine: what a lab requires of it, and the settings that the hosts of a lab copy from it."""
+"""This machine: the requirements of a lab, and the settings that the hosts of a lab copy."""
 
 from __future__ import annotations
 

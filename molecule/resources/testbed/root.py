@@ -77,7 +77,7 @@ def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, r
     argv = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={include}"]
     argv += [f"--aptopt={option}" for option in options]
     argv += [f"--customize-hook={hook}", codename, str(unfinished), str(listing)]
-    # A mount namespace of its own: the mounts of mmdebstrap end with it, and this machine's mounts stay unchanged.
+    # A separate mount namespace: the mounts of mmdebstrap end with it, and this machine's mounts stay unchanged.
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", *argv],
         env={**os.environ, "LC_ALL": "C.UTF-8"},
@@ -91,7 +91,7 @@ def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, r
     if done.returncode:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise LabError(f"mmdebstrap cannot build the root file system of the hosts: {done.stdout.strip()[-800:]}")
-    # The root has no package lists. Ansible's cache_valid_time goes by this time stamp: it must not look like a recent update.
+    # The root has no package lists. Ansible's cache_valid_time uses this time stamp, which must not be recent.
     os.utime(unfinished / "var/lib/apt/lists", (0, 0))
     unfinished.rename(root)
 
@@ -102,7 +102,7 @@ def locked(path: Path) -> Iterator[None]:
     while True:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # The previous holder removed the file: this lock excludes nobody, and another process may hold a new file.
+            # The previous holder removed the file: this lock excludes no process, and another process may hold a new file.
             if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
                 continue
             try:
