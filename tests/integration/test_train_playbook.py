@@ -88,7 +88,7 @@ SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
         ({"master_prt": 29500}, ["-e master_prt", "'master_port'"]),
         ({"lr": "fast"}, ["lr: expected a number > 0", "got 'fast'"]),
         ({"batch_size": 0}, ["batch_size: expected an integer", "got 0"]),
-        ({"precision": "bf16"}, ["precision: got 'bf16'", "bf16-mixed"]),
+        ({"precision": "bf16"}, ["precision: expected one of", "got 'bf16'", "bf16-mixed"]),
         ({"model": "./no-such-model"}, ["./no-such-model", "local model folder"]),
         ({"model": "tinny"}, ["tinny", "did you mean 'tiny'"]),
         ({"model": "some-org/some-model"}, ["some-org/some-model", "HF_HUB_OFFLINE"]),

@@ -231,7 +231,7 @@ def test_a_lost_host(lab: Lab, site: Site, fault: str) -> None:
     lost = lab.hosts[1]
     site.at_step(1)
     began = time.monotonic()
-    faults.FAULTS[fault].do(lab, lost)
+    faults.FAULTS[fault].inject(lab, lost)
     assert playbook.wait(60) == 2
     took = time.monotonic() - began
     print(f"{fault} to the playbook's end:", round(took, 2), "s")
@@ -247,7 +247,7 @@ def test_power_is_lost(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan())
     site.at_step(2)
     began = time.monotonic()
-    faults.FAULTS["crash"].do(lab, lab.hosts[2])
+    faults.FAULTS["crash"].inject(lab, lab.hosts[2])
     assert playbook.wait(60) == 2
     assert time.monotonic() - began < 15
     assert site.error().startswith("error: node3 has not answered for 1")
@@ -259,7 +259,7 @@ def test_power_is_lost(lab: Lab, site: Site) -> None:
 
 def test_the_kernel_kills_a_rank_for_memory(lab: Lab, site: Site) -> None:
     site.stage("FAKE=1:3:eat\n")
-    faults.FAULTS["memory"].do(lab, lab.hosts[1], "1000")
+    faults.FAULTS["memory"].inject(lab, lab.hosts[1], "1000")
     playbook = site.run(site.plan(torchrun=True))
     assert playbook.wait(120) == 2
     assert site.error() == "error: rank 1 on node2 was killed by SIGKILL, while its machine was out of memory"

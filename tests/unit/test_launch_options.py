@@ -50,12 +50,12 @@ def test_values_may_be_text() -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"min_nodes": "two"}, "min_nodes: got 'two', takes an integer >= 0 (-e)"),
-        ({"retries": -1}, "retries: got -1, takes an integer >= 0 (-e)"),
-        ({"max_restarts": True}, "max_restarts: got True, takes an integer >= 0 (-e)"),
-        ({"master_port": 70000}, "master_port: got 70000, takes an integer >= 1 and <= 65535 (-e)"),
-        ({"stall_limit": "inf"}, "stall_limit: got 'inf', takes a number of seconds > 0 (-e)"),
-        ({"elastic": "maybe"}, "elastic: got 'maybe', takes true or false (-e)"),
+        ({"min_nodes": "two"}, "min_nodes: expected an integer >= 0, got 'two' (-e)"),
+        ({"retries": -1}, "retries: expected an integer >= 0, got -1 (-e)"),
+        ({"max_restarts": True}, "max_restarts: expected an integer >= 0, got True (-e)"),
+        ({"master_port": 70000}, "master_port: expected an integer >= 1 and <= 65535, got 70000 (-e)"),
+        ({"stall_limit": "inf"}, "stall_limit: expected a number of seconds > 0, got 'inf' (-e)"),
+        ({"elastic": "maybe"}, "elastic: expected true or false, got 'maybe' (-e)"),
         ({"max_restart": 1}, "unknown launch option 'max_restart' in -e; did you mean 'max_restarts'?"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_bad_option_is_one_line(given: dict[str, Any], error: str) -> None:
 def test_a_secret_is_not_in_an_error() -> None:
     with pytest.raises(UserError) as raised:
         make_options({"run_env": "HF_TOKEN=secret"}, "-e")
-    assert str(raised.value) == "run_env: got str, takes names and values (-e)"
+    assert str(raised.value) == "run_env: expected names and values, got str (-e)"
 
 
 def test_options_come_from_variables_of_the_inventory() -> None:

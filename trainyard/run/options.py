@@ -121,7 +121,7 @@ def make_options(values: Mapping[str, Any], where: str = "the launch options") -
         bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
         # The values of run_env may be secrets.
         shown = {name: type(given[name]).__name__ if name == "run_env" else repr(given[name]) for name in bad}
-        lines = [f"{source[name]}: got {shown[name]}, takes {expected_value(OPTIONS[name])}" for name in bad]
+        lines = [f"{source[name]}: expected {expected_value(OPTIONS[name])}, got {shown[name]}" for name in bad]
         raise UserError(f"{'; '.join(lines)} ({where})") from None
 
 
