@@ -121,6 +121,7 @@ class AddressChange:
         self.backup = Path(self.params["backup_dir"], "before.json")
 
     def fail(self, message: str) -> NoReturn:
+        """End the module with an error of one line."""
         self.module.fail_json(msg=message, plain=True)
         raise AssertionError  # fail_json ends the process
 

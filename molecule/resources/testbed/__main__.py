@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def up(lab: Lab, options: argparse.Namespace) -> None:
+    """Start the lab, or change its number of hosts, and print its hosts."""
     start = time.monotonic()
     lab.up(options.hosts, options.kind, options.venv and options.venv.absolute())
     if options.inventory:
@@ -49,6 +50,7 @@ def up(lab: Lab, options: argparse.Namespace) -> None:
 
 
 def down(lab: Lab, options: argparse.Namespace) -> None:
+    """Stop the lab and remove its files."""
     machine.require("light")
     for name in lab_names() if options.all else [lab.name]:
         Lab(name).down()
@@ -57,12 +59,14 @@ def down(lab: Lab, options: argparse.Namespace) -> None:
 
 
 def clean(lab: Lab, options: argparse.Namespace) -> None:
+    """Remove the cached root file systems. Raises LabError while a lab is running."""
     if lab_names():
         raise LabError(f"labs are running ({', '.join(lab_names())}): take them down first")
     shutil.rmtree(machine.CACHE / "roots", ignore_errors=True)
 
 
 def status(lab: Lab, options: argparse.Namespace) -> None:
+    """Print every lab with its hosts."""
     for name in lab_names():
         one = Lab(name)
         if not one.state:
@@ -73,23 +77,28 @@ def status(lab: Lab, options: argparse.Namespace) -> None:
 
 
 def fault(lab: Lab, options: argparse.Namespace) -> None:
+    """Inject a fault on a host."""
     faults.inject(lab, lab.host(options.host), options.fault, *options.arguments)
 
 
 def undo(lab: Lab, options: argparse.Namespace) -> None:
+    """Undo faults on a host."""
     faults.undo(lab, lab.host(options.host), *options.faults)
 
 
 def reboot(lab: Lab, options: argparse.Namespace) -> None:
+    """Reboot a host."""
     lab.reboot(lab.host(options.host))
 
 
 def ssh(lab: Lab, options: argparse.Namespace) -> None:
+    """Log in to a host, or run a command on it."""
     argv = [str(word) for word in lab.ssh(lab.host(options.host))]
     os.execvp("ssh", [*argv, *options.command])
 
 
 def list_faults(lab: Lab, options: argparse.Namespace) -> None:
+    """Print the faults and their arguments."""
     for name, fault in faults.FAULTS.items():
         print(f"{name + ' ' + fault.usage:<32} {fault.description}")
 

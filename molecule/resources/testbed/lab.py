@@ -32,20 +32,24 @@ class Host:
 
     @property
     def name(self) -> str:
+        """The inventory name."""
         return f"node{self.index}"
 
     @property
     def address(self) -> str:
-        # From .9 on: sorted as strings .10 precedes .9, and nothing may depend on that order.
+        """The IPv4 address in the network of the lab."""
+        # Starts at .9: as strings .10 sorts before .9, which reveals code that depends on the order of strings.
         return f"10.231.{self.net}.{8 + self.index}"
 
     @property
     def nic(self) -> str:
-        # Every host has another name for its NIC, as different machines do.
+        """The name of its network device."""
+        # The name differs between hosts, as on real machines.
         return f"enp{self.index}s0"
 
     @property
     def mac(self) -> str:
+        """The MAC address of its network device."""
         return f"02:79:00:00:{self.net:02x}:{8 + self.index:02x}"
 
 
