@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class KnownHosts(NamedTuple):
-    """What ssh looks up for a host: its name in known_hosts, the port, and the files, with the user's own file first."""
+    """The host key lookup of ssh: the name in known_hosts, the port, and the files, with the user's own file first."""
 
     name: str
     port: int
@@ -45,7 +45,7 @@ class KnownHosts(NamedTuple):
 
 
 def find_known_hosts(executable: str, arguments: str, host: str, port: int | None) -> KnownHosts:
-    """Return what ssh looks up for a host, given its command-line arguments and the configuration of this machine.
+    """Return the host key lookup of ssh for its command-line arguments and the configuration of this machine.
 
     Raises:
         subprocess.CalledProcessError: ssh rejects the arguments.

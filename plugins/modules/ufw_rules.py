@@ -181,7 +181,7 @@ def reject_firewalld(module: AnsibleModule) -> None:
 
 
 def save_state(module: AnsibleModule, state: dict[str, Any]) -> None:
-    """Store ufw's settings and rule files, unless a former call did."""
+    """Store ufw's settings and rule files, unless an earlier call stored them."""
     backup = Path(module.params["backup_dir"], "before.json")
     if backup.exists() or module.check_mode:
         return

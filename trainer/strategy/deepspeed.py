@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: ranks shard the optimizer state (stage 1), also gradients (stage 2), also weights (stage 3).
+"""DeepSpeed ZeRO: ranks shard the optimizer state (stage 1), and also gradients (stage 2) and weights (stage 3).
 
 https://deepspeed.readthedocs.io/en/latest/zero3.html
 

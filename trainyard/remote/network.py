@@ -82,7 +82,7 @@ def interface_of(address: str) -> str:
 
 
 def addresses() -> list[str]:
-    """Return this host's IPv4 addresses in order, without loopback: they tell clones of one image apart."""
+    """Return this host's IPv4 addresses in order, without loopback: they distinguish clones of one image."""
     return sorted({entry["address"] for entry in interfaces() if not entry["address"].startswith("127.")})
 
 
