@@ -115,6 +115,9 @@ class DDP(Strategy):
                 init_sync=False,
             )
             if spec.gradient_comm_dtype == "bf16":
+                # DDP compares the annotations with its types; `from __future__ import annotations` makes them strings.
+                bf16_mean.__annotations__["bucket"] = dist.GradBucket
+                bf16_mean.__annotations__["return"] = torch.futures.Future[torch.Tensor]
                 self.module.register_comm_hook(self.replica_group.group, bf16_mean)
         self.optimizer = make_optimizer(spec, self.trained.values())
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=spec.precision == "fp16-mixed")
