@@ -40,12 +40,12 @@ def weights(run_dir: Path) -> str:
 def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run: str = "r") -> None:
     """Compare the samples of all ranks in every step with the order, which is independent of ranks. `ranks`: (host, rank)."""
     order = the_order(cluster, run)
-    took = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
+    recorded = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
     steps = read_spec(cluster.run_dir(0, run) / "spec.yml", {}, "").max_steps or order.steps
-    for records_of_rank in took:
+    for records_of_rank in recorded:
         assert [record["step"] for record in records_of_rank] == list(range(1, steps + 1))
     for step in range(steps):
-        assert [row for rank in took for row in rank[step]["rows"]] == order.step(step)
+        assert [row for rank in recorded for row in rank[step]["rows"]] == order.step(step)
 
 
 def the_order(cluster: Cluster, run: str = "r") -> Order:
@@ -114,7 +114,7 @@ def stopped(cluster: Cluster, how: str) -> int:
     return step
 
 
-def test_stop_and_resume_with_as_many_fewer_and_more_hosts(cluster: Cluster, straight: Cluster) -> None:
+def test_stop_and_resume_with_the_same_fewer_and_more_hosts(cluster: Cluster, straight: Cluster) -> None:
     step = stopped(cluster, "file")
     for name in ("fewer", "more"):
         for host in (0, 1):

@@ -230,7 +230,7 @@ def test_memory_of_deepspeed_itself_is_included(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "stage", [1, 2]
-)  # stage 1: flat copies of all gradients and of half of them; stage 2: of half of them, twice
+)  # stage 1: all gradients, and a flat copy of half of them; stage 2: half of them, and two flat copies of these
 def test_flat_gradients_of_deepspeed_count_where_they_exceed_activations(stage: int) -> None:
     shape = read_shape(BIG)
     fields = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
