@@ -27,7 +27,7 @@ SHORT = ".".join(map(str, sys.version_info[:2]))
 LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages", "__pycache__"}
 
 CONDA = """#!/usr/bin/env python3
-# Stand-in for conda: create --prefix P --file LOCK, done by rattler.
+# Replaces conda: implements create --prefix P --file LOCK with rattler.
 import asyncio, os, sys
 sys.path.insert(0, "@PREFIX@/site")
 from rattler import PackageRecord, RepoDataRecord, install
@@ -44,7 +44,7 @@ asyncio.run(install(records, prefix, cache_dir=os.environ["CONDA_PKGS_DIRS"], sh
 os._exit(0)  # its threads and the end of the interpreter do not always get along
 """
 INSTALLER = """#!/bin/bash
-# Stand-in for Miniforge's installer: -b -u -p PREFIX. What follows the last line is a wheel of rattler.
+# Replaces Miniforge's installer: -b -u -p PREFIX. A wheel of rattler follows the last line.
 set -eu
 mkdir -p "$4/bin"
 python3 - "$0" "$4" <<'P'

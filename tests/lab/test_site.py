@@ -156,7 +156,7 @@ def check_cluster(lab: Lab) -> None:
 @pytest.mark.long
 def test_site_and_reset_restore_stock_hosts(bare: Lab, everything: dict[str, Any]) -> None:
     stock = {host.name: state(bare, host) for host in bare.hosts}
-    had = {host.name: packages(bare, host) for host in bare.hosts}
+    packages_before = {host.name: packages(bare, host) for host in bare.hosts}
 
     checked = run_playbook("site.yml", bare.inventory, everything, "--check --diff")
     assert checked.rc == 0, checked.stdout
@@ -174,7 +174,7 @@ def test_site_and_reset_restore_stock_hosts(bare: Lab, everything: dict[str, Any
     assert gone.rc == 0, gone.stdout
     for host in bare.hosts:
         differs = differences(stock[host.name], state(bare, host))
-        installed = changed_by(packages(bare, host) - had[host.name]) if differs else set()
+        installed = changed_by(packages(bare, host) - packages_before[host.name]) if differs else set()
         remaining = {path: what for path, what in differs.items() if path not in installed}
         assert not remaining, f"{host.name}: {remaining}"
     twice = run_playbook("playbooks/reset.yml", bare.inventory, everything)
@@ -214,7 +214,7 @@ def tasks_in(output: Path) -> int:
 @pytest.mark.long
 def test_killed_site_converges(everything: dict[str, Any], tmp_path: Path) -> None:
     """After kills at random tasks, once or several times, site.yml repairs everything, and a further run changes nothing."""
-    dice = random.Random(SEED)
+    generator = random.Random(SEED)
     variables = tmp_path / "variables.json"
     variables.write_text(json.dumps(everything))
     with stock_hosts() as lab:
@@ -224,15 +224,15 @@ def test_killed_site_converges(everything: dict[str, Any], tmp_path: Path) -> No
         ).read_text()
         total = tasks_in(tmp_path / "complete.txt")
         check_cluster(lab)
-    points = dice.sample(range(1, total), KILLS)
+    points = generator.sample(range(1, total), KILLS)
     # Half of the kills happen on separate hosts, the others one after another on the same hosts.
     alone = points[: (KILLS + 1) // 2]
     together = sorted(points[len(alone) :])
-    for life in [*([point] for point in alone), *([together] if together else [])]:
+    for kill_tasks in [*([point] for point in alone), *([together] if together else [])]:
         kills = []
         with stock_hosts() as lab:
-            for task in life:
-                output, delay = tmp_path / f"killed-{task}.txt", dice.uniform(0, 1)
+            for task in kill_tasks:
+                output, delay = tmp_path / f"killed-{task}.txt", generator.uniform(0, 1)
                 code = play_site(lab.inventory, variables, output, task, delay)
                 last = output.read_text().rpartition("\nTASK [")[2].partition("]")[0]
                 kills.append(
@@ -240,7 +240,7 @@ def test_killed_site_converges(everything: dict[str, Any], tmp_path: Path) -> No
                 )
                 print(kills[-1], flush=True)
                 # Completed work is skipped: a later run may end before it reaches its task.
-                assert code is None or (code == 0 and task != life[0]), f"{kills}\n{output.read_text()}"
+                assert code is None or (code == 0 and task != kill_tasks[0]), f"{kills}\n{output.read_text()}"
             made = run_playbook("site.yml", lab.inventory, everything)
             assert made.rc == 0, f"{kills}\n{made.stdout}"
             again = run_playbook("site.yml", lab.inventory, everything)

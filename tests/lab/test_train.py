@@ -96,14 +96,14 @@ def test_auto_uses_the_measured_link_speed(
     fields["render_to"] = str(tmp_path / "out")
     faults.inject(provisioned, hosts[1], "shape", "10mbit")
     try:
-        thin = run_playbook("train.yml", provisioned.inventory, fields)
+        slow_link = run_playbook("train.yml", provisioned.inventory, fields)
     finally:
         faults.undo(provisioned, hosts[1], "shape")
-    assert thin.rc == 0 and "auto selected diloco: ddp would spend " in thin.stdout, thin.stdout
-    mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", thin.stdout)
-    assert mbit and 5 <= float(mbit[1]) <= 12, thin.stdout
-    thick = run_playbook("train.yml", provisioned.inventory, fields)
-    assert thick.rc == 0 and "auto selected ddp: it fits, and " in thick.stdout, thick.stdout
+    assert slow_link.rc == 0 and "auto selected diloco: ddp would spend " in slow_link.stdout, slow_link.stdout
+    mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", slow_link.stdout)
+    assert mbit and 5 <= float(mbit[1]) <= 12, slow_link.stdout
+    fast_link = run_playbook("train.yml", provisioned.inventory, fields)
+    assert fast_link.rc == 0 and "auto selected ddp: it fits, and " in fast_link.stdout, fast_link.stdout
 
 
 def losses(lab: Lab, host: Host, run: str) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from run_hosts import free_port
 from test_replicas import LONG, PAIR, newest, result
-from test_torchrun import assert_every_sample_once, the_order, weights
+from test_torchrun import assert_every_sample_once, sample_order, weights
 from trainer_runs import TOP, Cluster, Here, lines, losses, until
 
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
@@ -63,7 +63,7 @@ def test_records_of_an_incomplete_round_are_invalid() -> None:
     assert history.start == "a" and restarted.start == "d"
 
 
-def both(cluster: Cluster, lighthouse: str, run: str = "r", **fields: Any) -> None:
+def run_two_replicas(cluster: Cluster, lighthouse: str, run: str = "r", **fields: Any) -> None:
     launchers = [cluster.start_replica(number, 2, lighthouse, run, **(TORCHFT | fields)) for number in (0, 1)]
     assert cluster.wait(launchers, 150) == [0, 0], cluster.logs(run)
 
@@ -81,7 +81,7 @@ def test_curve_equals_fixed_membership_and_resumes(cluster: Cluster) -> None:
     lighthouse = cluster.lighthouse()
     launchers = [cluster.start_replica(number, 2, lighthouse, **TORCHFT) for number in (0, 1)]
     step = cluster.stop_between(launchers, 100)
-    both(cluster, lighthouse)
+    run_two_replicas(cluster, lighthouse)
     assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)) == wanted, "bit-equal"
     assert_every_sample_once(cluster, PAIR)
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "plain"))
@@ -89,7 +89,7 @@ def test_curve_equals_fixed_membership_and_resumes(cluster: Cluster) -> None:
 
     # A host with an empty disk receives the state of its peer; here it is the head, the default source of the state.
     shutil.rmtree(cluster.run_dir(0, "lost"))
-    both(cluster, lighthouse, "lost")
+    run_two_replicas(cluster, lighthouse, "lost")
     assert f"checkpoint: step {step} was received from another replica" in cluster.logs("lost")
     assert losses(cluster.run_dir(0, "lost")) == losses(cluster.run_dir(1, "lost"))
     assert losses(cluster.run_dir(0, "lost"))[:step] == wanted[:step]
@@ -134,8 +134,8 @@ class Supervised:
 @pytest.mark.slow
 def test_a_lighthouse_that_cannot_listen_is_reported_and_ends_the_run(cluster: Cluster) -> None:
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        lighthouse = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lighthouse = f"127.0.0.1:{listener.getsockname()[1]}"
         part = Supervised(cluster, 0, 2, lighthouse, **TORCHFT)
         try:
             until(lambda: part.status()["status"] != "running", 60, "the end of the run")
@@ -204,14 +204,14 @@ def test_replica_leaves_and_rejoins(victim: int, number: signal.Signals, cluster
     assert len(losses(cluster.run_dir(0))) == 150
 
     # Samples of the round in which it died are not trained on, and are counted; no other sample is lost or repeated.
-    order = the_order(cluster)
-    taken: dict[int, list[list[int]]] = {}
+    order = sample_order(cluster)
+    recorded: dict[int, list[list[int]]] = {}
     for host in (0, 1):
         for record in lines(cluster.run_dir(host) / "samples" / f"rank{host}.jsonl"):
-            taken.setdefault(record["step"], []).extend(record["rows"])
-    assert sorted(taken) == list(range(1, 151))
+            recorded.setdefault(record["step"], []).extend(record["rows"])
+    assert sorted(recorded) == list(range(1, 151))
     missed: dict[int, int] = {}
-    for step, rows in taken.items():
+    for step, rows in recorded.items():
         due = Counter(map(tuple, order.step(step - 1)))
         assert Counter(map(tuple, rows)) <= due, "no row is repeated"
         if lost := sum(map(len, order.step(step - 1))) - sum(map(len, rows)):
@@ -221,7 +221,7 @@ def test_replica_leaves_and_rejoins(victim: int, number: signal.Signals, cluster
     assert max(missed) - min(missed) < 5 and max(missed) % 5 == 0, "all in one round"
     assert summary["replicas"] == {"configured": 2, "at_the_end": [0, 1]}
     metrics = lines(cluster.run_dir(other) / "metrics.jsonl")
-    assert [sum(map(len, taken[record["step"]])) for record in metrics] == [record["samples"] for record in metrics]
+    assert [sum(map(len, recorded[record["step"]])) for record in metrics] == [record["samples"] for record in metrics]
 
 
 @pytest.mark.slow

@@ -32,9 +32,9 @@ def test_the_head_computes_only_tokens_with_loss(corpus: Any) -> None:  # noqa: 
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[:-1].numel()))
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
-    made = batch(corpus, rows)
-    TokenLoss(model)(*made)
-    assert seen == [int((made.labels[:, 1:] != -100).sum())]
+    packed = batch(corpus, rows)
+    TokenLoss(model)(*packed)
+    assert seen == [int((packed.labels[:, 1:] != -100).sum())]
 
 
 def test_a_model_without_a_head_module_has_the_same_loss(corpus: Any) -> None:  # noqa: F811
@@ -113,12 +113,15 @@ def test_the_base_is_in_four_bits(model_folder: Path) -> None:
 
 
 # In a separate network namespace, the counters include only this run.
-ALONE = ["unshare", "--user", "--map-root-user", "--net"]
-MAY = subprocess.run([*ALONE, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode == 0
+UNSHARE_NETWORK = ["unshare", "--user", "--map-root-user", "--net"]
+CAN_UNSHARE = (
+    subprocess.run([*UNSHARE_NETWORK, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode
+    == 0
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MAY, reason="network namespaces are unavailable (unshare --net)")
+@pytest.mark.skipif(not CAN_UNSHARE, reason="network namespaces are unavailable (unshare --net)")
 def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     """Per step and rank, DDP sends 4 B x adapter parameters x 2(N-1)/N, and half of that in bf16; FSDP sends the planned bytes."""
     fields: dict[str, Any] = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2}
@@ -130,7 +133,7 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     several += [about | {"model": wide, "fields": each} for each in sharded_fields]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     torchrun += [f"--master-port={free_port()}", str(TOP / "benchmarks/speed_one.py"), "trainyard"]
-    command = [*ALONE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *torchrun, json.dumps(several)]
+    command = [*UNSHARE_NETWORK, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *torchrun, json.dumps(several)]
     environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_hosts import free_port
 from safetensors.torch import load_file
-from test_fast_kernels import ALONE, CPU, MAY
+from test_fast_kernels import CAN_UNSHARE, CPU, UNSHARE_NETWORK
 from test_torchrun import assert_every_sample_once, weights
 from trainer_runs import TOP, WIDE, Cluster, Here, llama
 
@@ -39,14 +39,14 @@ FOUR = [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
 @given(st.integers(0, 300), st.lists(st.floats(0.05, 20), min_size=1, max_size=8))
-def test_micro_batches_are_distributed_by_share(turns: int, shares: list[float]) -> None:
-    taken = Counter(deal(turns, shares))
+def test_portions_are_assigned_in_proportion_to_shares(turns: int, shares: list[float]) -> None:
+    assigned = Counter(deal(turns, shares))
     for place, share in enumerate(shares):
-        assert abs(taken[place] - turns * share / sum(shares)) < len(shares)
+        assert abs(assigned[place] - turns * share / sum(shares)) < len(shares)
     assert deal(turns, [shares[0]] * len(shares)) == [turn % len(shares) for turn in range(turns)]
 
 
-def test_a_slow_replica_has_fewer_micro_batches() -> None:
+def test_a_slow_replica_has_fewer_portions() -> None:
     assert Counter(deal(20, [1.0, 3.0])) == {0: 5, 1: 15}
     assert by_speed([1.0, 1.0], [0.0, 0.3]) == [1.0, 1.0], "not measured yet"
     assert by_speed([1.0, 1.0], [0.3, 0.35]) == [1.0, 1.0], "noise"
@@ -267,7 +267,7 @@ def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MAY, reason="network namespaces are unavailable (unshare --net)")
+@pytest.mark.skipif(not CAN_UNSHARE, reason="network namespaces are unavailable (unshare --net)")
 def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     """Per local_steps steps, diloco sends the bytes of one DDP step, and half of them in 16 bits; averaging sends nothing."""
     fields = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2, "local_steps": 5}
@@ -287,7 +287,7 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     launch += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     hosts = " & ".join(f'"$@" --node-rank={host} benchmarks/speed_one.py trainyard "$about"' for host in (1, 0))
     shell = f"ip link set lo up; about=$1; shift; {hosts}; code=$?; wait; exit $code"
-    command = [*ALONE, "sh", "-c", shell, "sh", json.dumps(several), *launch]
+    command = [*UNSHARE_NETWORK, "sh", "-c", shell, "sh", json.dumps(several), *launch]
     environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

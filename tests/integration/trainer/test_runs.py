@@ -284,8 +284,8 @@ def test_a_second_interrupt_ends_the_run_at_once_but_not_under_torchrun(
 def test_an_interrupt_while_torch_is_imported_is_a_one_line_error(tmp_path: Path, dataset: Path) -> None:
     command = [sys.executable, "-m", "trainer", "--run=r", f"--dataset={dataset}", f"--data-dir={tmp_path}"]
     # Tests in the background of a shell ignore SIGINT, and a child process would inherit that.
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    process = subprocess.Popen(command, cwd=TOP, stderr=subprocess.PIPE, text=True, **heard)
+    signal_options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, cwd=TOP, stderr=subprocess.PIPE, text=True, **signal_options)
     state = tmp_path / "runs" / "r" / "state" / "rank0.json"
     until(state.exists, what="the first heartbeat")
     process.send_signal(signal.SIGINT)

@@ -39,7 +39,7 @@ def weights(run_dir: Path) -> str:
 
 def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run: str = "r") -> None:
     """Compare the samples of all ranks in every step with the order, which is independent of ranks. `ranks`: (host, rank)."""
-    order = the_order(cluster, run)
+    order = sample_order(cluster, run)
     recorded = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
     steps = read_spec(cluster.run_dir(0, run) / "spec.yml", {}, "").max_steps or order.steps
     for records_of_rank in recorded:
@@ -48,7 +48,7 @@ def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run
         assert [row for rank in recorded for row in rank[step]["rows"]] == order.step(step)
 
 
-def the_order(cluster: Cluster, run: str = "r") -> Order:
+def sample_order(cluster: Cluster, run: str = "r") -> Order:
     """Return the order of the samples of a run, derived from its spec and data alone."""
     run_dir = cluster.run_dir(0, run)
     spec = read_spec(run_dir / "spec.yml", {}, "")
