@@ -3,7 +3,7 @@
     sudo make bench NAME=site [ARGS='--rounds 5 --hosts 3']
 
 Every task of site.yml that ran on a host has a counterpart in the other play: `command: true` over SSH for a task on the host,
-`debug` for a task on the controller, `run_once` where the task ran once. Includes have none. A loop counts as one task. Exits with
+`debug` for a task on the controller, `run_once` where the task ran once. Includes have no counterpart. A loop counts as one task. Exits with
 1 if the ratio exceeds 1.5. Requires root on Debian or Ubuntu: it starts a lab. Takes about five minutes.
 """
 

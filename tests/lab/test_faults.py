@@ -148,7 +148,7 @@ def test_skew(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "skew", "PyYAML", "0.0.7")
     assert lab.inside(hosts[1], ask).split() == ["0.0.7", "0.0.7"]
     assert lab.inside(hosts[0], ask).split() == real
-    # A login session sees it too: the change affects the host, not one process.
+    # Login sessions are affected, too: the fault changes the host, not one process.
     argv = [*(str(word) for word in lab.ssh(hosts[1])), ask]
     assert subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split() == ["0.0.7", "0.0.7"]
     faults.undo(lab, hosts[1], "skew")

@@ -29,7 +29,7 @@ def one() -> Iterator[Lab]:
 
 
 def traces(lab: Lab) -> dict[str, str]:
-    """Return what this machine shows of a lab, and the settings that a lab may change; the veth devices of other labs are left out."""
+    """Return what this machine shows of a lab, and the settings that a lab may change; the veth devices of other labs are omitted."""
 
     def output(*argv: str) -> str:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
@@ -175,7 +175,7 @@ def test_lab_uses_no_routed_network(one: Lab) -> None:
 
 
 def test_lab_reaches_only_package_registries(one: Lab) -> None:
-    """slirp4netns sends all traffic of a lab, and these rules alone forward packets to it."""
+    """slirp4netns sends all traffic of a lab, and only these rules forward packets to it."""
     one.up(hosts=1)
     rules = one.in_lab("nft", "list", "table", "inet", "lab")
     accepted = [line.strip() for line in rules.splitlines() if "accept" in line and "policy" not in line]

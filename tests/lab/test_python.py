@@ -123,9 +123,8 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
 
 def test_play_after_a_kill_converges(cluster: PythonCluster) -> None:
     lock = cluster.folder / "lock.txt"
-    lock.write_text(
-        (REPO / "constraints.txt").read_text() + "left-pad==1.0\n"
-    )  # another lock requires another environment
+    # Another lock requires another environment.
+    lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==1.0\n")
     before = cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv")
     output = cluster.folder / "killed.txt"
     with output.open("w") as sink:

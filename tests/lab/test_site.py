@@ -109,7 +109,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Variables with which every role of site.yml acts on light hosts, without torch and with a stand-in for Ollama."""
+    """Variables with which every role of site.yml acts on light hosts, without torch and with a simulated Ollama."""
     folder = tmp_path_factory.mktemp("everything")
     (folder / "datasets").mkdir()
     (folder / "datasets/one.jsonl").write_text('{"text": "one"}\n')
@@ -225,7 +225,7 @@ def test_killed_site_converges(everything: dict[str, Any], tmp_path: Path) -> No
         total = tasks_in(tmp_path / "complete.txt")
         check_cluster(lab)
     points = generator.sample(range(1, total), KILLS)
-    # Half of the kills happen on separate hosts, the others one after another on the same hosts.
+    # Half of the kills happen on separate hosts, the other kills in sequence on the same hosts.
     alone = points[: (KILLS + 1) // 2]
     together = sorted(points[len(alone) :])
     for kill_tasks in [*([point] for point in alone), *([together] if together else [])]:

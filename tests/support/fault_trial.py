@@ -173,7 +173,7 @@ class Trial:
         return json.loads(self.read(self.run_hosts()[0], "result.json"))
 
     def wrong_samples(self) -> list[str]:
-        """Compare the rows that the ranks took in every step with the sample order; return the steps that differ."""
+        """Compare the rows that the ranks processed in every step with the sample order; return the steps that differ."""
         head = self.run_hosts()[0]
         newest = self.lab.inside(head, f"ls -d {self.run_dir}/checkpoints/step-* | tail -1").strip().rpartition("/")[2]
         state = json.loads(self.read(head, f"checkpoints/{newest}/state.json"))
@@ -206,7 +206,7 @@ class Trial:
         for step in range(1, state["step"] + 1):
             rows = [row for _, row in sorted(recorded.get(step, []), key=lambda item: item[0])]
             if rows != order.step(step - 1):
-                wrong.append(f"step {step}: took {rows}, expected {order.step(step - 1)}")
+                wrong.append(f"step {step}: processed {rows}, expected {order.step(step - 1)}")
         return wrong
 
     def metrics_steps(self) -> list[int]:

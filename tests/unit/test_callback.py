@@ -22,7 +22,7 @@ module.exit_json(**module.params["result"])
 
 @pytest.fixture
 def say(tmp_path: Path):
-    """Run a task with a given result on two hosts; return what was printed, without colours."""
+    """Run a task with a given result on two hosts; return what was printed, without colors."""
     (tmp_path / "say.py").write_text(SAY)
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Findings of preflight for conditions that no lab host has: clocks, GPUs, stalled paths, slow names; none for healthy hosts."""
+"""Findings of preflight for conditions that lab hosts cannot have: clocks, GPUs, stalled paths, slow name resolution."""
 
 from __future__ import annotations
 

@@ -68,9 +68,8 @@ def test_fast_kernels_require_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fast_kernels(spec.model_copy(update={"kernels": "torch"}), torch.device("cuda", 0)) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert fast_kernels(spec, torch.device("cuda", 0)) == ["liger", "flash attention"]
-    assert fast_kernels(make_spec({}, "here"), torch.device("cuda", 0)) == [
-        "liger"
-    ]  # flash attention does not support 32 bits
+    # Flash attention does not support 32 bits.
+    assert fast_kernels(make_spec({}, "here"), torch.device("cuda", 0)) == ["liger"]
 
 
 @pytest.mark.parametrize("fields", [{"optimizer": "adamw8bit"}, {"quantize": "nf4"}])

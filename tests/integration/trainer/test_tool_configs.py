@@ -31,7 +31,7 @@ def test_deepspeed_reads_its_config(precision: str, capsys: Any, monkeypatch: py
     text = config(capsys, "deepspeed", "--hosts=4", "--total-batch-size=32", f"--precision={precision}")
 
     class Four:
-        """A stand-in for deepspeed.comm's mpu, which knows how many data-parallel ranks there are."""
+        """Replaces deepspeed.comm's mpu, which returns the number of data-parallel ranks."""
 
         def get_data_parallel_world_size(self) -> int:
             return 4

@@ -49,7 +49,7 @@ def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run
 
 
 def sample_order(cluster: Cluster, run: str = "r") -> Order:
-    """Return the order of the samples of a run, derived from its spec and data alone."""
+    """Return the order of the samples of a run, derived only from its spec and data."""
     run_dir = cluster.run_dir(0, run)
     spec = read_spec(run_dir / "spec.yml", {}, "")
     (cache,) = (run_dir.parents[1] / "store" / "cache").glob("*.npz")
@@ -202,7 +202,7 @@ def test_20_kills_lose_no_sample_and_repeat_none(cluster: Cluster) -> None:
         os.kill(victim, signal.SIGKILL)
         killed.append(lines(metrics)[-1]["step"])
         assert launcher.wait(120)
-        until(lambda pids=pids: not any(alive(pid) for pid in pids), what="no rank left")
+        until(lambda pids=pids: not any(alive(pid) for pid in pids), what="all ranks to end")
     assert max(killed) < 300 and len(set(killed)) > 10, killed
     assert cluster.run(1, 2, **fields) == wanted, "bit-equal"
     assert_every_sample_once(cluster, [(0, 0), (0, 1)])

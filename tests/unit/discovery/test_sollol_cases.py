@@ -51,7 +51,7 @@ def test_3_ollama_host_0_0_0_0_is_not_a_node(two, monkeypatch):
     assert found(report) == [["10.30.0.1", "127.0.0.1"]]
 
 
-def test_4_no_default_route_is_needed(two):
+def test_4_a_default_route_is_not_required(two):
     with serve([remote_server(two)]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.5"]]

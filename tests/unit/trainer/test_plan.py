@@ -128,7 +128,7 @@ def test_memory_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any]
 
 
 def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields: dict[str, Any]) -> tuple[int, int]:
-    """Train three steps in a separate process with tcmalloc, as train.yml starts it. Return its peak resident set and the plan."""
+    """Train three steps in a separate process with tcmalloc, as train.yml does. Return the peak resident set and the plan."""
     llama(folder, model_folder, **sizes)
     fields = {"fake_data": True} | fields
     about = {"model": str(folder), "dataset": "none", "steps": 3, "fields": fields}
@@ -228,9 +228,8 @@ def test_memory_of_deepspeed_itself_is_included(fields: dict[str, Any]) -> None:
     assert not memory_of(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
 
 
-@pytest.mark.parametrize(
-    "stage", [1, 2]
-)  # stage 1: all gradients, and a flat copy of half of them; stage 2: half of them, and two flat copies of these
+# Stage 1: all gradients, and a flat copy of half of them; stage 2: half of them, and two flat copies of these.
+@pytest.mark.parametrize("stage", [1, 2])
 def test_flat_gradients_of_deepspeed_count_where_they_exceed_activations(stage: int) -> None:
     shape = read_shape(BIG)
     fields = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
@@ -357,12 +356,10 @@ def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
     hosts[2]["mesh"] = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
     strategy, why = automatic(hosts, fields, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
-    hosts[0]["facts"]["link_mbit"] = (
-        10  # the link speed of the head's driver is ignored, because the links to the head were measured
-    )
-    hosts[2]["mesh"]["lines"]["node1"]["mbit"] = (
-        5000.0  # measured with one TCP stream of a small program: the speed from the driver may be higher
-    )
+    # The link speed of the head's driver is ignored, because the links to the head were measured.
+    hosts[0]["facts"]["link_mbit"] = 10
+    # Measured with one TCP stream of a small program: the speed from the driver may be higher.
+    hosts[2]["mesh"]["lines"]["node1"]["mbit"] = 5000.0
     hosts[1]["facts"]["link_mbit"] = hosts[2]["facts"]["link_mbit"] = 25000
     assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
     assert not automatic(hosts, fields, [])[1].endswith("(link measured)")
