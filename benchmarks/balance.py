@@ -26,10 +26,10 @@ SHARES = (60, 30)  # percent of one core
 
 def tokens_per_second(lab: Lab, run: str, **fields: Any) -> tuple[float, list[int]]:
     """Train; return the median tokens per second of the second half, and the rows per rank of the last step."""
-    said = {"run": run, "model": "tiny", "eval_split": 0, "loggers": "none", **fields}
+    variables = {"run": run, "model": "tiny", "eval_split": 0, "loggers": "none", **fields}
     # Every status query uses CPU time of the share of a host.
-    said |= {"unit_properties": ["CPUAffinity=0"], "progress_interval": 10}
-    played = run_playbook("train.yml", lab.inventory, said)
+    variables |= {"unit_properties": ["CPUAffinity=0"], "progress_interval": 10}
+    played = run_playbook("train.yml", lab.inventory, variables)
     if played.rc:
         raise SystemExit(played.stdout)
     text = lab.inside(lab.hosts[0], f"cat {root.DATA_DIR}/runs/{run}/metrics.jsonl")

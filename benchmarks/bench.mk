@@ -1,7 +1,7 @@
 # Included by the Makefile: make bench NAME=speed [ARGS='--rounds 5'] runs the module benchmarks/NAME.py.
 BENCHMARKS := start faults site speed wire plan memory discovery replicas balance environment
 NAME ?=
-# TRL and SOLLOL have environments of their own: they bring many packages.
+# TRL and SOLLOL have separate environments, because they install many packages.
 TRL := .venv.bench
 SOLLOL := .venv.sollol
 BENCH_NEEDS_speed := $(TRL)/.ready

@@ -1,10 +1,10 @@
-"""Discovery beside SOLLOL 0.9.66 and nmap: time to find 8 Ollama hosts in a silent /24.
+"""Discovery compared with SOLLOL 0.9.66 and nmap: time to find 8 Ollama hosts in a silent /24.
 
     sudo make bench NAME=discovery
 
 The network consists of network namespaces. Each tool runs ROUNDS times in new processes, in turns. The time of a call excludes its
 imports; for nmap it is the time of the command. The table shows medians. The claims compare the best calls, because the median also
-depends on the load of the machine. Exits with 1 if a claim fails. nmap is left out if it is not installed. Takes about two minutes.
+depends on the load of the machine. Exits with 1 if a claim fails. nmap is omitted if it is not installed. Takes about two minutes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ print(json.dumps([time.perf_counter() - start, len([n for n in nodes if n["host"
 
 def main() -> int:
     """Print the table and the claims; return 1 if a claim fails."""
-    parser = argparse.ArgumentParser(description="Discovery beside SOLLOL and nmap.")
+    parser = argparse.ArgumentParser(description="Discovery compared with SOLLOL and nmap.")
     parser.add_argument("--sollol", metavar="PYTHON", help="a python with sollol==0.9.66")
     arguments = parser.parse_args()
     if reason := why_no_lab():
@@ -75,7 +75,7 @@ def main() -> int:
         if shutil.which("nmap"):
             tools["nmap -n"] = nmap
         else:
-            print("nmap is not installed: left out")
+            print("nmap is not installed: omitted")
 
         print(
             f"/24, {len(LIVE)} live; median of {ROUNDS} calls in seconds (best to worst), hosts found in the worst call\n"

@@ -33,7 +33,7 @@ def main() -> None:
     playbook = str(Path(sys.executable).with_name("ansible-playbook"))
     try:
         start = time.monotonic()
-        lab.up(hosts=3, persistent=False)  # no environment of this machine: the hosts install their own
+        lab.up(hosts=3, persistent=False)  # the hosts install their environments
         print(f"lab: {time.monotonic() - start:.0f} s", flush=True)
         for name, words in STEPS.items():
             start = time.monotonic()

@@ -60,8 +60,10 @@ def main() -> None:
             print(
                 f"samples: {wrong[:3] or 'each one once, in its step'}; metrics complete: {trial.metrics_steps() == list(range(1, steps + 1))}"
             )
-            mine, theirs = trial.result()["loss_last"], straight.result()["loss_last"]
-            print(f"final loss {mine:.6f}, undisturbed {theirs:.6f}, difference {abs(mine - theirs):.1e} (limit 1e-3)")
+            final_loss, reference_loss = trial.result()["loss_last"], straight.result()["loss_last"]
+            print(
+                f"final loss {final_loss:.6f}, undisturbed {reference_loss:.6f}, difference {abs(final_loss - reference_loss):.1e} (limit 1e-3)"
+            )
             print(f"{len(done)} faults, seed {a.seed}, {time.time() - began:.0f} s, load {os.getloadavg()[0]:.1f}")
     finally:
         lab.down()

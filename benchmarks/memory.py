@@ -45,10 +45,10 @@ def peak_of(torchruns: list[subprocess.Popen[bytes]]) -> float:
         for torchrun in torchruns:
             try:
                 ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-                said = [Path(f"/proc/{rank}/status").read_text() for rank in ranks]
+                texts = [Path(f"/proc/{rank}/status").read_text() for rank in ranks]
             except OSError:
                 continue  # the process ended
-            marks = [line.split()[1] for text in said for line in text.splitlines() if line.startswith("VmHWM:")]
+            marks = [line.split()[1] for text in texts for line in text.splitlines() if line.startswith("VmHWM:")]
             peak = max([peak, *map(int, marks)])
         time.sleep(0.02)
     return peak / 1024

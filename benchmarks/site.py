@@ -3,7 +3,7 @@
     sudo make bench NAME=site [ARGS='--rounds 5 --hosts 3']
 
 Every task of site.yml that ran on a host has a counterpart in the other play: `command: true` over SSH for a task on the host,
-`debug` for a task on the controller, `run_once` where the task ran once. Includes have none. A loop counts as one task. Exits with
+`debug` for a task on the controller, `run_once` where the task ran once. Includes have no counterpart. A loop counts as one task. Exits with
 1 if the ratio exceeds 1.5. Requires root on Debian or Ubuntu: it starts a lab. Takes about five minutes.
 """
 
@@ -74,17 +74,17 @@ def seconds(stamp: str) -> float:
 
 def empty_plays(tasks: list[Task], hosts: int, plays: int) -> list[dict[str, Any]]:
     """Return plays with the same number of tasks that do nothing."""
-    twins: list[dict[str, Any]] = []
+    empty: list[dict[str, Any]] = []
     for task in tasks:
         once = {"run_once": True} if task.hosts < hosts else {}
         if task.local:
-            twins.append({"name": task.name, "ansible.builtin.debug": {"msg": ""}, **once})
+            empty.append({"name": task.name, "ansible.builtin.debug": {"msg": ""}, **once})
         else:
-            twins.append({"name": task.name, "ansible.builtin.command": "true", "changed_when": False, **once})
-    size = -(-len(twins) // plays)
+            empty.append({"name": task.name, "ansible.builtin.command": "true", "changed_when": False, **once})
+    size = -(-len(empty) // plays)
     return [
-        {"name": "Run tasks that do nothing", "hosts": "cluster", "gather_facts": False, "tasks": twins[at : at + size]}
-        for at in range(0, len(twins), size)
+        {"name": "Run tasks that do nothing", "hosts": "cluster", "gather_facts": False, "tasks": empty[at : at + size]}
+        for at in range(0, len(empty), size)
     ]
 
 
@@ -105,8 +105,8 @@ def profile(tasks: list[Task]) -> None:
     roles = list(dict.fromkeys(task.role for task in tasks))
     print("| role | tasks | share of the time |\n| --- | --- | --- |")
     for role in roles:
-        mine = [task for task in tasks if task.role == role]
-        print(f"| {role} | {len(mine)} | {sum(task.duration for task in mine) / total:.0%} |")
+        of_role = [task for task in tasks if task.role == role]
+        print(f"| {role} | {len(of_role)} | {sum(task.duration for task in of_role) / total:.0%} |")
     print("longest tasks:")
     for task in sorted(tasks, key=lambda task: -task.duration)[:12]:
         print(f"  {task.duration:5.2f} s  {task.role} : {task.name} ({task.action}, {task.hosts} hosts)")
@@ -131,19 +131,19 @@ def main() -> None:
             raise SystemExit(f"site.yml still reports changes:\n{done.stdout}")
         tasks = tasks_of(done.events)
         with tempfile.TemporaryDirectory() as folder:
-            twin = Path(folder, "empty.yml")
-            twin.write_text(yaml.safe_dump(empty_plays(tasks, a.hosts, 2)))
-            site, twins = [], []
+            playbook = Path(folder, "empty.yml")
+            playbook.write_text(yaml.safe_dump(empty_plays(tasks, a.hosts, 2)))
+            site, empty = [], []
             for _ in range(a.rounds):
-                twins.append(timed(lab.inventory, twin))
+                empty.append(timed(lab.inventory, playbook))
                 site.append(timed(lab.inventory, TOP / "site.yml"))
                 print(
-                    f"site.yml {site[-1]:.1f} s, empty tasks {twins[-1]:.1f} s; load {os.getloadavg()[0]:.1f}",
+                    f"site.yml {site[-1]:.1f} s, empty tasks {empty[-1]:.1f} s; load {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
         profile(tasks)
         remote = sum(not task.local for task in tasks)
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(site, twins, strict=True))
+        ratio = statistics.median(seconds / empty_seconds for seconds, empty_seconds in zip(site, empty, strict=True))
         print(
             f"{a.hosts} hosts, {remote} tasks over SSH and {len(tasks) - remote} on the controller, median of {a.rounds}: "
             f"a second site.yml takes {ratio:.2f} times as long as empty tasks (limit {LIMIT})"

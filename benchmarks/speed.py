@@ -2,7 +2,7 @@
 
     make bench NAME=speed [ARGS='--rounds 5 --model DIR --dataset FILE']
 
-The two sides alternate, so that other load of the machine affects both equally. TRL runs in an environment of its own, which the
+The two sides alternate, so that other load of the machine affects both equally. TRL runs in a separate environment, which the
 first call installs. Exits with 1 if a claim fails. Takes about 15 minutes with the defaults.
 """
 
@@ -35,7 +35,7 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SHOWN = ("tokens_per_second", "tokens_per_cpu_second", "peak_mib")
-OURS, THEIRS = "trainyard, defaults (packing)", "TRL, defaults"
+TRAINYARD_DEFAULTS, TRL_DEFAULTS = "trainyard, defaults (packing)", "TRL, defaults"
 
 
 def main() -> int:
@@ -52,8 +52,8 @@ def main() -> int:
     a = parser.parse_args()
     model, dataset = build_inputs()
     about = {"model": a.model or str(model), "dataset": a.dataset or str(dataset), "steps": a.steps}
-    ours = {"seq_length": a.seq_length, "batch_size": a.batch_size, "total_batch_size": a.total_batch_size}
-    theirs = {
+    trainyard_fields = {"seq_length": a.seq_length, "batch_size": a.batch_size, "total_batch_size": a.total_batch_size}
+    trl_fields = {
         "max_length": a.seq_length,
         "per_device_train_batch_size": a.batch_size,
         "gradient_accumulation_steps": a.total_batch_size // a.batch_size,
@@ -62,7 +62,7 @@ def main() -> int:
     for _ in range(a.rounds):
         for name, (side, fields) in SIDES.items():
             python = sys.executable if side == "trainyard" else a.trl
-            request = about | {"fields": (ours if side == "trainyard" else theirs) | fields}
+            request = about | {"fields": (trainyard_fields if side == "trainyard" else trl_fields) | fields}
             done = subprocess.run(
                 [python, str(ONE), side, json.dumps([request])], capture_output=True, text=True, check=False
             )
@@ -73,7 +73,7 @@ def main() -> int:
     medians = {
         name: {key: statistics.median(run[key] for run in runs) for key in SHOWN} for name, runs in found.items()
     }
-    base = medians[THEIRS]
+    base = medians[TRL_DEFAULTS]
     print(
         "| | tokens/s | tokens per CPU second | relative to TRL's defaults | peak MiB |\n| --- | --- | --- | --- | --- |"
     )
@@ -83,10 +83,11 @@ def main() -> int:
             f"{run['tokens_per_second'] / base['tokens_per_second']:.2f} x | {run['peak_mib']:.0f} |"
         )
     best = max(run["tokens_per_second"] for name, run in medians.items() if name.startswith("TRL"))
-    mine = medians[OURS]["tokens_per_second"]
+    trainyard_speed = medians[TRAINYARD_DEFAULTS]["tokens_per_second"]
     claims = {
-        f"1.5 x TRL's defaults: {mine / base['tokens_per_second']:.2f} x": mine >= 1.5 * base["tokens_per_second"],
-        f"not below TRL's best: {mine / best:.2f} x": mine >= best,
+        f"1.5 x TRL's defaults: {trainyard_speed / base['tokens_per_second']:.2f} x": trainyard_speed
+        >= 1.5 * base["tokens_per_second"],
+        f"not below TRL's best: {trainyard_speed / best:.2f} x": trainyard_speed >= best,
     }
     for claim, holds in claims.items():
         print(f"{'holds' if holds else 'FAILS'}: {claim}")

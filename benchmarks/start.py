@@ -63,10 +63,10 @@ def by_hand(lab: Lab, inventory: Path, run: str, dataset: Path, folder: Path) ->
     for host in lab.hosts:
         with (scripts / f"{host.name}.sh").open() as script:
             shells.append(subprocess.Popen([*lab.ssh(host), "bash -s"], stdin=script, stdout=subprocess.DEVNULL))
-    took = first_step(lab, run) - start
+    seconds = first_step(lab, run) - start
     for shell in shells:
         shell.wait()
-    return took
+    return seconds
 
 
 def by_playbook(lab: Lab, inventory: Path, run: str, dataset: Path) -> tuple[float, float]:
@@ -124,19 +124,19 @@ def main() -> None:
             lab.up(hosts=3, venv=Path(sys.prefix), persistent=False)
             play(lab.inventory, "site.yml", "--tags", "storage")
             by_playbook(lab, lab.inventory, "warm", dataset)
-            hand, book, skews = [], [], []
+            by_hand_seconds, playbook_seconds, skews = [], [], []
             for place in range(a.rounds):
-                hand.append(by_hand(lab, lab.inventory, f"hand{place}", dataset, folder))
-                took, apart = by_playbook(lab, lab.inventory, f"book{place}", dataset)
-                book.append(took)
+                by_hand_seconds.append(by_hand(lab, lab.inventory, f"hand{place}", dataset, folder))
+                seconds, apart = by_playbook(lab, lab.inventory, f"book{place}", dataset)
+                playbook_seconds.append(seconds)
                 skews.append(apart)
                 print(
-                    f"by hand {hand[-1]:.1f} s, train.yml {took:.1f} s, starts {apart:.2f} s apart; load {os.getloadavg()[0]:.1f}",
+                    f"by hand {by_hand_seconds[-1]:.1f} s, train.yml {seconds:.1f} s, starts {apart:.2f} s apart; load {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
-            more = [mine - theirs for mine, theirs in zip(book, hand, strict=True)]
+            more = [playbook - manual for playbook, manual in zip(playbook_seconds, by_hand_seconds, strict=True)]
             print(
-                f"3 hosts, median of {a.rounds}: by hand {statistics.median(hand):.1f} s, train.yml {statistics.median(book):.1f} s, "
+                f"3 hosts, median of {a.rounds}: by hand {statistics.median(by_hand_seconds):.1f} s, train.yml {statistics.median(playbook_seconds):.1f} s, "
                 f"difference {statistics.median(more):.1f} s (goal 3, limit 8); starts at most {max(skews):.2f} s apart (limit 0.5)"
             )
             if a.many:

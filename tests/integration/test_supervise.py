@@ -301,7 +301,7 @@ def test_list_returns_every_run_of_a_host(bed: Bed) -> None:
     assert [(run["node"]["run"], run["status"]) for run in listed] == [("r", "finished")]
 
 
-def test_a_reused_pid_is_not_signalled() -> None:
+def test_a_reused_pid_is_not_signaled() -> None:
     other = subprocess.Popen(["sleep", "3600"])
     try:
         seen = process_stat(other.pid)

@@ -76,11 +76,11 @@ def test_a_command_has_input_output_and_an_exit_code(transport: Transport) -> No
     )
 
 
-def test_a_command_without_input_reads_an_empty_one(transport: Transport) -> None:
+def test_a_command_without_input_reads_empty_input(transport: Transport) -> None:
     assert transport.execute("cat")[1] == b""
 
 
-def test_quoting_survives_every_shell_in_between(transport: Transport) -> None:
+def test_quoting_survives_every_shell(transport: Transport) -> None:
     assert transport.execute(f"printf %s {shlex.quote(HOSTILE)}")[1].decode() == HOSTILE
 
 
@@ -199,7 +199,7 @@ def server_pid(transport: Transport) -> bytes:
     return transport.execute("echo $PPID")[1]
 
 
-def test_no_shared_connection_where_its_socket_has_no_room(
+def test_no_shared_connection_if_the_socket_path_is_too_long(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 60)))
@@ -239,7 +239,7 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
 
 
 def test_vault_values_of_an_inventory(tmp_path: Path) -> None:
-    """In a process of its own: Ansible keeps the secrets of a vault once per process."""
+    """In a separate process: Ansible keeps the secrets of a vault until its process ends."""
     (tmp_path / "password").write_text("open sesame\n")
     environment = {**os.environ, "ANSIBLE_VAULT_PASSWORD_FILE": str(tmp_path / "password")}
     vault = [Path(sys.executable).with_name("ansible-vault"), "encrypt_string", "--name", "ansible_user", "ali"]
@@ -275,7 +275,7 @@ def test_many_hosts_at_once() -> None:
     assert time.monotonic() - start < 2 and set(asked.errors) == {"lost"}
 
 
-def test_the_archive_is_the_same_every_time_and_needs_a_bare_python() -> None:
+def test_the_archive_is_reproducible_and_needs_only_the_standard_library() -> None:
     first = remote_archive()
     remote_archive.cache_clear()
     assert remote_archive() == first

@@ -105,8 +105,8 @@ def test_crash(lab: Lab, hosts: list[Host]) -> None:
 
 def test_fill(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "fill")
-    said = lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 2>&1 || true")
-    assert "No space left on device" in said
+    output = lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 2>&1 || true")
+    assert "No space left on device" in output
     faults.undo(lab, hosts[1], "fill")
     lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 && rm /home/tester/more")
     faults.inject(lab, hosts[1], "fill", "50")
@@ -148,7 +148,7 @@ def test_skew(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "skew", "PyYAML", "0.0.7")
     assert lab.inside(hosts[1], ask).split() == ["0.0.7", "0.0.7"]
     assert lab.inside(hosts[0], ask).split() == real
-    # A login session sees it too: the change affects the host, not one process.
+    # Login sessions are affected, too: the fault changes the host, not one process.
     argv = [*(str(word) for word in lab.ssh(hosts[1])), ask]
     assert subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split() == ["0.0.7", "0.0.7"]
     faults.undo(lab, hosts[1], "skew")
@@ -217,7 +217,7 @@ def test_undo_without_names_removes_every_fault(lab: Lab, hosts: list[Host]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["explode"], "unknown fault 'explode': use one of block, clone"),
         (["shape"], "usage: fault node1 shape RATE"),
@@ -227,8 +227,8 @@ def test_undo_without_names_removes_every_fault(lab: Lab, hosts: list[Host]) -> 
         (["block", "1;2"], "block takes a port or a range"),
     ],
 )
-def test_invalid_fault_is_one_line(lab: Lab, arguments: list[str], says: str) -> None:
-    with pytest.raises(LabError, match=re.escape(says)):
+def test_invalid_fault_is_one_line(lab: Lab, arguments: list[str], message: str) -> None:
+    with pytest.raises(LabError, match=re.escape(message)):
         faults.inject(lab, lab.hosts[0], *arguments)
 
 

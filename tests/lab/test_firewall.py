@@ -1,4 +1,4 @@
-"""The role `firewall` on real hosts: who gets in, who does not, and that it can be taken away."""
+"""The role `firewall` on real hosts: access of peers and of other hosts, rollback, and removal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
-HIGH = 40123  # a port as gloo and NCCL draw them
+HIGH = 40123  # in the range of ports that gloo and NCCL use
 CONNECT = """
 import socket, sys
 source, target, *ports = sys.argv[1:]
@@ -36,7 +36,7 @@ REMOVE = """
 
 @pytest.fixture
 def inventory(lab: Lab, tmp_path: Path) -> Any:
-    """Write an inventory of these hosts, with variables of single hosts on top."""
+    """Write an inventory of these hosts, with additional variables for single hosts."""
 
     def write(names: list[str], **variables: dict[str, Any]) -> Path:
         document = yaml.safe_load(lab.inventory.read_text())
@@ -53,8 +53,8 @@ def inventory(lab: Lab, tmp_path: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def stock(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The hosts' firewalls as they came, and again after the test."""
-    take_away(lab, hosts, tmp_path)
+    """Start and end with the firewalls of stock hosts."""
+    reset_firewall(lab, hosts, tmp_path)
     lab.inside(hosts[0], "mkdir -p /var/lib/trainyard")
     before = {host.name: lab.inside(host, STOCK) for host in hosts}
     yield before
@@ -62,11 +62,11 @@ def stock(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[dict[str, str
         lab.inside(
             host, "ufw --force disable; systemctl stop test-listener trainyard-firewall-rollback.timer", check=False
         )
-    take_away(lab, hosts, tmp_path)
+    reset_firewall(lab, hosts, tmp_path)
 
 
-def take_away(lab: Lab, hosts: list[Host], folder: Path) -> None:
-    """Take away what this test or one before it has left."""
+def reset_firewall(lab: Lab, hosts: list[Host], folder: Path) -> None:
+    """Remove what this test or a previous one has left."""
     if any("before.json" in lab.inside(host, "ls /var/lib/trainyard/firewall 2>&1 || :") for host in hosts):
         assert remove(lab, folder, lab.inventory).rc == 0
 
@@ -81,7 +81,7 @@ def firewall(inventory: Path, *arguments: str) -> Played:
 
 
 def listen(lab: Lab, host: Host) -> list[str]:
-    """Have ports of a run and of Ollama listen on a host, and return all ports that do."""
+    """Open the ports of a run and of Ollama on a host; return all ports on which a process listens."""
     ports = (11434, 29500, HIGH, 8080)
     code = "import signal, socket; s = [socket.create_server(('::', p), family=socket.AF_INET6, dualstack_ipv6=True)"
     code += f" for p in {ports}]; signal.pause()"
@@ -94,15 +94,15 @@ def listen(lab: Lab, host: Host) -> list[str]:
 
 
 def reach(lab: Lab, source: str, target: str, ports: list[str], host: Host | None = None) -> set[int]:
-    """The ports of `target` that answer to `source`: an address of `host`, or of an outsider on the hosts' network."""
+    """Return the ports of `target` that accept a connection from `source`: an address of `host`, or of a host outside the cluster."""
     if host is None:
-        said = lab.in_lab("python3", "-c", CONNECT, source, target, *ports)
+        output = lab.in_lab("python3", "-c", CONNECT, source, target, *ports)
     else:
-        said = lab.inside(host, f"python3 - {source} {target} {' '.join(ports)} <<'PYTHON'{CONNECT}PYTHON")
-    return {int(port) for port in said.split()}
+        output = lab.inside(host, f"python3 - {source} {target} {' '.join(ports)} <<'PYTHON'{CONNECT}PYTHON")
+    return {int(port) for port in output.split()}
 
 
-def test_peers_come_in_and_outsiders_reach_ssh_alone(
+def test_peers_reach_all_ports_and_other_hosts_only_ssh(
     lab: Lab, hosts: list[Host], inventory: Any, stock: dict[str, str], tmp_path: Path
 ) -> None:
     one, two, three = hosts
@@ -116,19 +116,19 @@ def test_peers_come_in_and_outsiders_reach_ssh_alone(
     ports = listen(lab, one)
     assert reach(lab, outsider, one.address, ports) >= {22, 11434, 29500, HIGH, 8080}
 
-    # node2 is known to its peers by an IPv6 address, node3 by the other.
+    # Peers use an IPv6 address for node2 and an IPv4 address for node3.
     names = [host.name for host in hosts]
-    whole = inventory(names, node2={"cluster_address": six["node2"]})
-    shown = firewall(whole, "--check", "--diff")
+    complete = inventory(names, node2={"cluster_address": six["node2"]})
+    shown = firewall(complete, "--check", "--diff")
     assert shown.rc == 0, shown.stdout
     assert "+allow any tcp from fd79::2 (v6)  # trainyard: peer node2" in shown.stdout
     assert lab.inside(two, STOCK) == stock["node2"]
     for changed in (3, 0):
-        played = firewall(whole)
+        played = firewall(complete)
         assert played.rc == 0, played.stdout
         assert played.count("changed") == changed, played.stdout
 
-    assert reach(lab, outsider, one.address, ports) == {22, 8080}  # 8080 is somebody's own rule
+    assert reach(lab, outsider, one.address, ports) == {22, 8080}  # the rule for 8080 is not trainyard's
     assert reach(lab, "fd79::ff", six["node1"], ports) == {22, 8080}
     assert reach(lab, outsider, two.address, listen(lab, two)) == {22}
     assert reach(lab, three.address, one.address, ports, three) >= {22, 11434, 29500, HIGH}
@@ -142,7 +142,7 @@ def test_peers_come_in_and_outsiders_reach_ssh_alone(
     assert HIGH in reach(lab, two.address, one.address, ports, two)
     assert "fd79" not in lab.inside(one, "ufw show added")
 
-    # What was lost on the way, as by a kill, comes back.
+    # The role restores a rule that is missing, for example after a kill.
     lab.inside(two, f"ufw delete allow proto tcp from {one.address}; ufw --force disable")
     assert firewall(smaller).count("changed") == 1
     assert HIGH in reach(lab, one.address, two.address, [str(HIGH)], one)
@@ -154,7 +154,7 @@ def test_peers_come_in_and_outsiders_reach_ssh_alone(
     lab.inside(one, f"ufw delete allow 8080/tcp; ufw delete allow proto tcp from {two.address}")
 
 
-def test_a_firewall_that_would_lock_out_goes_off_again(lab: Lab, hosts: list[Host], inventory: Any) -> None:
+def test_firewall_that_blocks_ssh_is_rolled_back(lab: Lab, hosts: list[Host], inventory: Any) -> None:
     host = hosts[1]
     drop = "-I ufw-before-input 1 -p tcp --dport 22 -m conntrack --ctstate NEW -j DROP"
     lab.inside(host, f"cp -a /etc/ufw/before.rules /root/; sed -i '/^COMMIT/i {drop}' /etc/ufw/before.rules")
@@ -169,16 +169,16 @@ def test_a_firewall_that_would_lock_out_goes_off_again(lab: Lab, hosts: list[Hos
         lab.inside(host, "cp -a /root/before.rules /etc/ufw/; rm /root/before.rules")
 
 
-def test_what_cannot_be_opened_is_said_before_a_host_is_touched(lab: Lab, hosts: list[Host], inventory: Any) -> None:
-    bad = {"firewall_allow": [{"port": "99999"}], "cluster_address": "box"}
-    played = firewall(inventory([host.name for host in hosts], node2=bad))
+def test_invalid_settings_are_reported_before_any_change(lab: Lab, hosts: list[Host], inventory: Any) -> None:
+    invalid = {"firewall_allow": [{"port": "99999"}], "cluster_address": "box"}
+    played = firewall(inventory([host.name for host in hosts], node2=invalid))
     assert played.rc != 0
     assert played.count("changed") == 0
     assert "cluster_address of node2 is 'box', expected the IP address at which its peers reach it" in played.stdout
     assert "firewall_allow: port is '99999': expected a number from 1 to 65535 or a range" in played.stdout
 
 
-def test_the_play_after_a_killed_one_cancels_the_rollback_timer(lab: Lab, hosts: list[Host], inventory: Any) -> None:
+def test_next_play_after_a_kill_cancels_the_rollback_timer(lab: Lab, hosts: list[Host], inventory: Any) -> None:
     """Killed after it enabled ufw and before it reconnected: the next play cancels the rollback timer."""
     all_of_them = inventory([host.name for host in hosts])
     assert firewall(all_of_them).rc == 0

@@ -89,12 +89,12 @@ def test_ansible_reaches_the_hosts_in_inventory_order(lab: Lab, tmp_path) -> Non
     assert played.rc == 0, played.stdout
     assert played.stats["changed"] == {"node1": 1, "node2": 1, "node3": 1}
     assert played.count("failures") == played.count("dark") == 0
-    said = {
+    output = {
         event["event_data"]["host"]: event["event_data"]["res"]["msg"]
         for event in played.events
         if event["event"] == "runner_on_ok" and event["event_data"]["task_action"].endswith("debug")
     }
-    assert said == {f"node{n + 1}": f"{n} ['node1']" for n in range(3)}
+    assert output == {f"node{n + 1}": f"{n} ['node1']" for n in range(3)}
 
 
 def test_host_reboots(lab: Lab) -> None:

@@ -29,20 +29,20 @@ def one() -> Iterator[Lab]:
 
 
 def traces(lab: Lab) -> dict[str, str]:
-    """Return what this machine shows of a lab, and the settings that a lab may change; the veth devices of other labs are left out."""
+    """Return what this machine shows of a lab, and the settings that a lab may change; the veth devices of other labs are omitted."""
 
-    def said(*argv: str) -> str:
+    def output(*argv: str) -> str:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
-    links = [line for line in said("ip", "-o", "link").splitlines() if not re.search(r": (trainyard\d|veth)", line)]
+    links = [line for line in output("ip", "-o", "link").splitlines() if not re.search(r": (trainyard\d|veth)", line)]
     return {
-        "mount": "\n".join(line for line in said("mount").splitlines() if " /run/netns" not in line),
-        "ip netns": "\n".join(name for name in said("ip", "netns").splitlines() if "trainyard" in name),
+        "mount": "\n".join(line for line in output("mount").splitlines() if " /run/netns" not in line),
+        "ip netns": "\n".join(name for name in output("ip", "netns").splitlines() if "trainyard" in name),
         "ip link": "\n".join(line.split(":", 2)[1] for line in links),
-        "nft list ruleset": said("nft", "list", "ruleset"),
+        "nft list ruleset": output("nft", "list", "ruleset"),
         "ip_forward": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
         "cgroups": "\n".join(str(top) for top in lab.cgroup_tops if top.exists()),
-        "disks": "\n".join(line for line in said("losetup", "--all").splitlines() if f"/{lab.name}/" in line),
+        "disks": "\n".join(line for line in output("losetup", "--all").splitlines() if f"/{lab.name}/" in line),
         "folder": str(lab.folder) if lab.folder.exists() else "",
         "processes": "\n".join(processes_of(lab)),
     }
@@ -175,7 +175,7 @@ def test_lab_uses_no_routed_network(one: Lab) -> None:
 
 
 def test_lab_reaches_only_package_registries(one: Lab) -> None:
-    """slirp4netns sends all traffic of a lab, and these rules alone forward packets to it."""
+    """slirp4netns sends all traffic of a lab, and only these rules forward packets to it."""
     one.up(hosts=1)
     rules = one.in_lab("nft", "list", "table", "inet", "lab")
     accepted = [line.strip() for line in rules.splitlines() if "accept" in line and "policy" not in line]
@@ -188,7 +188,7 @@ def test_lab_reaches_only_package_registries(one: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["up", "--hosts", "0"], "a lab has 1 to 200 hosts, not 0"),
         (["up", "--venv", "/nonexistent"], "/nonexistent is no Python environment"),
@@ -196,13 +196,13 @@ def test_lab_reaches_only_package_registries(one: Lab) -> None:
         (["--name", "a/b", "up"], "the name of a lab consists of letters, digits and dashes"),
     ],
 )
-def test_invalid_command_is_one_line(one: Lab, arguments: list[str], says: str) -> None:
+def test_invalid_command_is_one_line(one: Lab, arguments: list[str], message: str) -> None:
     argv = [sys.executable, "-m", "testbed", "--name", one.name, *arguments]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
-    assert says in done.stderr
+    assert message in done.stderr
 
 
 def test_without_root_the_reason_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hosts under qemu: a kernel of their own, real reboots, and NFS. Takes minutes without KVM."""
+"""Hosts under qemu: a separate kernel, real reboots, and NFS. Takes minutes without KVM."""
 
 from __future__ import annotations
 

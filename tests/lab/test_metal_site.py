@@ -112,8 +112,8 @@ def test_unreachable_head_blocks_no_reader(metal: Lab) -> None:
     faults.inject(metal, server, "cut")
     # The limit allows for an emulated host; without the mount option `soft` the read would never return.
     for state in ("mounted", "let go"):
-        said = metal.inside(client, f"timeout 200 cat {DATASETS}/other 2>&1 || echo $?", check=False)
-        assert said.split()[-1] == "1", f"{state}: {said}"
+        output = metal.inside(client, f"timeout 200 cat {DATASETS}/other 2>&1 || echo $?", check=False)
+        assert output.split()[-1] == "1", f"{state}: {output}"
         metal.inside(client, f"systemctl stop $(systemd-escape --path --suffix=mount {DATASETS})", check=False)
     faults.undo(metal, server, "cut")
     metal.wait(lambda: "real" in metal.inside(client, f"cat {DATASETS}/file", check=False), "no datasets", 120)

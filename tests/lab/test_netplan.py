@@ -1,4 +1,4 @@
-"""The role `netplan` on real hosts: nobody is locked out, other NICs stay, and what was there before comes back."""
+"""The role `netplan` on real hosts: SSH stays reachable, other NICs are unchanged, and removal restores the previous files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMOVE = """
 
 
 def inventory(lab: Lab, folder: Path, **hosts: dict[str, Any]) -> Path:
-    """An inventory of these hosts alone, with their variables on top; nobody says their cluster_address."""
+    """Write an inventory of these hosts with additional variables and without cluster_address; return its path."""
     document = yaml.safe_load(lab.inventory.read_text())
     children = document["all"]["children"]
     for group in children.values():
@@ -50,13 +50,13 @@ def addresses(lab: Lab, host: Host, nic: str) -> list[str]:
     return [f"{a['local']}/{a['prefixlen']}" for link in links for a in link.get("addr_info", [])]
 
 
-def logs_in(lab: Lab, host: Host, address: str) -> bool:
-    """Whether one can log in at that address, with the keys that known_hosts has for it."""
+def accepts_login(lab: Lab, host: Host, address: str) -> bool:
+    """Return whether SSH accepts a login at that address with the host keys in known_hosts."""
     argv = [str(word).replace(f"@{host.address}", f"@{address}") for word in lab.ssh(host)]
     return subprocess.run([*argv, "hostname"], capture_output=True, text=True).stdout.strip() == host.name
 
 
-def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
+def test_valid_address_stays_and_unreachable_address_is_rolled_back(bare: Lab, tmp_path: Path) -> None:
     lab, (one, two, three) = bare, bare.hosts
     net = f"10.231.{one.net}"
     second = f"10.232.{three.net}.{8 + three.index}/24"
@@ -69,7 +69,7 @@ def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
     before = {host.name: lab.inside(host, FILES) for host in lab.hosts}
     hosts: dict[str, dict[str, Any]] = {
         "node1": {"netplan_address": f"{net}.109/24"},
-        # Nobody is there, and no way leads there.
+        # No host has this address, and no route leads to it.
         "node2": {"netplan_address": "10.99.0.5/24", "netplan_mtu": 1300, "netplan_timeout": 15},
         "node3": {"netplan_address": f"{net}.111/24", "netplan_mtu": 1400, "netplan_dns": ["192.0.2.53"]},
     }
@@ -85,12 +85,12 @@ def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
     assert "error: node2: not reached at 10.99.0.5 (" in played.stdout, played.stdout
     assert f"so it rolled back to {two.address}" in played.stdout
     assert played.stats["changed"] == {"node1": 1, "node3": 1}
-    assert time.monotonic() - began < 60 and logs_in(lab, two, two.address)
+    assert time.monotonic() - began < 60 and accepts_login(lab, two, two.address)
     assert lab.inside(two, FILES) == before["node2"]
     assert lab.inside(two, f"cat /sys/class/net/{two.nic}/mtu") == "1500\n"
 
-    assert addresses(lab, one, one.nic) == [f"{net}.109/24"] and logs_in(lab, one, f"{net}.109")
-    assert addresses(lab, three, three.nic) == [f"{net}.111/24"] and logs_in(lab, three, f"{net}.111")
+    assert addresses(lab, one, one.nic) == [f"{net}.109/24"] and accepts_login(lab, one, f"{net}.109")
+    assert addresses(lab, three, three.nic) == [f"{net}.111/24"] and accepts_login(lab, three, f"{net}.111")
     assert addresses(lab, three, f"{three.nic}b") == [second]
     assert f"{three.nic}b" in lab.inside(three, "cat /etc/netplan/50-cloud-init.yaml")
     assert lab.inside(three, f"cat /sys/class/net/{three.nic}/mtu") == "1400\n"
@@ -99,20 +99,20 @@ def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
     assert lab.inside(one, "cat /etc/cloud/cloud.cfg.d/*").endswith("network: {config: disabled}\n")
     assert lab.inside(one, "systemctl list-units --all --plain --no-legend 'trainyard*'") == ""
 
-    # The inventory still has the old addresses: the hosts are found at the new ones, and nothing is left to do.
+    # The inventory still has the old addresses: the role finds the hosts at the new ones and changes nothing.
     del hosts["node2"]
     again = netplan(inventory(lab, tmp_path, **hosts))
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
     assert f"node1 is at {net}.109 now" in again.stdout
 
-    # It is really written down: a reboot changes nothing.
+    # The configuration is persistent: a reboot changes nothing.
     boot = lab.inside(one, "stat -c %Y /proc/1")
     lab.inside(one, "systemctl reboot --no-block", check=False)
     lab.wait(
         lambda: lab.init_pid(one) is not None and lab.inside(one, "stat -c %Y /proc/1", check=False) not in ("", boot),
         "no reboot",
     )
-    lab.wait(lambda: logs_in(lab, one, f"{net}.109"), "node1 is not at its address after a reboot")
+    lab.wait(lambda: accepts_login(lab, one, f"{net}.109"), "node1 is not at its address after a reboot")
 
     (tmp_path / "remove.yml").write_text(REMOVE)
     for name in hosts:
@@ -122,15 +122,15 @@ def test_right_and_wrong_addresses(bare: Lab, tmp_path: Path) -> None:
     for host in lab.hosts:
         lab.inside(host, "rmdir /var/lib/trainyard 2>/dev/null || :")
         assert lab.inside(host, FILES) == before[host.name]
-        assert addresses(lab, host, host.nic) == [f"{host.address}/24"] and logs_in(lab, host, host.address)
+        assert addresses(lab, host, host.nic) == [f"{host.address}/24"] and accepts_login(lab, host, host.address)
         assert lab.inside(host, f"cat /sys/class/net/{host.nic}/mtu") == "1500\n"
     assert addresses(lab, three, f"{three.nic}b") == [second]
     removed = run_playbook(str(tmp_path / "remove.yml"), lab.inventory)
     assert removed.rc == 0 and removed.count("changed") == 0, removed.stdout
 
 
-def test_a_try_that_nobody_ends_ends_by_itself(bare: Lab, tmp_path: Path) -> None:
-    """The controller is killed in the middle: one host goes back by its fuse, the other by a reboot."""
+def test_unconfirmed_change_is_rolled_back(bare: Lab, tmp_path: Path) -> None:
+    """The controller is killed during the change: the rollback timer restores one host, a reboot the other."""
     lab, (one, two, _) = bare, bare.hosts
     before = {host.name: lab.inside(host, FILES) for host in (one, two)}
     wrong = {"netplan_address": "10.99.0.5/24"}
@@ -154,24 +154,26 @@ def test_a_try_that_nobody_ends_ends_by_itself(bare: Lab, tmp_path: Path) -> Non
     try:
         for host, address in ((one, "10.99.0.5/24"), (two, "10.99.0.6/24")):
             lab.wait(
-                lambda host=host, address=address: address in addresses(lab, host, host.nic), "nothing was tried", 60
+                lambda host=host, address=address: address in addresses(lab, host, host.nic),
+                "the address was not changed",
+                60,
             )
     finally:
         os.killpg(playbook.pid, 9)
         playbook.wait()
     lab.inside(two, "systemctl reboot --no-block", check=False)
     for host in (one, two):
-        lab.wait(lambda host=host: logs_in(lab, host, host.address), f"{host.name} is locked out", 60)
-        lab.wait(lambda host=host: lab.inside(host, FILES) == before[host.name], "something of the try is left")
+        lab.wait(lambda host=host: accepts_login(lab, host, host.address), f"{host.name} is locked out", 60)
+        lab.wait(lambda host=host: lab.inside(host, FILES) == before[host.name], "the change was not undone")
 
 
-def test_what_is_wrong_is_said_before_a_host_is_touched(bare: Lab, tmp_path: Path) -> None:
+def test_invalid_addresses_are_reported_before_any_change(bare: Lab, tmp_path: Path) -> None:
     lab, (one, two, three) = bare, bare.hosts
     hosts = {"node1": {"netplan_address": "10.1.1.1"}, "node2": {"netplan_mtu": 1400}, "node3": {}}
     played = netplan(inventory(lab, tmp_path, **hosts))
     assert played.rc != 0 and played.count("changed") == 0
     assert "error: node1: netplan_address is '10.1.1.1', expected an address with its prefix" in played.stdout
-    # Somebody else's address: the gateway's, whom only the host can see; and that of a machine with another key.
+    # Addresses in use: the gateway's, which only the host can detect, and that of a machine with another host key.
     hosts = {
         "node1": {"netplan_address": f"10.231.{one.net}.1/24"},
         "node2": {"netplan_address": f"{three.address}/24"},

@@ -1,7 +1,7 @@
-"""The role `nvidia` on a real host with cards that are not there: sysfs trees, packages and nvidia-smi are stand-ins.
+"""The role `nvidia` on a real host with simulated GPUs: sysfs trees, packages and nvidia-smi are replaced.
 
-What is real: apt and dpkg, which find, refuse and install packages of those names. What is not: the card, the kernel's module, and
-the initial ramdisk, which light hosts do not have.
+apt and dpkg are real: they find, reject and install packages with these names. Light hosts have no GPU, no kernel module and no
+initial ramdisk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 ADA, PASCAL, KEPLER, BLACKWELL = "0x2684", "0x1b06", "0x102d", "0x2b85"
-# A repository of packages with the names that Debian's have; the driver's brings an nvidia-smi that knows its version.
+# A repository of packages with Debian's names; the driver package contains an nvidia-smi that prints its version.
 REPOSITORY = r"""
 rm -rf /root/nvidia; mkdir -p /root/nvidia; cd /root/nvidia
 pack() {
@@ -51,7 +51,7 @@ def host(lab: Lab, hosts: list[Host]) -> Iterator[Host]:
 
 
 def cards(lab: Lab, host: Host, *devices: str) -> None:
-    """Cards as /sys shows them, under /root/sys."""
+    """Create PCI devices under /root/sys, as /sys shows them."""
     lab.inside(host, "rm -rf /root/sys; mkdir -p /root/sys/bus/pci/devices")
     for place, device in enumerate(devices):
         folder = f"/root/sys/bus/pci/devices/0000:0{place + 1}:00.0"
@@ -60,8 +60,10 @@ def cards(lab: Lab, host: Host, *devices: str) -> None:
         )
 
 
-def play(lab: Lab, *arguments: str, **said: Any) -> Played:
-    return run_playbook("site.yml", lab.inventory, {"nvidia_sysfs": "/root/sys", **said}, "--tags nvidia", *arguments)
+def play(lab: Lab, *arguments: str, **variables: Any) -> Played:
+    return run_playbook(
+        "site.yml", lab.inventory, {"nvidia_sysfs": "/root/sys", **variables}, "--tags nvidia", *arguments
+    )
 
 
 def test_the_role_reports_the_driver_and_changes_nothing(lab: Lab, host: Host) -> None:
@@ -73,7 +75,7 @@ def test_the_role_reports_the_driver_and_changes_nothing(lab: Lab, host: Host) -
 
 
 @pytest.mark.parametrize(
-    ("devices", "word"),
+    ("devices", "message"),
     [
         ([KEPLER], "the last driver for this GPU is 470, torch needs 525 or later"),
         (
@@ -83,16 +85,16 @@ def test_the_role_reports_the_driver_and_changes_nothing(lab: Lab, host: Host) -
         ([ADA], "apt has no "),
     ],
 )
-def test_what_cannot_be_installed_is_refused(lab: Lab, host: Host, devices: list[str], word: str) -> None:
+def test_unsupported_gpus_are_an_error(lab: Lab, host: Host, devices: list[str], message: str) -> None:
     cards(lab, host, *devices)
     played = play(lab, nvidia_install=True)
     assert played.rc != 0 and played.count("changed") == 0, played.stdout
-    assert f"error: {host.name}: {word}" in played.stdout, played.stdout
+    assert f"error: {host.name}: {message}" in played.stdout, played.stdout
     if devices == [ADA]:
         assert "no nvidia-driver: add contrib, non-free and non-free-firmware to the apt sources" in played.stdout
 
 
-def test_a_driver_that_does_not_know_the_card_is_refused(lab: Lab, host: Host) -> None:
+def test_driver_that_does_not_support_the_gpu_is_rejected(lab: Lab, host: Host) -> None:
     cards(lab, host, BLACKWELL)
     lab.inside(host, REPOSITORY.replace("VERSION", "535.54"))
     played = play(lab, nvidia_install=True)
@@ -100,7 +102,7 @@ def test_a_driver_that_does_not_know_the_card_is_refused(lab: Lab, host: Host) -
     assert "apt has driver 535, and a GPU of this host needs 570 or later" in played.stdout
 
 
-def test_a_driver_is_installed_where_there_is_a_card_and_nowhere_else(lab: Lab, host: Host, tmp_path: Any) -> None:
+def test_driver_is_installed_only_on_hosts_with_a_gpu(lab: Lab, host: Host, tmp_path: Any) -> None:
     cards(lab, host, PASCAL)
     lab.inside(host, REPOSITORY.replace("VERSION", "580.65"))
     checked = play(lab, "--check", nvidia_install=True)
@@ -121,7 +123,7 @@ def test_a_driver_is_installed_where_there_is_a_card_and_nowhere_else(lab: Lab, 
     again = play(lab, nvidia_install=True)
     assert again.rc == 0 and again.count("changed") == 0 and "driver 580.65.1 is loaded" in again.stdout, again.stdout
 
-    # A driver that stopped answering, and a play that was killed before the ramdisk was written: it is written now.
+    # The driver stopped answering, and a previous play was killed before it wrote the ramdisk: this play writes it.
     lab.inside(host, "rm /var/lib/trainyard/read/initramfs; mv /usr/bin/nvidia-smi /root/nvidia/; rm -f /root/ramdisks")
     refused = play(lab, nvidia_install=True, nvidia_reboot=False)
     assert refused.rc != 0 and "this host needs a reboot to load it" in refused.stdout, refused.stdout

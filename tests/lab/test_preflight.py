@@ -109,22 +109,24 @@ def named(lab: Lab) -> Iterator[Callable[[int], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("group", "host", "check", "word"),
+    ("group", "host", "check", "text"),
     [
-        pytest.param(group, host, check, word, id=name)
+        pytest.param(group, host, check, text, id=name)
         for group, together in enumerate(TOGETHER)
-        for name, _, host, check, word in together
+        for name, _, host, check, text in together
         if check
     ],
 )
-def test_named(named: Callable[[int], dict[str, Any]], group: int, host: int, check: str, word: str) -> None:
+def test_fault_is_reported(
+    named: Callable[[int], dict[str, Any]], group: int, host: int, check: str, text: str
+) -> None:
     found = named(group)["findings"]
-    mine = [row for row in found if row["host"] == f"node{host}" and row["check"] == check]
-    assert any(word in row["text"] for row in mine), json.dumps(found, indent=1)
-    assert all(row["remedy"] for row in mine)
+    matching = [row for row in found if row["host"] == f"node{host}" and row["check"] == check]
+    assert any(text in row["text"] for row in matching), json.dumps(found, indent=1)
+    assert all(row["remedy"] for row in matching)
 
 
-def test_a_sound_cluster_has_no_failure_and_runs_an_all_reduce(lab: Lab, hosts: list[Host]) -> None:
+def test_healthy_cluster_has_no_failure_and_runs_an_all_reduce(lab: Lab, hosts: list[Host]) -> None:
     code, report = preflight(lab.inventory)
     # Other programs on the machine cause warnings about load and slow links.
     assert code in (0, 1) and code == report["exit"], report["findings"]
@@ -139,7 +141,7 @@ def test_a_sound_cluster_has_no_failure_and_runs_an_all_reduce(lab: Lab, hosts: 
             assert len(taken) < len(ports) and not any(wrong for port, wrong in ports.items() if int(port) not in taken)
 
 
-def test_a_host_without_torch(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
+def test_host_without_torch(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
     code, report = preflight(inventory_with(lab, tmp_path, cluster_python="/usr/bin/python3"), "-e", "quick=true")
     assert code == 2
     assert [row["host"] for row in report["findings"] if row["check"] == "torch"] == ["node1", "node2", "node3"]

@@ -1,6 +1,6 @@
-"""The role python on stock hosts: one fetches for both, and what becomes of killed, air-gapped and unlike ones.
+"""The role `python` on stock hosts: one host fetches for all; interrupted plays, air-gapped and inconsistent hosts.
 
-Without torch (python_torch: false), which takes minutes; the way is the same. `make bench NAME=environment` measures it with torch.
+The tests set python_torch: false, because installing torch takes minutes. `make bench NAME=environment` includes torch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DATA = "/home/tester/trainyard"
 
 @dataclass
 class PythonCluster:
-    """Two stock hosts, wheels in a folder, and a package index over that folder which knows who asked it for files."""
+    """Two stock hosts, a folder of wheels, and a package index of that folder that records the requests for files."""
 
     lab: Lab
     wheels: Path
     folder: Path
-    asked: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
 
     def play(self, **variables: Any) -> Played:
         return run_playbook("site.yml", self.inventory(), variables, "--tags", "storage,python")
@@ -65,7 +65,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonCluster]
 
 
 def index(cluster: PythonCluster) -> type[http.server.SimpleHTTPRequestHandler]:
-    """A package index: /simple/NAME/ lists that package's wheels, /NAME.whl is one."""
+    """Serve a package index: /simple/NAME/ lists the wheels of a package, /NAME.whl is a wheel."""
 
     class Index(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *arguments: Any) -> None:
@@ -73,7 +73,7 @@ def index(cluster: PythonCluster) -> type[http.server.SimpleHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             if not self.path.startswith("/simple/"):
-                cluster.asked.append(f"{self.client_address[0]} {self.path}")
+                cluster.requested.append(f"{self.client_address[0]} {self.path}")
                 super().do_GET()
                 return
             name = self.path.split("/")[2]
@@ -99,21 +99,21 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
     one, two = cluster.lab.hosts
     dry = run_playbook("site.yml", cluster.inventory(), None, "--tags", "storage,python", "--check")
     assert dry.rc == 0, dry.stdout
-    assert not cluster.asked and "absent" in cluster.lab.inside(one, f"test -e {DATA} || echo absent")
+    assert not cluster.requested and "absent" in cluster.lab.inside(one, f"test -e {DATA} || echo absent")
 
     played = cluster.play()
     assert played.rc == 0, played.stdout
-    assert len(cluster.asked) == len(list(cluster.wheels.glob("*.whl"))), "every wheel was fetched once"
-    assert {entry.split()[0] for entry in cluster.asked} == {one.address}, "by one host"
+    assert len(cluster.requested) == len(list(cluster.wheels.glob("*.whl"))), "every wheel is fetched once"
+    assert {entry.split()[0] for entry in cluster.requested} == {one.address}, "by the same host"
     for host in (one, two):
-        said = cluster.python(
+        output = cluster.python(
             host,
             "import trainer.config.run_spec, importlib.metadata as m, sys; print(m.version('trainyard'), sys.prefix)",
         )
-        assert said == f"{trainer_version(REPO)} {DATA}/venv"
+        assert output == f"{trainer_version(REPO)} {DATA}/venv"
     digests = {cluster.lab.inside(host, f"sha256sum {DATA}/venv/lock.txt | cut -d' ' -f1") for host in (one, two)}
     assert len(digests) == 1
-    # The server is gone, and the second host keeps no wheels.
+    # The wheel server has stopped, and the second host keeps no wheels.
     assert "inactive" in cluster.lab.inside(one, "systemctl is-active trainyard-wheels || :")
     assert cluster.lab.inside(two, f"find {DATA}/python -name '*.whl' ! -name 'trainyard-*'") == ""
 
@@ -121,9 +121,10 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
-def test_a_killed_play_converges(cluster: PythonCluster) -> None:
+def test_play_after_a_kill_converges(cluster: PythonCluster) -> None:
     lock = cluster.folder / "lock.txt"
-    lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==1.0\n")  # another lock, another environment
+    # Another lock requires another environment.
+    lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==1.0\n")
     before = cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv")
     output = cluster.folder / "killed.txt"
     with output.open("w") as sink:
@@ -145,7 +146,7 @@ def test_a_killed_play_converges(cluster: PythonCluster) -> None:
             start_new_session=True,
         )
     try:
-        until(lambda: "TASK [python : Install the wheels" in output.read_text(), 400, "pip at work")
+        until(lambda: "TASK [python : Install the wheels" in output.read_text(), 400, "pip to start")
     finally:
         os.killpg(play.pid, signal.SIGKILL)
         play.wait()
@@ -158,36 +159,38 @@ def test_a_killed_play_converges(cluster: PythonCluster) -> None:
     for host in cluster.lab.hosts:
         assert cluster.lab.inside(host, f"readlink {DATA}/venv") != before
         cluster.python(host, "import trainer.config.run_spec")
-        assert len(cluster.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, "the one in use and the one before"
+        assert len(cluster.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, (
+            "the current and the previous environment"
+        )
     assert cluster.play(python_lock=str(lock)).count("changed") == 0
 
 
-def test_no_network_at_all(cluster: PythonCluster) -> None:
+def test_install_without_network(cluster: PythonCluster) -> None:
     lock = cluster.folder / "other.txt"
     lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==2.0\n")
-    asked = len(cluster.asked)
-    lacking = cluster.folder / "lacking"
-    lacking.mkdir()
+    requested = len(cluster.requested)
+    incomplete = cluster.folder / "incomplete"
+    incomplete.mkdir()
     for wheel in cluster.wheels.glob("*.whl"):
         if not wheel.name.startswith("annotated"):
-            (lacking / wheel.name).symlink_to(wheel)
-    refused = cluster.play(python_lock=str(lock), python_wheelhouse=str(lacking))
+            (incomplete / wheel.name).symlink_to(wheel)
+    refused = cluster.play(python_lock=str(lock), python_wheelhouse=str(incomplete))
     assert refused.rc != 0
-    assert f"from {lacking}: ERROR: " in refused.stdout, refused.stdout
+    assert f"from {incomplete}: ERROR: " in refused.stdout, refused.stdout
     played = cluster.play(python_lock=str(lock), python_wheelhouse=str(cluster.wheels))
     assert played.rc == 0, played.stdout
-    assert len(cluster.asked) == asked
+    assert len(cluster.requested) == requested
     for host in cluster.lab.hosts:
         cluster.python(host, "import trainer.config.run_spec")
 
 
-def test_what_differs_is_a_table_and_the_rest_is_taken_away(cluster: PythonCluster) -> None:
+def test_differences_are_reported_as_a_table_and_remove_cleans_up(cluster: PythonCluster) -> None:
     one, two = cluster.lab.hosts
     lock = cluster.folder / "other.txt"
     cluster.lab.inside(
         two, f"sed -i 's/^Version: .*/Version: 1.9/' {DATA}/venv/lib/python3*/site-packages/pydantic-*/METADATA"
     )
-    # Another trainer there: its wheel alone is put right, at once.
+    # The trainer on node2 differs: the role replaces its wheel.
     cluster.lab.inside(two, f'sed -i \'s/"trainer": "[^"]*/"trainer": "0/\' {DATA}/venv/trainyard.json')
     played = cluster.play(python_lock=str(lock))
     assert played.rc != 0
@@ -196,12 +199,12 @@ def test_what_differs_is_a_table_and_the_rest_is_taken_away(cluster: PythonClust
     assert any(row[:1] == ["pydantic"] and row[-1] == "1.9" for row in table), played.stdout
     assert played.stats["changed"].get("node1", 0) == 0 and played.stats["changed"]["node2"] > 0
 
-    away = cluster.folder / "away.yml"
+    playbook = cluster.folder / "remove.yml"
     role = {"ansible.builtin.include_role": {"name": "python", "tasks_from": "remove"}}
-    away.write_text(
+    playbook.write_text(
         yaml.safe_dump([{"hosts": "cluster", "gather_facts": False, "tasks": [{"name": "Remove", **role}]}])
     )
     for changed in (4, 0):
-        removed = run_playbook(str(away), cluster.inventory())
+        removed = run_playbook(str(playbook), cluster.inventory())
         assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
     assert cluster.lab.inside(one, f"ls {DATA}") == ""

@@ -1,8 +1,8 @@
-"""python_env: conda, as far as it can be run without Miniforge and conda-forge.
+"""python_env: conda, tested without Miniforge and conda-forge.
 
-Real: the lock, fetching once, passing on, digests, packages linked into an environment (by rattler, an implementation of
-conda's installer), wheels into it. Stand-ins: the installer (rattler behind the two commands of conda that
-the role uses) and the one package of the channel (a Python made relocatable here).
+Real: the lock, fetching once, transfer to the other hosts, digests, packages linked into an environment by rattler (an
+implementation of conda's installer), and the installation of wheels. Simulated: the installer (rattler behind the two commands
+of conda that the role uses) and the only package of the channel (a relocatable copy of a Python).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHORT = ".".join(map(str, sys.version_info[:2]))
 LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages", "__pycache__"}
 
 CONDA = """#!/usr/bin/env python3
-# Stand-in for conda: create --prefix P --file LOCK, done by rattler.
+# Replaces conda: implements create --prefix P --file LOCK with rattler.
 import asyncio, os, sys
 sys.path.insert(0, "@PREFIX@/site")
 from rattler import PackageRecord, RepoDataRecord, install
@@ -44,7 +44,7 @@ asyncio.run(install(records, prefix, cache_dir=os.environ["CONDA_PKGS_DIRS"], sh
 os._exit(0)  # its threads and the end of the interpreter do not always get along
 """
 INSTALLER = """#!/bin/bash
-# Stand-in for Miniforge's installer: -b -u -p PREFIX. What follows the last line is a wheel of rattler.
+# Replaces Miniforge's installer: -b -u -p PREFIX. A wheel of rattler follows the last line.
 set -eu
 mkdir -p "$4/bin"
 python3 - "$0" "$4" <<'P'
@@ -63,7 +63,7 @@ exit 0
 
 
 def python_package(folder: Path) -> Path:
-    """This Python as a conda package."""
+    """Write this Python as a conda package to `folder`; return its path."""
     package = folder / f"python-{VERSION}-h0_0.tar.bz2"
     package.parent.mkdir(parents=True)
     files: dict[str, bytes] = {}
@@ -103,13 +103,13 @@ def python_package(folder: Path) -> Path:
 
 
 def relocated(data: bytes) -> bytes:
-    """The path to its library relative to the program, in place of an absolute one."""
+    """Return the program with a relative path to its library in place of the absolute one."""
     old, new = f"{BASE}/lib".encode(), b"$ORIGIN/../lib"
     return data.replace(old + b"\0", new.ljust(len(old), b"\0") + b"\0")
 
 
-@pytest.mark.skipif(Path("/usr") == BASE, reason="the tests' Python is the distribution's, which cannot be moved")
-def test_a_conda_environment_from_a_lock_and_a_channel_of_our_own(tmp_path: Path) -> None:
+@pytest.mark.skipif(Path("/usr") == BASE, reason="the distribution's Python is not relocatable")
+def test_conda_environment_from_a_lock_and_a_private_channel(tmp_path: Path) -> None:
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "py-rattler==0.28.0"]
     subprocess.run(download, check=True)
     installer = tmp_path / "installer.sh"
@@ -152,7 +152,7 @@ def test_a_conda_environment_from_a_lock_and_a_channel_of_our_own(tmp_path: Path
             assert (played.count("changed") > 0) == (least > 0), played.stdout
         for host in lab.hosts:
             code = "import sys, yaml, trainer.config.run_spec; print(sys.version.split()[0], sys.base_prefix)"
-            said = lab.inside(host, f"runuser -u tester -- {DATA}/venv/bin/python -I -c '{code}'").split()
-            assert said[0] == VERSION and said[1].startswith(DATA), said
+            output = lab.inside(host, f"runuser -u tester -- {DATA}/venv/bin/python -I -c '{code}'").split()
+            assert output[0] == VERSION and output[1].startswith(DATA), output
     finally:
         lab.down()

@@ -1,4 +1,4 @@
-"""The launch and follow steps over SSH on hosts with a systemd of their own: units of every kind, lost hosts, memory, and who stays when."""
+"""The launch and follow steps over SSH on hosts with systemd: kinds of units, lost hosts, memory limits, and logouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Site:
         self.playbooks: list[subprocess.Popen[Any]] = []
 
     def stage(self, environment: str = "") -> None:
-        """What `stage` does: the trainer on each host, owned by the hosts' user."""
+        """Stage the run: copy the trainer to each host; the user of the hosts owns the files."""
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w") as content:
             content.writestr("trainer/__init__.py", "")
@@ -96,35 +96,35 @@ class Site:
         file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
         return self.play(str(file))
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return self.output.read_text()
 
     def error(self) -> str:
-        (line,) = [line for line in self.said().splitlines() if line.startswith("error: ")]
+        (line,) = [line for line in self.read_output().splitlines() if line.startswith("error: ")]
         return line
 
     def read(self, host: Host, name: str) -> dict[str, Any]:
         return json.loads(self.lab.inside(host, f"cat {RUN_DIR}/state/{name}.json 2>/dev/null || echo '{{}}'"))
 
     def at_step(self, rank: int, step: int = 2) -> dict[str, Any]:
-        """Wait until the rank has come to that step, however slow the machine is, unless its part of the run has ended."""
+        """Wait until the rank reaches that step, for up to 240 s. Fails if its part of the run ends earlier."""
 
-        def there() -> dict[str, Any] | None:
+        def reached_state() -> dict[str, Any] | None:
             node = self.read(self.lab.hosts[rank], "node")
             state = self.read(self.lab.hosts[rank], f"rank{rank}")
             if (state.get("step") or 0) >= step:
                 return state
-            assert not node.get("ended"), f"it ended before step {step}: {node}, {state}"
+            assert not node.get("ended"), f"the run ended before step {step}: {node}, {state}"
             return None
 
-        return until(there, 240, what=f"step {step} of rank {rank}")
+        return until(reached_state, 240, what=f"step {step} of rank {rank}")
 
-    def left(self, host: Host) -> str:
+    def processes(self, host: Host) -> str:
         return self.lab.inside(host, f"grep -lsaz {RUN_VARIABLE}={RUN_DIR} /proc/[0-9]*/environ || true").strip()
 
-    def nothing_left(self, hosts: list[Host] | None = None) -> None:
+    def check_no_processes(self, hosts: list[Host] | None = None) -> None:
         for host in hosts or self.lab.hosts:
-            assert not self.left(host), host.name
+            assert not self.processes(host), host.name
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def as_user(lab: Lab, host: Host, command: str) -> str:
     return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_system_unit_by_sudo(lab: Lab, site: Site) -> None:
+def test_system_unit_with_sudo(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan(torchrun=True), progress_interval=1)
     worker = site.at_step(1)["pid"]
     host = lab.hosts[1]
@@ -164,14 +164,14 @@ def test_a_system_unit_by_sudo(lab: Lab, site: Site) -> None:
     began = time.monotonic()
     lab.inside(host, f"kill -9 {worker}")
     assert playbook.wait(30) == 2
-    took = time.monotonic() - began
-    print("kill -9 to the playbook's end:", round(took, 2), "s")
-    assert took < 5
+    seconds = time.monotonic() - began
+    print("from kill -9 to the end of the playbook:", round(seconds, 2), "s")
+    assert seconds < 5
     assert site.error() == "error: rank 1 on node2 was killed by SIGKILL"
-    site.nothing_left()
+    site.check_no_processes()
 
 
-def test_a_user_unit_where_the_user_lingers(lab: Lab, site: Site) -> None:
+def test_user_unit_with_lingering(lab: Lab, site: Site) -> None:
     for host in lab.hosts:
         lab.inside(host, "loginctl enable-linger tester")
     try:
@@ -180,9 +180,9 @@ def test_a_user_unit_where_the_user_lingers(lab: Lab, site: Site) -> None:
         site.at_step(1)
         show = f"XDG_RUNTIME_DIR=/run/user/1000 systemctl --user show -p SubState,MemoryMax {UNIT}"
         assert "SubState=running" in as_user(lab, lab.hosts[1], show)
-        assert playbook.wait(60) == 0, site.said()
+        assert playbook.wait(60) == 0, site.read_output()
         assert site.read(lab.hosts[1], "node")["status"] == "finished"
-        site.nothing_left()
+        site.check_no_processes()
     finally:
         for host in lab.hosts:
             lab.inside(host, "loginctl disable-linger tester")
@@ -196,54 +196,54 @@ def test_a_run_outlives_the_login_that_started_it(lab: Lab, site: Site, backend:
     control = yaml.safe_load(site.inventory.read_text())["all"]["children"]["cluster"]["vars"][
         "ansible_control_path_dir"
     ]
-    for socket in Path(control).iterdir():  # the connections that ControlPersist keeps
+    for socket in Path(control).iterdir():  # connections that ControlPersist keeps open
         subprocess.run(["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "any"], capture_output=True, check=True)
-    if backend == "systemd":  # a process of its own is the login's, and would go with it
+    if backend == "systemd":  # with the process backend, the run belongs to the login session and ends with it
         for host in lab.hosts:
             lab.inside(host, "loginctl terminate-user tester || true")
     for host in lab.hosts:
-        assert site.left(host), f"nothing of the run is left on {host.name}"
+        assert site.processes(host), f"the run has ended on {host.name}"
     site.at_step(2, step + 10)
     stopped = site.play("playbooks/stop.yml", "-e", "run=r")
-    assert stopped.wait(120) == 0, site.said()
+    assert stopped.wait(120) == 0, site.read_output()
     assert site.read(lab.hosts[2], "rank2")["status"] == "stopped"
-    site.nothing_left()
+    site.check_no_processes()
 
 
-def test_the_controller_comes_back(lab: Lab, site: Site) -> None:
+def test_controller_reattaches(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan())
     site.at_step(0)
     os.killpg(playbook.pid, signal.SIGKILL)
     assert site.play("playbooks/status.yml").wait(60) == 0
-    rows = [line.split()[:4] for line in site.said().splitlines() if line.startswith("r ")]
+    rows = [line.split()[:4] for line in site.read_output().splitlines() if line.startswith("r ")]
     assert rows == [["r", f"node{i + 1}", str(i), "training"] for i in range(3)]
     attached = site.play("playbooks/attach.yml", "-e", "run=r")
     following = site.output
     until(lambda: "step " in following.read_text(), 30)
     assert site.play("playbooks/stop.yml", "-e", "run=r").wait(60) == 0
     assert attached.wait(30) == 0
-    site.nothing_left()
+    site.check_no_processes()
 
 
 @pytest.mark.parametrize("fault", ["cut", "pause"])
-def test_a_lost_host(lab: Lab, site: Site, fault: str) -> None:
+def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) -> None:
     playbook = site.run(site.plan())
     lost = lab.hosts[1]
     site.at_step(1)
     began = time.monotonic()
     faults.FAULTS[fault].inject(lab, lost)
     assert playbook.wait(60) == 2
-    took = time.monotonic() - began
-    print(f"{fault} to the playbook's end:", round(took, 2), "s")
-    assert took < 15
+    seconds = time.monotonic() - began
+    print(f"{fault} to the end of the playbook:", round(seconds, 2), "s")
+    assert seconds < 15
     assert re.match(r"error: node2 has not answered for 1\d s", site.error())
-    site.nothing_left([lab.hosts[0], lab.hosts[2]])
+    site.check_no_processes([lab.hosts[0], lab.hosts[2]])
     faults.FAULTS[fault].undo(lab, lost)
-    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "now=true").wait(60) == 0, site.said()
-    site.nothing_left()
+    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "now=true").wait(60) == 0, site.read_output()
+    site.check_no_processes()
 
 
-def test_power_is_lost(lab: Lab, site: Site) -> None:
+def test_power_loss_of_a_host_ends_the_playbook(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan())
     site.at_step(2)
     began = time.monotonic()
@@ -253,25 +253,25 @@ def test_power_is_lost(lab: Lab, site: Site) -> None:
     assert site.error().startswith("error: node3 has not answered for 1")
     faults.FAULTS["crash"].undo(lab, lab.hosts[2])
     assert site.play("playbooks/status.yml").wait(60) == 0
-    row = next(line.split() for line in site.said().splitlines() if line.startswith("r  ") and "node3" in line)
+    row = next(line.split() for line in site.read_output().splitlines() if line.startswith("r  ") and "node3" in line)
     assert row[3] == "lost"
 
 
-def test_the_kernel_kills_a_rank_for_memory(lab: Lab, site: Site) -> None:
+def test_out_of_memory_kill_is_reported(lab: Lab, site: Site) -> None:
     site.stage("FAKE=1:3:eat\n")
     faults.FAULTS["memory"].inject(lab, lab.hosts[1], "1000")
     playbook = site.run(site.plan(torchrun=True))
     assert playbook.wait(120) == 2
     assert site.error() == "error: rank 1 on node2 was killed by SIGKILL, while its machine was out of memory"
-    site.nothing_left()
+    site.check_no_processes()
 
 
-def test_systemd_ends_a_supervisor_and_all_below(lab: Lab, site: Site) -> None:
+def test_end_of_a_supervisor_ends_its_unit(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan(torchrun=True))
     site.at_step(1)
     lab.inside(lab.hosts[1], f"kill -9 {site.read(lab.hosts[1], 'node')['pid']}")
     assert playbook.wait(30) == 2
     assert site.error().startswith("error: the supervisor on node2 is gone")
-    site.nothing_left()
-    again = site.run(site.plan(steps=3))  # a unit that failed does not stand in the way
-    assert again.wait(60) == 0, site.said()
+    site.check_no_processes()
+    again = site.run(site.plan(steps=3))  # a failed unit does not prevent the next start
+    assert again.wait(60) == 0, site.read_output()

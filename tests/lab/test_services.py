@@ -1,4 +1,4 @@
-"""Datasets copied to every host, and a real Ollama: fetched once, passed on, upgraded, taken away."""
+"""Datasets copied to every host; a real Ollama: fetched once, passed on, upgraded, removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLLAMA = shutil.which("ollama")
 
 @pytest.fixture(scope="module")
 def keys(lab: Lab) -> None:
-    """Keys between the hosts, as site.yml makes them."""
+    """Install SSH keys between the hosts, as site.yml does."""
     made = run_playbook("site.yml", lab.inventory, None, "--tags ssh")
     assert made.rc == 0, made.stdout
 
@@ -32,39 +32,39 @@ def digests(lab: Lab, host: Host) -> str:
     return lab.inside(host, f"cd {DATASETS}; find . -type f -print0 | sort -z | xargs -0 sha256sum")
 
 
-def play(lab: Lab, tag: str, **said: Any) -> Any:
-    return run_playbook("site.yml", lab.inventory, said, f"--tags {tag}")
+def play(lab: Lab, tag: str, **variables: Any) -> Any:
+    return run_playbook("site.yml", lab.inventory, variables, f"--tags {tag}")
 
 
-def test_datasets_are_copied_and_only_what_differs_travels(
+def test_datasets_are_copied_and_only_differences_are_transferred(
     lab: Lab, hosts: list[Host], keys: None, tmp_path: Path
 ) -> None:
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b" / "one.jsonl").write_text('{"text": "one"}\n' * 1000)
     (tmp_path / "two.jsonl").write_text('{"text": "two"}\n' * 1000)
-    said = {"nfs_dataset_delivery": "copy", "nfs_copy_from": str(tmp_path)}
-    played = play(lab, "nfs", **said)
+    variables = {"nfs_dataset_delivery": "copy", "nfs_copy_from": str(tmp_path)}
+    played = play(lab, "nfs", **variables)
     assert played.rc == 0, played.stdout
     first = digests(lab, hosts[0])
     assert "a b/one.jsonl" in first and {digests(lab, host) for host in hosts} == {first}
 
-    # Damage that neither size nor time shows, and a file that the head has not.
+    # Damage that changes neither size nor time, and a file that the head does not have.
     lab.inside(
         hosts[2],
         f"cd {DATASETS}; touch -r two.jsonl /tmp/time; sed -i s/two/bad/ two.jsonl; touch -r /tmp/time two.jsonl; touch extra",
     )
-    mended = play(lab, "nfs", **said)
-    assert mended.rc == 0 and mended.stats["changed"] == {"node3": 1}, mended.stdout
+    repaired = play(lab, "nfs", **variables)
+    assert repaired.rc == 0 and repaired.stats["changed"] == {"node3": 1}, repaired.stdout
     assert digests(lab, hosts[2]) == first
 
-    # In a folder that the role did not make, such a file is somebody's.
+    # In a folder that the role did not create, the role does not delete such a file.
     lab.inside(hosts[2], f"rm /var/lib/trainyard/datasets; echo mine > {DATASETS}/extra")
-    left = play(lab, "nfs", **said)
+    left = play(lab, "nfs", **variables)
     assert left.rc == 0, left.stdout
     assert lab.inside(hosts[2], f"cat {DATASETS}/extra") == "mine\n"
 
 
-def test_light_hosts_have_no_nfs_and_it_is_said(lab: Lab) -> None:
+def test_missing_nfs_support_is_reported(lab: Lab) -> None:
     played = play(lab, "nfs", nfs_dataset_delivery="nfs")
     assert played.rc != 0 and "kernel of this host does not support NFS" in played.stdout and "copy" in played.stdout
 
@@ -76,7 +76,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs `ollama` on PATH")
     top = Path(os.path.realpath(OLLAMA)).parents[1]
     if not (top / "tiny.gguf").exists():
-        pytest.skip("there is no tiny.gguf beside this ollama to make a model of")
+        pytest.skip("creating a model needs tiny.gguf next to this ollama")
     made = tmp_path_factory.mktemp("ollama") / "ollama-linux-amd64.tgz"
     with tarfile.open(made, "w:gz", compresslevel=1) as tar:
         for part in ("bin", "lib"):
@@ -85,13 +85,13 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tags(host: Host) -> dict[str, str]:
-    """What Ollama on a host has, by name: the digest."""
+    """Return the digest of every model of Ollama on a host, by name."""
     with urllib.request.urlopen(f"http://{host.address}:11434/api/tags", timeout=10) as answer:
         return {model["name"]: model["digest"] for model in json.load(answer)["models"]}
 
 
 @pytest.mark.long
-def test_ollama_from_archive_to_models_to_nothing(lab: Lab, hosts: list[Host], keys: None, archive: Path) -> None:
+def test_ollama_install_upgrade_pull_and_removal(lab: Lab, hosts: list[Host], keys: None, archive: Path) -> None:
     wanted = {
         "ollama_state": "present",
         "ollama_version": "0.5.4",
@@ -124,7 +124,7 @@ def test_ollama_from_archive_to_models_to_nothing(lab: Lab, hosts: list[Host], k
     lab.inside(
         hosts[0], f"cd /tmp; echo FROM /tmp/tiny.gguf > Modelfile; HOME=/tmp {at} ollama create tiny -f Modelfile"
     )
-    # An upgrade, and models: the old build goes, the head's model is on all hosts; and then nothing is left to do.
+    # An upgrade with a model: the old build is removed, all hosts have the model of the head, and a second run changes nothing.
     newer = wanted | {"ollama_version": "0.5.5", "ollama_pull": ["tiny"]}
     passed = play(lab, "ollama", **newer)
     assert passed.rc == 0, passed.stdout
@@ -139,7 +139,7 @@ def test_ollama_from_archive_to_models_to_nothing(lab: Lab, hosts: list[Host], k
 
 
 def state(lab: Lab, host: Host) -> str:
-    """What a host has in the places that the role writes to."""
+    """Return the entries of a host at the paths that the role writes to."""
     return lab.inside(
         host,
         """for path in /opt /etc/systemd/system /usr/local/bin /var/lib/ollama /var/lib/trainyard/ollama; do
@@ -149,13 +149,13 @@ def state(lab: Lab, host: Host) -> str:
     )
 
 
-def test_somebody_elses_ollama_is_left_alone(lab: Lab, hosts: list[Host], archive: Path) -> None:
+def test_unmanaged_ollama_is_not_changed(lab: Lab, hosts: list[Host], archive: Path) -> None:
     lab.inside(hosts[1], "printf '#!/bin/sh\\n' > /usr/local/bin/ollama")
     try:
         for wanted in ("present", "absent"):
-            said = {"ollama_version": "0.5.4", "ollama_archive": str(archive), "ollama_sha256": "0" * 64}
+            variables = {"ollama_version": "0.5.4", "ollama_archive": str(archive), "ollama_sha256": "0" * 64}
             played = run_playbook(
-                "site.yml", lab.inventory, said | {"ollama_state": wanted}, "--tags ollama --limit node2"
+                "site.yml", lab.inventory, variables | {"ollama_state": wanted}, "--tags ollama --limit node2"
             )
             assert (played.rc != 0) == (wanted == "present"), played.stdout
         assert "/usr/local/bin/ollama" in lab.inside(hosts[1], "ls /usr/local/bin/ollama")

@@ -39,7 +39,7 @@ def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> No
     trial.process.wait(30)
     at = json.loads(trial.read(lab.hosts[0], "state/rank0.json"))
     assert at["status"] in ("training", "saving", "finished")
-    trial.start()  # the same command follows it, or says that it has ended
+    trial.start()  # the same command monitors the run, or reports that it has ended
     assert trial.end() == 0, trial.output()
     assert "90 of 90 steps" in trial.output()
     assert not trial.leftovers()
@@ -126,7 +126,7 @@ def test_slurm_accepts_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Pat
     for host in two:
         lab.inside(host, f"slurmd -N {host.name}")
     try:
-        both = "2 idle"  # the one that has not answered yet would be left out of what sbatch says
+        both = "2 idle"  # sbatch ignores nodes that have not registered
         lab.wait(
             lambda: both in lab.inside(two[0], "sinfo -h -o '%D %t'", check=False), "the Slurm nodes are not idle", 60
         )

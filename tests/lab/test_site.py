@@ -23,11 +23,11 @@ from run_hosts import until
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 DATA = "/home/tester/trainyard"
-# Two minutes each: ten are a measurement, three a test. Another seed kills at other tasks.
+# A kill takes two minutes: 3 are a test, 10 are a measurement. The seed determines the tasks at which the kills happen.
 KILLS = int(os.environ.get("TRAINYARD_KILLS", "3"))
 SEED = int(os.environ.get("TRAINYARD_SEED", "20261121"))
 OLLAMA = "http://{}:11434/api/version"
-# A program that answers as Ollama does when it is asked for its version, and nothing else.
+# A program that answers only Ollama's request for the version.
 STAND_IN = r"""#!/usr/bin/python3
 import http.server, os
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -39,7 +39,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 host, _, port = os.environ["OLLAMA_HOST"].rpartition(":")
 http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
 """
-# What every file, link and folder of a host is, by path: kind, mode, owner, contents. Run on the host.
+# Prints every file, link and folder of a host by path: kind, mode, owner, contents. Runs on the host.
 STATE = r"""
 import hashlib, json, os, stat, sys
 out = {}
@@ -59,8 +59,8 @@ for top in sys.argv[1:]:
 print(json.dumps(out))
 """
 TOPS = "/etc /home /srv /root /opt /usr/local /var/lib /run/systemd/transient /run/systemd/system"
-# What adds a user keeps the files of before (passwd-);
-# dpkg and apt write down packages, which may stay; systemd writes down when timers ran; sudo and Ansible leave a folder.
+# Files that may differ: backups of user databases (passwd-), records of dpkg and apt about packages that may stay, time stamps
+# of systemd's timers, and folders of sudo and Ansible.
 OTHERS = (
     "/var/lib/dpkg", "/var/lib/apt", "/var/lib/systemd", "/var/lib/ucf", "/var/lib/sudo", "/var/lib/private",
     "/home/tester/.ansible", "/root/.ansible", "/home/tester/.cache", "/home/tester/.sudo_as_admin_successful",
@@ -71,8 +71,8 @@ OTHERS = (
 
 def state(lab: Lab, host: Host) -> dict[str, Any]:
     """Return the state of a host: its files, its unit files and its firewall."""
-    told = lab.inside(host, f"python3 - {TOPS} <<'P'\n{STATE}\nP")
-    files = {path: what for path, what in json.loads(told).items() if not path.startswith(OTHERS)}
+    output = lab.inside(host, f"python3 - {TOPS} <<'P'\n{STATE}\nP")
+    files = {path: what for path, what in json.loads(output).items() if not path.startswith(OTHERS)}
     listed = lab.inside(host, "systemctl list-unit-files --no-legend --no-pager --state=enabled,masked,disabled")
     units = {f"unit {line.split()[0]}": line.split()[1:] for line in listed.splitlines()}
     firewall = lab.inside(host, "ufw status verbose; ufw show added")
@@ -109,7 +109,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Variables with which every role of site.yml acts on light hosts, without torch and with a stand-in for Ollama."""
+    """Variables with which every role of site.yml acts on light hosts, without torch and with a simulated Ollama."""
     folder = tmp_path_factory.mktemp("everything")
     (folder / "datasets").mkdir()
     (folder / "datasets/one.jsonl").write_text('{"text": "one"}\n')
@@ -156,11 +156,11 @@ def check_cluster(lab: Lab) -> None:
 @pytest.mark.long
 def test_site_and_reset_restore_stock_hosts(bare: Lab, everything: dict[str, Any]) -> None:
     stock = {host.name: state(bare, host) for host in bare.hosts}
-    had = {host.name: packages(bare, host) for host in bare.hosts}
+    packages_before = {host.name: packages(bare, host) for host in bare.hosts}
 
-    looked = run_playbook("site.yml", bare.inventory, everything, "--check --diff")
-    assert looked.rc == 0, looked.stdout
-    assert looked.count("changed") > 0
+    checked = run_playbook("site.yml", bare.inventory, everything, "--check --diff")
+    assert checked.rc == 0, checked.stdout
+    assert checked.count("changed") > 0
     for host in bare.hosts:
         assert not differences(stock[host.name], state(bare, host))
 
@@ -174,18 +174,20 @@ def test_site_and_reset_restore_stock_hosts(bare: Lab, everything: dict[str, Any
     assert gone.rc == 0, gone.stdout
     for host in bare.hosts:
         differs = differences(stock[host.name], state(bare, host))
-        theirs = changed_by(packages(bare, host) - had[host.name]) if differs else set()
-        left = {path: what for path, what in differs.items() if path not in theirs}
-        assert not left, f"{host.name}: {left}"
+        installed = changed_by(packages(bare, host) - packages_before[host.name]) if differs else set()
+        remaining = {path: what for path, what in differs.items() if path not in installed}
+        assert not remaining, f"{host.name}: {remaining}"
     twice = run_playbook("playbooks/reset.yml", bare.inventory, everything)
     assert twice.rc == 0 and twice.count("changed") == 0, twice.stdout
 
 
-def played(inventory: Path, said: Path, output: Path, task: int | None = None, later: float = 0.0) -> int | None:
-    """Run site.yml and return its exit code. With `task`, kill Ansible `later` seconds after that task, and return None."""
+def play_site(
+    inventory: Path, variables: Path, output: Path, task: int | None = None, delay: float = 0.0
+) -> int | None:
+    """Run site.yml and return its exit code. With `task`, kill Ansible `delay` seconds after that task, and return None."""
     with output.open("w") as sink:
         play = subprocess.Popen(
-            [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, "site.yml", "-e", f"@{said}"],
+            [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, "site.yml", "-e", f"@{variables}"],
             cwd=REPO,
             env={**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
             stdin=subprocess.DEVNULL,
@@ -196,7 +198,7 @@ def played(inventory: Path, said: Path, output: Path, task: int | None = None, l
     try:
         until(lambda: play.poll() is not None or (task and tasks_in(output) >= task), limit=600)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            play.wait(later)
+            play.wait(delay)
         return play.poll()
     finally:
         if play.poll() is None:
@@ -212,35 +214,37 @@ def tasks_in(output: Path) -> int:
 @pytest.mark.long
 def test_killed_site_converges(everything: dict[str, Any], tmp_path: Path) -> None:
     """After kills at random tasks, once or several times, site.yml repairs everything, and a further run changes nothing."""
-    dice = random.Random(SEED)
-    said = tmp_path / "said.json"
-    said.write_text(json.dumps(everything))
+    generator = random.Random(SEED)
+    variables = tmp_path / "variables.json"
+    variables.write_text(json.dumps(everything))
     with stock_hosts() as lab:
         # The number of tasks of a complete run.
-        assert played(lab.inventory, said, tmp_path / "whole.txt") == 0, (tmp_path / "whole.txt").read_text()
-        whole = tasks_in(tmp_path / "whole.txt")
+        assert play_site(lab.inventory, variables, tmp_path / "complete.txt") == 0, (
+            tmp_path / "complete.txt"
+        ).read_text()
+        total = tasks_in(tmp_path / "complete.txt")
         check_cluster(lab)
-    points = dice.sample(range(1, whole), KILLS)
-    # Half of the kills on hosts of their own, the others in sequence on the same hosts.
+    points = generator.sample(range(1, total), KILLS)
+    # Half of the kills happen on separate hosts, the other kills in sequence on the same hosts.
     alone = points[: (KILLS + 1) // 2]
     together = sorted(points[len(alone) :])
-    for life in [*([point] for point in alone), *([together] if together else [])]:
-        told = []
+    for kill_tasks in [*([point] for point in alone), *([together] if together else [])]:
+        kills = []
         with stock_hosts() as lab:
-            for task in life:
-                output, later = tmp_path / f"killed-{task}.txt", dice.uniform(0, 1)
-                code = played(lab.inventory, said, output, task, later)
+            for task in kill_tasks:
+                output, delay = tmp_path / f"killed-{task}.txt", generator.uniform(0, 1)
+                code = play_site(lab.inventory, variables, output, task, delay)
                 last = output.read_text().rpartition("\nTASK [")[2].partition("]")[0]
-                told.append(
-                    f"{'killed' if code is None else 'ended'} {later:.2f} s after task {task} of {whole}: {last}"
+                kills.append(
+                    f"{'killed' if code is None else 'ended'} {delay:.2f} s after task {task} of {total}: {last}"
                 )
-                print(told[-1], flush=True)
+                print(kills[-1], flush=True)
                 # Completed work is skipped: a later run may end before it reaches its task.
-                assert code is None or (code == 0 and task != life[0]), f"{told}\n{output.read_text()}"
+                assert code is None or (code == 0 and task != kill_tasks[0]), f"{kills}\n{output.read_text()}"
             made = run_playbook("site.yml", lab.inventory, everything)
-            assert made.rc == 0, f"{told}\n{made.stdout}"
+            assert made.rc == 0, f"{kills}\n{made.stdout}"
             again = run_playbook("site.yml", lab.inventory, everything)
-            assert again.rc == 0 and again.count("changed") == 0, f"{told}\n{again.stdout}"
+            assert again.rc == 0 and again.count("changed") == 0, f"{kills}\n{again.stdout}"
             check_cluster(lab)
 
 
@@ -299,7 +303,7 @@ def test_unreachable_host_is_removed(bare: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("playbook", ["playbooks/add_host.yml", "playbooks/remove_host.yml"])
-def test_missing_and_unknown_hosts_are_refused(bare: Lab, playbook: str) -> None:
-    for said, word in (({}, "-e host=NAME"), ({"host": "node9"}, "node9")):
-        played = run_playbook(playbook, bare.inventory, said)
-        assert played.rc != 0 and word in played.stdout
+def test_missing_and_unknown_hosts_are_errors(bare: Lab, playbook: str) -> None:
+    for variables, message in (({}, "-e host=NAME"), ({"host": "node9"}, "node9")):
+        played = run_playbook(playbook, bare.inventory, variables)
+        assert played.rc != 0 and message in played.stdout

@@ -16,7 +16,7 @@ pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 
 @pytest.fixture
-def said(tmp_path: Path) -> dict[str, Any]:
+def variables(tmp_path: Path) -> dict[str, Any]:
     dataset = tmp_path / "questions.jsonl"
     rows = [
         {"instruction": f"What follows {n}?", "input": "", "output": f"After {n} comes {n + 1}."} for n in range(60)
@@ -30,14 +30,14 @@ def ask(lab: Lab, host: Host, command: str) -> str:
 
 
 @pytest.mark.smoke
-def test_three_stock_hosts_train(bare: Lab, said: dict[str, Any]) -> None:
+def test_three_stock_hosts_train(bare: Lab, variables: dict[str, Any]) -> None:
     lab, hosts = bare, bare.hosts
     for again in (False, True):
         site = run_playbook("site.yml", lab.inventory)
         assert site.rc == 0, site.stdout
         assert (site.count("changed") == 0) is again, site.stdout
 
-    played = run_playbook("train.yml", lab.inventory, said | {"run": "three"})
+    played = run_playbook("train.yml", lab.inventory, variables | {"run": "three"})
     assert played.rc == 0, played.stdout
     assert "6 of 6 steps on 3 ranks, 3 hosts" in played.stdout
     digests = set()
@@ -58,13 +58,13 @@ def test_three_stock_hosts_train(bare: Lab, said: dict[str, Any]) -> None:
     logs = ask(lab, hosts[0], f"ls {run}/logs").split()
     assert {"rank0.log", "rank1.log", "rank2.log"} <= set(logs)
 
-    again = run_playbook("train.yml", lab.inventory, said | {"run": "three"})
+    again = run_playbook("train.yml", lab.inventory, variables | {"run": "three"})
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
-def test_ranks_run_on_the_selected_hosts(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:
+def test_ranks_run_on_the_selected_hosts(provisioned: Lab, hosts: list[Host], variables: dict[str, Any]) -> None:
     lab = provisioned
-    played = run_playbook("train.yml", lab.inventory, said | {"run": "two", "hosts": "node2,node3"})
+    played = run_playbook("train.yml", lab.inventory, variables | {"run": "two", "hosts": "node2,node3"})
     assert played.rc == 0, played.stdout
     assert "on 2 ranks, 2 hosts" in played.stdout
     for place, host in enumerate(hosts[1:]):
@@ -74,12 +74,12 @@ def test_ranks_run_on_the_selected_hosts(provisioned: Lab, hosts: list[Host], sa
 
 
 def test_closed_firewall_is_reported_before_a_rank_starts(
-    provisioned: Lab, hosts: list[Host], said: dict[str, Any]
+    provisioned: Lab, hosts: list[Host], variables: dict[str, Any]
 ) -> None:
     """The rendezvous port is open, and the ports that gloo uses are closed: without the check, ranks would hang for minutes."""
     faults.inject(provisioned, hosts[1], "block", "32768-60999")
     try:
-        played = run_playbook("train.yml", provisioned.inventory, said | {"run": "closed"})
+        played = run_playbook("train.yml", provisioned.inventory, variables | {"run": "closed"})
     finally:
         faults.undo(provisioned, hosts[1], "block")
     assert played.rc != 0
@@ -89,21 +89,21 @@ def test_closed_firewall_is_reported_before_a_rank_starts(
 
 
 def test_auto_uses_the_measured_link_speed(
-    provisioned: Lab, hosts: list[Host], said: dict[str, Any], tmp_path: Path
+    provisioned: Lab, hosts: list[Host], variables: dict[str, Any], tmp_path: Path
 ) -> None:
     """The driver of the NIC does not know a slow link behind the switch."""
-    fields = said | {"strategy": "auto", "lora_r": 0, "hosts": "node1,node2", "render_only": True}
+    fields = variables | {"strategy": "auto", "lora_r": 0, "hosts": "node1,node2", "render_only": True}
     fields["render_to"] = str(tmp_path / "out")
     faults.inject(provisioned, hosts[1], "shape", "10mbit")
     try:
-        thin = run_playbook("train.yml", provisioned.inventory, fields)
+        slow_link = run_playbook("train.yml", provisioned.inventory, fields)
     finally:
         faults.undo(provisioned, hosts[1], "shape")
-    assert thin.rc == 0 and "auto selected diloco: ddp would spend " in thin.stdout, thin.stdout
-    mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", thin.stdout)
-    assert mbit and 5 <= float(mbit[1]) <= 12, thin.stdout
-    thick = run_playbook("train.yml", provisioned.inventory, fields)
-    assert thick.rc == 0 and "auto selected ddp: it fits, and " in thick.stdout, thick.stdout
+    assert slow_link.rc == 0 and "auto selected diloco: ddp would spend " in slow_link.stdout, slow_link.stdout
+    mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", slow_link.stdout)
+    assert mbit and 5 <= float(mbit[1]) <= 12, slow_link.stdout
+    fast_link = run_playbook("train.yml", provisioned.inventory, fields)
+    assert fast_link.rc == 0 and "auto selected ddp: it fits, and " in fast_link.stdout, fast_link.stdout
 
 
 def losses(lab: Lab, host: Host, run: str) -> list[float]:
@@ -113,10 +113,10 @@ def losses(lab: Lab, host: Host, run: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "diloco", "averaging"])
 def test_strategy_trains_and_resumes_and_matches_ddp(
-    strategy: str, provisioned: Lab, hosts: list[Host], said: dict[str, Any]
+    strategy: str, provisioned: Lab, hosts: list[Host], variables: dict[str, Any]
 ) -> None:
-    fields = said | {"hosts": "node1,node2", "checkpoint_interval": 2, "hv.local_steps": 2}
-    # Whole weights are what these two take apart.
+    fields = variables | {"hosts": "node1,node2", "checkpoint_interval": 2, "hv.local_steps": 2}
+    # These strategies shard full weights, so the test trains those.
     fields |= {"lora_r": 0, "lr": 1e-3} if strategy in ("fsdp", "deepspeed") else {}
     fields |= {"strategy": strategy, "run": strategy, "deepspeed_stage": 3, "deepspeed_offload": "all"}
     played = run_playbook("train.yml", provisioned.inventory, fields)

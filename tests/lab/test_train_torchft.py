@@ -1,4 +1,4 @@
-"""train.yml with diloco_membership=torchft on three hosts: a replica loses its ranks or its network, its peers continue, it returns."""
+"""train.yml with diloco_membership=torchft on three hosts: a replica loses its ranks or its network, its peers continue, it rejoins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fault_trial import Trial
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
-from test_train import ask, said  # noqa: F401  a fixture
+from test_train import ask, variables  # noqa: F401  a fixture
 from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -30,8 +30,8 @@ def at_step(lab: Lab, host: Host, rank: int, step: int, run: str = "members") ->
     return now
 
 
-def test_killed_replica_returns(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
-    fields = said | {"run": "members", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}
+def test_killed_replica_rejoins(provisioned: Lab, hosts: list[Host], variables: dict[str, Any]) -> None:  # noqa: F811
+    fields = variables | {"run": "members", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}
     fields |= {"max_steps": 300, "epochs": 300, "checkpoint_interval": 50}
     with ThreadPoolExecutor(1) as aside:
         playing = aside.submit(run_playbook, "train.yml", provisioned.inventory, fields, timeout=500)
@@ -57,9 +57,9 @@ def test_killed_replica_returns(provisioned: Lab, hosts: list[Host], said: dict[
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
-def test_disconnected_host_returns(provisioned: Lab, hosts: list[Host], said: dict[str, Any]) -> None:  # noqa: F811
-    """Neither its peers nor the controller reach a host. The peers continue, the host returns, and a stop then ends all three cleanly."""
-    fields = said | {"run": "cut", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}
+def test_disconnected_host_rejoins(provisioned: Lab, hosts: list[Host], variables: dict[str, Any]) -> None:  # noqa: F811
+    """Neither its peers nor the controller reach a host. The peers continue, the host rejoins, and a stop then ends all three cleanly."""
+    fields = variables | {"run": "cut", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}
     trial = Trial(
         provisioned,
         provisioned.inventory,
@@ -78,7 +78,7 @@ def test_disconnected_host_returns(provisioned: Lab, hosts: list[Host], said: di
         faults.undo(provisioned, hosts[1], "cut")
         trial.wait_line(".*replica 1 is back", restored)
         at_step(provisioned, hosts[1], 1, state(provisioned, hosts[0], "rank0", "cut")["step"] + 1, "cut")
-        print(f"returned {time.time() - restored:.1f} s after the network was restored")
+        print(f"rejoined {time.time() - restored:.1f} s after the network was restored")
         stopped = run_playbook("playbooks/stop.yml", provisioned.inventory, {"run": "cut"})
         assert stopped.rc == 0, stopped.stdout
         assert trial.end(60) == 0, trial.output()

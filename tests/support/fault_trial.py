@@ -173,12 +173,12 @@ class Trial:
         return json.loads(self.read(self.run_hosts()[0], "result.json"))
 
     def wrong_samples(self) -> list[str]:
-        """Compare the rows that the ranks took in every step with the sample order; return the steps that differ."""
+        """Compare the rows that the ranks processed in every step with the sample order; return the steps that differ."""
         head = self.run_hosts()[0]
         newest = self.lab.inside(head, f"ls -d {self.run_dir}/checkpoints/step-* | tail -1").strip().rpartition("/")[2]
         state = json.loads(self.read(head, f"checkpoints/{newest}/state.json"))
         history = RunHistory([*state["starts"], {"start": "", "step": state["step"], "head": ""}])
-        taken: dict[int, list[tuple[int, list[int]]]] = {}
+        recorded: dict[int, list[tuple[int, list[int]]]] = {}
         for host in self.lab.hosts:
             names = self.lab.inside(host, f"ls {self.run_dir}/samples 2>/dev/null || true").split()
             for name in names:
@@ -186,7 +186,7 @@ class Trial:
                     record = json.loads(line)
                     if history.is_valid(record):
                         rank = int(re.findall(r"\d+", name)[0])
-                        taken.setdefault(record["step"], []).extend((rank, row) for row in record["rows"])
+                        recorded.setdefault(record["step"], []).extend((rank, row) for row in record["rows"])
         spec = RunSpec.model_validate(yaml.safe_load(self.read(head, "spec.yml")))
         cache = self.lab.inside(head, f"ls {DATA}/store/cache/*.npz").split()
         wrong = []
@@ -204,9 +204,9 @@ class Trial:
             rows=spec.rows_per_step,
         )  # fmt: skip
         for step in range(1, state["step"] + 1):
-            rows = [row for _, row in sorted(taken.get(step, []), key=lambda item: item[0])]
+            rows = [row for _, row in sorted(recorded.get(step, []), key=lambda item: item[0])]
             if rows != order.step(step - 1):
-                wrong.append(f"step {step}: took {rows}, expected {order.step(step - 1)}")
+                wrong.append(f"step {step}: processed {rows}, expected {order.step(step - 1)}")
         return wrong
 
     def metrics_steps(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Fixtures and helpers of the tests on lab hosts: labs of three hosts, and playbooks run against them.
 
-A test file sets `pytestmark = NEEDS_LAB` and uses one of these fixtures; every test process has labs of its own:
+A test file sets `pytestmark = NEEDS_LAB` and uses one of these fixtures. Every test process has separate labs:
 
     lab          one lab for the session; a test restores what it changes on the hosts
     provisioned  the same lab after one site.yml

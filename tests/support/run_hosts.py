@@ -33,8 +33,8 @@ def until(true: Callable[[], Any], limit: float = 60.0, what: str = "") -> Any:
     return value
 
 
-# Below the kernel's range of ephemeral ports. Two test processes that run at the same time have similar pids: their ports
-# are 500 apart, so that neither takes a port that the other has chosen and not opened yet.
+# Below the kernel's range of ephemeral ports. Test processes that run at the same time have similar pids. Their ports
+# are 500 apart, so that none takes a port that another process has chosen but not opened yet.
 _PORTS = itertools.count(os.getpid() * 500 % 12000)
 
 

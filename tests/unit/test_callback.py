@@ -22,7 +22,7 @@ module.exit_json(**module.params["result"])
 
 @pytest.fixture
 def say(tmp_path: Path):
-    """Run a task with a given result on two hosts; return what was printed, without colours."""
+    """Run a task with a given result on two hosts; return what was printed, without colors."""
     (tmp_path / "say.py").write_text(SAY)
     environment = {
         **os.environ,
@@ -49,9 +49,9 @@ def say(tmp_path: Path):
     return run
 
 
-def body(said: str) -> list[str]:
+def body(output: str) -> list[str]:
     """Return the lines between the banner of the play and the recap, without empty lines."""
-    return [line for line in said.splitlines() if line.strip() and not line.startswith("PLAY ")]
+    return [line for line in output.splitlines() if line.strip() and not line.startswith("PLAY ")]
 
 
 def result(**values) -> dict:
@@ -59,13 +59,13 @@ def result(**values) -> dict:
 
 
 def test_a_plain_failure_is_one_line_per_host(say) -> None:
-    said = say(result(failed=True, plain=True, msg="no room\n on /data"))
-    assert sorted(body(said)) == ["error: a: no room on /data", "error: b: no room on /data"]
+    output = say(result(failed=True, plain=True, msg="no room\n on /data"))
+    assert sorted(body(output)) == ["error: a: no room on /data", "error: b: no room on /data"]
 
 
 def test_a_plain_failure_of_all_hosts_names_no_host(say) -> None:
-    said = say(result(failed=True, plain=True, msg="no room", lines=["because", "of this"]) | {"run_once": True})
-    assert body(said) == ["error: no room", "because", "of this"]
+    output = say(result(failed=True, plain=True, msg="no room", lines=["because", "of this"]) | {"run_once": True})
+    assert body(output) == ["error: no room", "because", "of this"]
 
 
 def test_fail_and_assert_are_one_line(say) -> None:
@@ -84,30 +84,30 @@ def test_text_after_an_empty_line_of_a_message_is_printed_unchanged(say) -> None
 def test_items_with_plain_failures(say) -> None:
     task = {"name": "Task", "say": {"result": "{{ item }}"}, "run_once": True}
     task["loop"] = [{"failed": True, "plain": True, "msg": "first"}, {"msg": "well"}]
-    said = body(say(task))
-    assert "error: first" in said
-    assert not any("fatal" in line or "One or more" in line for line in said)
+    output = body(say(task))
+    assert "error: first" in output
+    assert not any("fatal" in line or "One or more" in line for line in output)
 
 
 def test_an_ignored_plain_failure(say) -> None:
-    said = say(result(failed=True, plain=True, msg="no room") | {"ignore_errors": True}, hosts="a,")
-    assert body(said) == ["error: a: no room", "...ignoring"]
+    output = say(result(failed=True, plain=True, msg="no room") | {"ignore_errors": True}, hosts="a,")
+    assert body(output) == ["error: a: no room", "...ignoring"]
 
 
 def test_lines_are_printed_unchanged(say) -> None:
-    said = body(say(result(lines=["rank  host", "0     a"]) | {"run_once": True}))
-    assert said[0].startswith("TASK [Task]")
-    assert said[1:] == ["rank  host", "0     a"]
+    output = body(say(result(lines=["rank  host", "0     a"]) | {"run_once": True}))
+    assert output[0].startswith("TASK [Task]")
+    assert output[1:] == ["rank  host", "0     a"]
 
 
 def test_other_results_have_the_default_output(say) -> None:
-    said = say(result(failed=True, msg="no room"), hosts="a,")
-    assert "fatal: [a]: FAILED! =>" in said and "no room" in said
+    output = say(result(failed=True, msg="no room"), hosts="a,")
+    assert "fatal: [a]: FAILED! =>" in output and "no room" in output
     assert body(say(result(changed=True), hosts="a,"))[1:] == ["changed: [a]"]
     assert '"well"' in say(result(msg="well"), "-v", hosts="a,") or "well" in say(result(msg="well"), "-v", hosts="a,")
 
 
-def test_it_works_under_ansible_runner(tmp_path: Path) -> None:
+def test_the_callback_works_under_ansible_runner(tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     tasks = [{"name": "Task", "ansible.builtin.fail": {"msg": "give a model"}, "run_once": True}]
     play = {"name": "Play", "hosts": "all", "gather_facts": False, "connection": "local", "tasks": tasks}
@@ -128,11 +128,11 @@ def test_it_works_under_ansible_runner(tmp_path: Path) -> None:
         event_handler=lambda event: bool(events.append(event)) or True,
     )
     assert ended.rc == 2
-    said = [event["stdout"] for event in events if event["event"] == "runner_on_failed"]
-    assert said == ["error: give a model"]
+    output = [event["stdout"] for event in events if event["event"] == "runner_on_failed"]
+    assert output == ["error: give a model"]
 
 
-def test_its_documentation_can_be_read() -> None:
+def test_the_documentation_is_readable() -> None:
     doc = [str(Path(sys.executable).with_name("ansible-doc")), "-t", "callback", "trainyard"]
     shown = subprocess.run(
         doc, cwd=TOP, env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")}, capture_output=True, check=True

@@ -157,10 +157,10 @@ def test_the_kit_installs_into_a_bare_environment(tmp_path: Path) -> None:
     site = next((tmp_path / "env/lib").glob("python*")) / "site-packages"
     subprocess.run([python, "-I", "-m", "zipfile", "-e", archive, site], check=True)
     subprocess.run([python, "-I", "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel], check=True)
-    said = subprocess.run(
+    installed = subprocess.run(
         [python, "-I", "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     )
-    assert f"trainyard=={trainer_version(TOP)}" in said.stdout
+    assert f"trainyard=={trainer_version(TOP)}" in installed.stdout
 
 
 def test_the_same_environment_on_all_hosts_is_consistent() -> None:
@@ -175,5 +175,5 @@ def test_the_same_environment_on_all_hosts_is_consistent() -> None:
     first, blank, *rows = consistency_error(other).split("\n")
     assert first.startswith("the Python environments of the hosts differ: ") and blank == ""
     assert [row.split() for row in rows] == [["a", "b"], ["trainyard", "0.1.0", "0.2.0"]]
-    # An environment that trainyard does not manage has no trainer of its own.
+    # An environment that trainyard does not manage has no separate trainer.
     assert consistency_error({**other, "c": info(env="as-is", versions={"python": "3.11.2"})}) == ""

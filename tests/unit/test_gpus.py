@@ -89,11 +89,11 @@ def test_the_role_reports_the_driver_and_changes_nothing(tmp_path: Path) -> None
     card(tmp_path / "sys", "0000:01:00.0", "0x1b06", module="nouveau")
     variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
     (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"cluster": {"hosts": {"localhost": variables}}}))
-    for name, sysfs, said in (("with", tmp_path / "sys", True), ("without", tmp_path / "none", False)):
+    for name, sysfs, install in (("with", tmp_path / "sys", True), ("without", tmp_path / "none", False)):
         play = {
             "hosts": "all",
             "gather_facts": False,
-            "roles": [{"role": "nvidia", "nvidia_sysfs": str(sysfs), "nvidia_install": not said}],
+            "roles": [{"role": "nvidia", "nvidia_sysfs": str(sysfs), "nvidia_install": not install}],
         }
         file = tmp_path / f"{name}.yml"
         file.write_text(yaml.safe_dump([play]))
@@ -116,4 +116,4 @@ def test_the_role_reports_the_driver_and_changes_nothing(tmp_path: Path) -> None
             "0000:01:00.0  10de:1b06  Pascal  kernel module nouveau" in done.stdout
             and "branch 580 with closed" in done.stdout
         )
-        assert wants == said, done.stdout
+        assert wants == install, done.stdout

@@ -20,10 +20,10 @@ OTHER_TEXT = st.lists(LINE, max_size=4).map(lambda lines: "".join(f"{line}\n" fo
 
 @given(other_text=OTHER_TEXT, lines=LINES)
 def test_text_outside_the_block_is_preserved(other_text: str, lines: dict[str, list[str]]) -> None:
-    ours = update_text(other_text, lines, NAMES, False)
-    assert ours is not None and ours.endswith(other_text)
-    assert update_text(ours, lines, NAMES, False) == ours
-    assert update_text(ours, {}, [], False) == other_text
+    updated = update_text(other_text, lines, NAMES, False)
+    assert updated is not None and updated.endswith(other_text)
+    assert update_text(updated, lines, NAMES, False) == updated
+    assert update_text(updated, {}, [], False) == other_text
 
 
 @given(other_text=OTHER_TEXT, first=LINES, second=LINES)
@@ -45,12 +45,12 @@ def test_a_created_file_is_removed_with_its_last_line() -> None:
 
 @pytest.mark.parametrize("cut", range(1, 5))
 def test_a_truncated_block_is_repaired(cut: int) -> None:
-    whole = update_text("other\n", {"a": ["one"], "b": ["two"]}, ["a", "b"], False)
-    assert whole is not None
-    lines = whole.splitlines(keepends=True)
+    complete = update_text("other\n", {"a": ["one"], "b": ["two"]}, ["a", "b"], False)
+    assert complete is not None
+    lines = complete.splitlines(keepends=True)
     text = "".join(lines[: min(cut, 3)]) + "other\n"
     assert BEGIN in text
-    assert update_text(text, {"a": ["one"], "b": ["two"]}, ["a", "b"], False) == whole
+    assert update_text(text, {"a": ["one"], "b": ["two"]}, ["a", "b"], False) == complete
 
 
 def test_owner_and_mode_are_preserved(tmp_path: Path) -> None:

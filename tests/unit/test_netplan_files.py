@@ -1,4 +1,4 @@
-"""One NIC's address in netplan's files, and what can be wrong with the addresses of an inventory."""
+"""Editing the address of one NIC in netplan's files, and errors in the addresses of an inventory."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def after(files: dict[str, str], changed: dict[str, str | None]) -> dict[str, st
     return {name: text for name, text in {**files, **changed}.items() if text is not None}
 
 
-def ours(files: dict[str, str], nic: Nic = NIC, section: str = "ethernets") -> dict[str, Any]:
-    """The NIC's definition in the file of ours, as YAML reads it."""
+def managed_definition(files: dict[str, str], nic: Nic = NIC, section: str = "ethernets") -> dict[str, Any]:
+    """Return the NIC's definition in the managed file, as YAML reads it."""
     devices = yaml.safe_load(files[MANAGED_FILE])["network"][section]
     return next(definition for identity, definition in devices.items() if is_nic(identity, definition, nic))
 
@@ -47,7 +47,7 @@ def test_from_dhcp_to_a_static_address() -> None:
     files = {"50-cloud-init.yaml": CLOUD_INIT}
     changed = edit(files, NIC, SETTINGS)
     new = after(files, changed)
-    assert ours(new) == {
+    assert managed_definition(new) == {
         "dhcp4": False,
         "dhcp6": True,
         "match": {"macaddress": "02:79:00:00:03:09"},
@@ -61,7 +61,7 @@ def test_from_dhcp_to_a_static_address() -> None:
     assert edit(new, NIC, SETTINGS) == {}
 
 
-def test_a_file_for_this_nic_alone_goes_and_others_are_not_written() -> None:
+def test_a_file_for_only_this_nic_is_removed_and_other_files_are_not_written() -> None:
     files = {
         "10-one.yaml": "network: {version: 2, ethernets: {enp1s0: {dhcp4: true}}}",
         "20-nm.yaml": "network: {version: 2, renderer: NetworkManager}  # desktop",
@@ -72,7 +72,7 @@ def test_a_file_for_this_nic_alone_goes_and_others_are_not_written() -> None:
     assert changed["10-one.yaml"] is None
 
 
-def test_a_definition_for_many_nics_stays_and_ours_comes_before_it() -> None:
+def test_a_definition_for_several_nics_stays_and_the_managed_one_precedes_it() -> None:
     files = {"50.yaml": 'network: {version: 2, ethernets: {all-en: {match: {name: "en*"}, dhcp4: true, dhcp6: true}}}'}
     changed = edit(files, NIC, SETTINGS)
     assert set(changed) == {MANAGED_FILE}
@@ -83,7 +83,7 @@ def test_a_definition_for_many_nics_stays_and_ours_comes_before_it() -> None:
     assert edit(after(files, changed), NIC, SETTINGS) == {}
 
 
-def test_what_an_inventory_says_goes_over_what_is_there() -> None:
+def test_settings_of_the_inventory_override_existing_files() -> None:
     static = """network:
   ethernets:
     enp1s0:
@@ -92,29 +92,31 @@ def test_what_an_inventory_says_goes_over_what_is_there() -> None:
       nameservers: {addresses: [9.9.9.9], search: [lan]}
       routes: [{to: 10.9.0.0/16, via: 192.168.1.2}]
 """
-    kept = ours(after({}, edit({"1.yaml": static}, NIC, SETTINGS)))
+    kept = managed_definition(after({}, edit({"1.yaml": static}, NIC, SETTINGS)))
     assert kept["addresses"] == ["fd00::57/64", "192.168.1.11/24"] and "gateway4" not in kept
     assert kept["routes"] == [
         {"to": "10.9.0.0/16", "via": "192.168.1.2"},
         {"to": "default", "via": "192.168.1.254"},
     ]
     assert kept["nameservers"] == {"addresses": ["9.9.9.9"], "search": ["lan"]}
-    said = AddressSettings("192.168.1.11/24", gateway="192.168.1.3", dns=("1.1.1.1",), mtu=9000)
-    new = ours(after({}, edit({"1.yaml": static}, NIC, said)))
+    changed_settings = AddressSettings("192.168.1.11/24", gateway="192.168.1.3", dns=("1.1.1.1",), mtu=9000)
+    new = managed_definition(after({}, edit({"1.yaml": static}, NIC, changed_settings)))
     assert new["routes"][-1] == {"to": "default", "via": "192.168.1.3"} and new["mtu"] == 9000
     assert new["nameservers"] == {"addresses": ["1.1.1.1"], "search": ["lan"]}
-    none = ours(after({}, edit({"1.yaml": static}, NIC, AddressSettings("192.168.1.11/24", gateway="none", dns=()))))
+    none = managed_definition(
+        after({}, edit({"1.yaml": static}, NIC, AddressSettings("192.168.1.11/24", gateway="none", dns=())))
+    )
     assert none["routes"] == [{"to": "10.9.0.0/16", "via": "192.168.1.2"}]
     assert none["nameservers"] == {"search": ["lan"]}
-    # A router that is not in the new network is none of its routers.
-    assert "routes" not in ours(after({}, edit({}, NIC, AddressSettings("10.5.0.2/24"))))
+    # The gateway of the old network is not in the new network: there is no default route.
+    assert "routes" not in managed_definition(after({}, edit({}, NIC, AddressSettings("10.5.0.2/24"))))
 
 
-def test_an_address_may_be_on_a_bridge() -> None:
+def test_address_on_a_bridge() -> None:
     files = {"1.yaml": "network: {ethernets: {enp1s0: {}}, bridges: {br0: {interfaces: [enp1s0], dhcp4: yes}}}"}
     bridge = Nic("br0", "02:79:00:00:00:01")
     new = after(files, edit(files, bridge, SETTINGS))
-    assert ours(new, bridge, "bridges") == {
+    assert managed_definition(new, bridge, "bridges") == {
         "interfaces": ["enp1s0"],
         "dhcp4": False,
         "addresses": ["192.168.1.11/24"],
@@ -123,7 +125,7 @@ def test_an_address_may_be_on_a_bridge() -> None:
 
 
 @pytest.mark.parametrize("text", ["network: [a]", "network: {", "- x", "\t"])
-def test_a_broken_file_is_one_line(text: str) -> None:
+def test_an_invalid_file_is_a_one_line_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"^/etc/netplan/9\.yaml [^\n]*$"):
         edit({"9.yaml": text}, NIC, SETTINGS)
 
@@ -160,15 +162,15 @@ files = st.dictionaries(
         [SETTINGS, AddressSettings("10.1.0.3/16", gateway="10.1.0.1", mtu=1300), AddressSettings("fd00::3/64")]
     ),
 )
-def test_once_is_enough_and_other_nics_stay_as_they_are(before: dict[str, str], settings: AddressSettings) -> None:
+def test_an_edit_is_idempotent_and_preserves_other_nics(before: dict[str, str], settings: AddressSettings) -> None:
     try:
         new = after(before, edit(before, NIC, settings))
     except ValueError:
-        return  # a shared definition whose name comes first
+        return  # a shared definition whose name sorts first
     assert edit(new, NIC, settings) == {}
-    assert settings.address in ours(new)["addresses"]
+    assert settings.address in managed_definition(new)["addresses"]
 
-    def others(files: dict[str, str]) -> list[Any]:
+    def other_definitions(files: dict[str, str]) -> list[Any]:
         trees = {name: load(name, text) for name, text in sorted(files.items())}
         return [
             (file, identity, definition)
@@ -176,11 +178,11 @@ def test_once_is_enough_and_other_nics_stay_as_they_are(before: dict[str, str], 
             if not is_nic(identity, definition, NIC)
         ]
 
-    assert others(new) == others(before)
+    assert other_definitions(new) == other_definitions(before)
 
 
 @given(st.text(), st.text())
-def test_any_text_is_an_edit_or_a_line(one: str, other: str) -> None:
+def test_any_text_is_an_edit_or_a_one_line_error(one: str, other: str) -> None:
     try:
         edit({"1.yaml": one, "2.yaml": other}, NIC, SETTINGS)
     except ValueError as error:
@@ -188,7 +190,7 @@ def test_any_text_is_an_edit_or_a_line(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "says"),
+    ("variables", "message"),
     [
         ({"netplan_address": "192.168.1.300/24"}, "expected an address with its prefix"),
         ({"netplan_address": "192.168.1.11"}, "expected an address with its prefix"),
@@ -206,12 +208,12 @@ def test_any_text_is_an_edit_or_a_line(one: str, other: str) -> None:
         ({"netplan_nic": "eth0; reboot"}, "expected the name of a NIC or its MAC"),
     ],
 )
-def test_what_is_wrong_with_one_host(variables: dict[str, Any], says: str) -> None:
+def test_errors_of_one_host(variables: dict[str, Any], message: str) -> None:
     (line,) = address_errors({"node1": {"netplan_address": "192.168.1.11/24", **variables}})
-    assert line.startswith("node1: netplan_") and says in line
+    assert line.startswith("node1: netplan_") and message in line
 
 
-def test_what_is_wrong_between_hosts() -> None:
+def test_conflicts_between_hosts() -> None:
     one = {"netplan_address": "192.168.1.11/24", "current": "192.168.1.57"}
     assert address_errors({"node1": one, "node2": {"current": "192.168.1.58"}}) == []
     assert address_errors({"node1": one, "node2": {"netplan_address": "192.168.1.11/24"}}) == [

@@ -1,4 +1,4 @@
-"""Findings of preflight for answers that no lab host gives: clocks, GPUs, stalled paths, slow names; none for sound hosts."""
+"""Findings of preflight for conditions that lab hosts cannot have: clocks, GPUs, stalled paths, slow name resolution."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainyard.preflight.runner import check
 GB = 1 << 30
 
 
-def sound_host(place: int) -> HostState:
-    """A sound host, as its own answers describe it."""
+def healthy_host(place: int) -> HostState:
+    """The answers of a healthy host."""
     name, address = f"node{place}", f"10.0.0.{place}"
     peers = [f"node{other}" for other in (1, 2, 3) if other != place]
     return HostState(
@@ -70,8 +70,8 @@ def sound_host(place: int) -> HostState:
     )
 
 
-def sound_hosts() -> list[HostState]:
-    return [sound_host(place) for place in (1, 2, 3)]
+def healthy_hosts() -> list[HostState]:
+    return [healthy_host(place) for place in (1, 2, 3)]
 
 
 def findings(states: list[HostState]) -> list[Finding]:
@@ -83,8 +83,8 @@ def mesh(state: HostState) -> dict[str, Any]:
     return state.mesh
 
 
-def test_sound_hosts() -> None:
-    states = sound_hosts()
+def test_healthy_hosts_have_no_findings() -> None:
+    states = healthy_hosts()
     assert findings(states) == []
     assert host_table(states, [])[0].split()[0] == "host"
 
@@ -120,19 +120,19 @@ def clock(off: float) -> dict[str, Any]:
         ("facts", {"machine_id": "machine1"}, "twice", "warning", "clones of one image"),
     ],
 )  # fmt: skip
-def test_one_thing_wrong(part: str, values: dict[str, Any], check: str, level: str, word: str) -> None:
-    states = sound_hosts()
+def test_a_single_problem_has_one_finding(part: str, values: dict[str, Any], check: str, level: str, word: str) -> None:
+    states = healthy_hosts()
     getattr(states[1], part).update(values)
     found = findings(states)
     named = [finding for finding in found if finding.check == check and word in finding.text]
     assert named and named[0].level == level and named[0].remedy, found
-    if check != "gpu" or word != "no GPU":  # there the hosts without a GPU have the finding
+    if check != "gpu" or word != "no GPU":  # there, the finding is for the hosts without a GPU
         assert {finding.host for finding in named} == {"node2"}
 
 
-def test_a_slow_answer_is_not_a_wrong_clock() -> None:
+def test_a_slow_answer_is_not_a_clock_error() -> None:
     """A host that takes a minute to answer may still have a correct clock."""
-    states = sound_hosts()
+    states = healthy_hosts()
     states[1].asked = (1000.0, 1060.0)
     states[1].health["clock"] = [1001.0, 1059.0]
     assert findings(states) == []
@@ -147,7 +147,7 @@ def test_a_slow_answer_is_not_a_wrong_clock() -> None:
     ],
 )
 def test_firewalls(ports: dict[str, str], word: str) -> None:
-    states = sound_hosts()
+    states = healthy_hosts()
     for source in states[:2]:
         mesh(source)["reached"]["node3"] |= ports
     [finding] = findings(states)
@@ -155,7 +155,7 @@ def test_firewalls(ports: dict[str, str], word: str) -> None:
 
 
 def test_a_port_in_use_is_not_a_firewall() -> None:
-    states = sound_hosts()
+    states = healthy_hosts()
     mesh(states[2])["taken"] = [29500]
     for source in states[:2]:
         mesh(source)["reached"]["node3"] |= {"29500": "another program answers"}
@@ -164,20 +164,20 @@ def test_a_port_in_use_is_not_a_firewall() -> None:
 
 
 def test_dropped_large_packets() -> None:
-    states = sound_hosts()
+    states = healthy_hosts()
     mesh(states[0])["lines"]["node2"]["ping_large"] = False
     mesh(states[2])["lines"]["node1"]["stalled"] = "timed out"
     assert [(finding.check, finding.host) for finding in findings(states)] == [("mtu", "node1"), ("mtu", "node3")]
 
 
 def test_without_ping_there_is_no_finding_about_large_packets() -> None:
-    states = sound_hosts()
+    states = healthy_hosts()
     mesh(states[0])["lines"]["node2"] |= {"ping_small": False, "ping_large": False}
     assert findings(states) == []
 
 
 def test_the_head_is_slow_if_all_links_are() -> None:
-    states = sound_hosts()
+    states = healthy_hosts()
     slow = copy.deepcopy(states)
     mesh(slow[1])["lines"]["node1"]["mbit"] = 94.0
     assert [finding.host for finding in findings(slow)] == ["node2"]
@@ -197,7 +197,7 @@ def test_the_head_is_slow_if_all_links_are() -> None:
     ],
 )
 def test_hosts_that_do_not_answer(word: str, remedy: str) -> None:
-    states = sound_hosts()
+    states = healthy_hosts()
     states[1] = HostState(Host("node2", "10.0.0.2", "/x", "/y"), error=word)
     [finding] = findings(states)
     assert finding.check == "ssh" and word in finding.text and remedy in finding.remedy
@@ -211,6 +211,6 @@ def test_the_report_has_an_exit_code_and_names_the_first_failure() -> None:
     assert (Report([warning], []).exit_code, Report([warning], []).error) == (1, "")
     assert Report([failure, warning], []).error == "node2: full: make room"
     assert Report([failure, failure], []).error == "node2: full: make room (2 failures, all listed below)"
-    report = Report([failure], [], sound_hosts()).as_dict()
+    report = Report([failure], [], healthy_hosts()).as_dict()
     assert report["exit"] == 2 and report["findings"] == [failure.as_dict()]
     assert set(report["hosts"]["node1"]) == {"address", "data_dir", "python", "facts", "health", "mesh"}

@@ -35,7 +35,7 @@ def test_rules_that_ufw_wrote() -> None:
 
 
 @pytest.mark.parametrize(
-    ("port", "protocol", "source", "says"),
+    ("port", "protocol", "source", "message"),
     [
         ("0", "tcp", "any", "expected a number from 1 to 65535"),
         ("65536", "tcp", "any", "expected a number from 1 to 65535"),
@@ -47,8 +47,8 @@ def test_rules_that_ufw_wrote() -> None:
         ("22", "tcp", "10.0.0.256", "expected an IP address"),
     ],
 )
-def test_values_that_ufw_rejects(port: str, protocol: str, source: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_values_that_ufw_rejects(port: str, protocol: str, source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         allow_rules(port, protocol, source, "")
 
 

@@ -1,4 +1,4 @@
-"""DiLoCo by torchft: replicas, a torchrun each, leave and come back while the others go on."""
+"""diloco_membership=torchft: replicas, each with its own torchrun, leave and rejoin while their peers continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from run_hosts import free_port
 from test_replicas import LONG, PAIR, newest, result
-from test_torchrun import assert_every_sample_once, the_order, weights
+from test_torchrun import assert_every_sample_once, sample_order, weights
 from trainer_runs import TOP, Cluster, Here, lines, losses, until
 
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
@@ -26,13 +26,13 @@ from trainer.run_state import RunHistory
 from trainer.supervise.processes import run_processes
 
 FIXED = LONG | {"strategy": "diloco", "local_steps": 5}
-MEMBERS = FIXED | {"diloco_membership": "torchft"}
+TORCHFT = FIXED | {"diloco_membership": "torchft"}
 
 
-def test_a_member_is_told_its_place() -> None:
+def test_replica_flags() -> None:
     assert Replica.parse(None, None, None) is SINGLE_REPLICA
     assert Replica.parse("1/3", "2", "10.0.0.1:29501") == Replica(1, 3, 2, "10.0.0.1:29501")
-    for said in (
+    for flags in (
         ("3/3", None, "a:1"),
         ("x", None, "a:1"),
         ("0/2", None, None),
@@ -40,64 +40,64 @@ def test_a_member_is_told_its_place() -> None:
         ("0/2", "-", "a:1"),
     ):
         with pytest.raises(UserError, match=r"--(replica|lighthouse|first-rank): got "):
-            Replica.parse(*said)
+            Replica.parse(*flags)
 
 
-def test_a_form_without_its_place_is_refused(here: Here) -> None:
+def test_replica_flags_and_membership_require_each_other(here: Here) -> None:
     assert here(strategy="diloco", diloco_membership="torchft") != 0
     assert "set --replica 0/2 and --lighthouse HOST:PORT" in here.err
     assert here(replica="0/2", lighthouse="127.0.0.1:1") != 0
     assert "--replica requires strategy=diloco and diloco_membership=torchft" in here.err
 
 
-def test_records_of_a_round_that_was_not_ended_do_not_hold() -> None:
+def test_records_of_an_incomplete_round_are_invalid() -> None:
     history = RunHistory([{"start": "a", "step": 0, "head": ""}])
     history.add_sync(["a", "b"], 0, 5)
     history.add_sync(["a"], 5, 10)
     history.add_sync(["a", "c"], 10, 15)
-    later = RunHistory([*history.starts, {"start": "d", "step": 15, "head": ""}])
-    held = {
-        name: [step for step in range(1, 20) if later.is_valid({"start": name, "step": step})][-1] for name in "abc"
+    restarted = RunHistory([*history.starts, {"start": "d", "step": 15, "head": ""}])
+    last_valid = {
+        name: [step for step in range(1, 20) if restarted.is_valid({"start": name, "step": step})][-1] for name in "abc"
     }
-    assert held == {"a": 15, "b": 5, "c": 15}
-    assert history.start == "a" and later.start == "d"
+    assert last_valid == {"a": 15, "b": 5, "c": 15}
+    assert history.start == "a" and restarted.start == "d"
 
 
-def both(cluster: Cluster, lighthouse: str, run: str = "r", **fields: Any) -> None:
-    launchers = [cluster.start_replica(number, 2, lighthouse, run, **(MEMBERS | fields)) for number in (0, 1)]
+def run_two_replicas(cluster: Cluster, lighthouse: str, run: str = "r", **fields: Any) -> None:
+    launchers = [cluster.start_replica(number, 2, lighthouse, run, **(TORCHFT | fields)) for number in (0, 1)]
     assert cluster.wait(launchers, 150) == [0, 0], cluster.logs(run)
 
 
-def kept_files(run_dir: Path) -> dict[str, bytes]:
-    """Return what is the same on every host of its newest checkpoint."""
+def shared_files(run_dir: Path) -> dict[str, bytes]:
+    """Return the files of the newest checkpoint that are equal on all hosts."""
     folder = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     return {name: (folder / name).read_bytes() for name in ("trained.safetensors", "outer.pt")}
 
 
 @pytest.mark.slow
-def test_the_curve_of_the_plain_form_and_a_resume(cluster: Cluster) -> None:
+def test_curve_equals_fixed_membership_and_resumes(cluster: Cluster) -> None:
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
     wanted = cluster.run(2, run="plain", **FIXED)
     lighthouse = cluster.lighthouse()
-    launchers = [cluster.start_replica(number, 2, lighthouse, **MEMBERS) for number in (0, 1)]
+    launchers = [cluster.start_replica(number, 2, lighthouse, **TORCHFT) for number in (0, 1)]
     step = cluster.stop_between(launchers, 100)
-    both(cluster, lighthouse)
+    run_two_replicas(cluster, lighthouse)
     assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)) == wanted, "bit-equal"
     assert_every_sample_once(cluster, PAIR)
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "plain"))
     assert result(cluster)["missed_samples"] == 0 and result(cluster)["world_size"] == 2
 
-    # A host that comes back with an empty disk takes over the other's state; here the one that others ask first.
+    # A host with an empty disk receives the state of its peer; here it is the head, the default source of the state.
     shutil.rmtree(cluster.run_dir(0, "lost"))
-    both(cluster, lighthouse, "lost")
+    run_two_replicas(cluster, lighthouse, "lost")
     assert f"checkpoint: step {step} was received from another replica" in cluster.logs("lost")
     assert losses(cluster.run_dir(0, "lost")) == losses(cluster.run_dir(1, "lost"))
     assert losses(cluster.run_dir(0, "lost"))[:step] == wanted[:step]
-    assert kept_files(cluster.run_dir(0, "lost")) == kept_files(cluster.run_dir(1, "lost"))
+    assert shared_files(cluster.run_dir(0, "lost")) == shared_files(cluster.run_dir(1, "lost"))
 
 
 class Supervised:
-    """A host's part of such a run, as the playbook starts it."""
+    """One host of a run, as the playbook starts it."""
 
     def __init__(self, cluster: Cluster, number: int, count: int, lighthouse: str, **fields: Any) -> None:
         self.run_dir = cluster.run_dir(number)
@@ -132,13 +132,13 @@ class Supervised:
 
 
 @pytest.mark.slow
-def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) -> None:
+def test_a_lighthouse_that_cannot_listen_is_reported_and_ends_the_run(cluster: Cluster) -> None:
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        lighthouse = f"127.0.0.1:{taken.getsockname()[1]}"
-        part = Supervised(cluster, 0, 2, lighthouse, **MEMBERS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lighthouse = f"127.0.0.1:{listener.getsockname()[1]}"
+        part = Supervised(cluster, 0, 2, lighthouse, **TORCHFT)
         try:
-            until(lambda: part.status()["status"] != "running", 60, "the end")
+            until(lambda: part.status()["status"] != "running", 60, "the end of the run")
         finally:
             part.end()
         status = part.status()
@@ -149,11 +149,11 @@ def test_a_lighthouse_that_cannot_be_is_said_and_ends_the_run(cluster: Cluster) 
     assert not run_processes(part.run_dir)
 
 
-def halted_in_a_round(pid: int, samples: Path) -> bool:
-    """Halt a rank; let it go on if a meeting may be going on: there it is noticed only after a minute without a byte."""
+def halt_between_syncs(pid: int, samples: Path) -> bool:
+    """Halt a rank, and return whether it is between two syncs. In a sync, peers notice a halt only after a minute without data."""
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", what="its halt")
-    # What a step took is written down before the replicas meet.
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", what="the rank to halt")
+    # The samples of a step are recorded before the sync.
     if lines(samples)[-1]["step"] % FIXED["local_steps"]:
         return True
     os.kill(pid, signal.SIGCONT)
@@ -162,11 +162,11 @@ def halted_in_a_round(pid: int, samples: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_a_replica_is_away_and_comes_back(victim: int, number: signal.Signals, cluster: Cluster) -> None:
-    """It is killed; so is the one on the head, of which others take at the start; or it hangs, and finds itself left behind."""
+def test_replica_leaves_and_rejoins(victim: int, number: signal.Signals, cluster: Cluster) -> None:
+    """A replica is killed, on the head or on another host, or hangs. Its peers continue, and it rejoins."""
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
     lighthouse = f"127.0.0.1:{free_port()}"
-    fields = MEMBERS | {"max_steps": 150, "checkpoint_interval": 50}
+    fields = TORCHFT | {"max_steps": 150, "checkpoint_interval": 50}
     parts: list[Supervised] = []
     try:
         parts += [Supervised(cluster, number, 2, lighthouse, **fields) for number in (0, 1)]
@@ -174,57 +174,59 @@ def test_a_replica_is_away_and_comes_back(victim: int, number: signal.Signals, c
         cluster.at_step(20)
         pid = cluster.state(victim, victim)["pid"]
         if number == signal.SIGSTOP:
-            until(lambda: halted_in_a_round(pid, cluster.run_dir(victim) / "samples" / f"rank{victim}.jsonl"))
+            until(lambda: halt_between_syncs(pid, cluster.run_dir(victim) / "samples" / f"rank{victim}.jsonl"))
         else:
             os.kill(pid, number)
         killed, before = time.monotonic(), lines(cluster.run_dir(other) / "metrics.jsonl")[-1]["step"]
-        # Two meetings on: the round that was going on when it died, and one without it.
+        # Two syncs later: the end of the round in which it died, and one round without it.
         cluster.at_step(before + 10, host=other)
         alone = time.monotonic() - killed
-        print(f"two rounds on, {alone:.1f} s after {number.name}")
+        print(f"two rounds later, {alone:.1f} s after {number.name}")
         if number == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
         assert alone < 20, f"the survivor took {alone:.1f} s"
         for part in parts:
-            until(lambda part=part: part.status()["status"] != "running", 200, "the end")
+            until(lambda part=part: part.status()["status"] != "running", 200, "the end of the run")
             assert part.status()["status"] == "finished", cluster.logs()
         assert [part.status()["node"].get("restarted") for part in parts] == [None, 1][:: 1 if victim else -1]
         assert not run_processes(cluster.run_dir(0)) and not run_processes(cluster.run_dir(1)), (
-            "the lighthouse is gone, too"
+            "the lighthouse has ended"
         )
     finally:
         for part in parts:
             part.end()
     assert "was received from another replica" in cluster.logs()
-    assert kept_files(cluster.run_dir(0)) == kept_files(cluster.run_dir(1))
+    assert shared_files(cluster.run_dir(0)) == shared_files(cluster.run_dir(1))
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1))
-    assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)), "the records of the time away too"
+    assert losses(cluster.run_dir(0)) == losses(cluster.run_dir(1)), (
+        "including the records of the rounds that it missed"
+    )
     assert len(losses(cluster.run_dir(0))) == 150
 
-    # What it took in the round in which it died is not trained on, and is counted; nothing else is lost or comes twice.
-    order = the_order(cluster)
-    taken: dict[int, list[list[int]]] = {}
+    # Samples of the round in which it died are not trained on, and are counted; no other sample is lost or repeated.
+    order = sample_order(cluster)
+    recorded: dict[int, list[list[int]]] = {}
     for host in (0, 1):
         for record in lines(cluster.run_dir(host) / "samples" / f"rank{host}.jsonl"):
-            taken.setdefault(record["step"], []).extend(record["rows"])
-    assert sorted(taken) == list(range(1, 151))
+            recorded.setdefault(record["step"], []).extend(record["rows"])
+    assert sorted(recorded) == list(range(1, 151))
     missed: dict[int, int] = {}
-    for step, rows in taken.items():
+    for step, rows in recorded.items():
         due = Counter(map(tuple, order.step(step - 1)))
-        assert Counter(map(tuple, rows)) <= due, "no row comes twice"
+        assert Counter(map(tuple, rows)) <= due, "no row is repeated"
         if lost := sum(map(len, order.step(step - 1))) - sum(map(len, rows)):
             missed[step] = lost
-    told = result(cluster)
-    assert sum(missed.values()) == told["missed_samples"] > 0
-    assert max(missed) - min(missed) < 5 and max(missed) % 5 == 0, "those of one round"
-    assert told["replicas"] == {"configured": 2, "at_the_end": [0, 1]}
+    summary = result(cluster)
+    assert sum(missed.values()) == summary["missed_samples"] > 0
+    assert max(missed) - min(missed) < 5 and max(missed) % 5 == 0, "all in one round"
+    assert summary["replicas"] == {"configured": 2, "at_the_end": [0, 1]}
     metrics = lines(cluster.run_dir(other) / "metrics.jsonl")
-    assert [sum(map(len, taken[record["step"]])) for record in metrics] == [record["samples"] for record in metrics]
+    assert [sum(map(len, recorded[record["step"]])) for record in metrics] == [record["samples"] for record in metrics]
 
 
 @pytest.mark.slow
 def test_replicas_of_several_ranks(cluster: Cluster) -> None:
-    """Two replicas of two ranks each: DDP inside, and torchft across from the first rank of each."""
+    """Two replicas of two ranks each: DDP within a replica, and torchft between the first ranks of the replicas."""
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
     fields = FIXED | {"max_steps": 10, "total_batch_size": 8}
     assert cluster.wait(cluster.start(2, 2, "plain", **fields)) == [0, 0], cluster.logs("plain")

@@ -1,4 +1,4 @@
-"""What makes a step cheaper: logits only where a loss is, 16 bits on the wire, 8-bit moments, a 4-bit base, faster kernels."""
+"""Cheaper steps: logits only for tokens with loss, 16-bit communication, 8-bit moments, a 4-bit base, faster kernels."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from trainer.strategy import plan_of
 CPU = torch.device("cpu")
 
 
-def test_the_head_sees_only_places_with_a_loss(corpus: Any) -> None:  # noqa: F811
+def test_the_head_computes_only_tokens_with_loss(corpus: Any) -> None:  # noqa: F811
     model = small_model("llama", spread=0.2)
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[:-1].numel()))
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
-    made = batch(corpus, rows)
-    TokenLoss(model)(*made)
-    assert seen == [int((made.labels[:, 1:] != -100).sum())]
+    packed = batch(corpus, rows)
+    TokenLoss(model)(*packed)
+    assert seen == [int((packed.labels[:, 1:] != -100).sum())]
 
 
-def test_a_head_that_is_no_module_still_gets_its_loss(corpus: Any) -> None:  # noqa: F811
+def test_a_model_without_a_head_module_has_the_same_loss(corpus: Any) -> None:  # noqa: F811
     model = small_model("llama", spread=0.2)
     rows = [[sample] for sample in range(4)]
     expected = loss_and_gradient(model, [batch(corpus, rows)])
@@ -46,8 +46,8 @@ def test_a_head_that_is_no_module_still_gets_its_loss(corpus: Any) -> None:  # n
     assert_equal_work(loss_and_gradient(model, [batch(corpus, rows)]), expected)
 
 
-def test_one_long_row_is_exact(corpus: Any) -> None:  # noqa: F811
-    """Flash attention keeps samples apart by their positions in a single row; so does sdpa, which can be had here."""
+def test_a_single_packed_row_is_exact(corpus: Any) -> None:  # noqa: F811
+    """Flash attention separates the samples of a single row by their positions. sdpa does, too, and needs no GPU."""
     model = small_model("llama", spread=0.2)
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
     expected = loss_and_gradient(model, [batch(corpus, rows)])
@@ -60,7 +60,7 @@ def test_one_long_row_is_exact(corpus: Any) -> None:  # noqa: F811
     assert_equal_work((loss.detach(), gradients), expected)
 
 
-def test_kernels_are_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_kernels_require_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec({"precision": "bf16-mixed"}, "here")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else None)
     assert fast_kernels(spec, CPU) == []
@@ -68,7 +68,8 @@ def test_kernels_are_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fast_kernels(spec.model_copy(update={"kernels": "torch"}), torch.device("cuda", 0)) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert fast_kernels(spec, torch.device("cuda", 0)) == ["liger", "flash attention"]
-    assert fast_kernels(make_spec({}, "here"), torch.device("cuda", 0)) == ["liger"]  # no flash attention in 32 bits
+    # Flash attention does not support 32 bits.
+    assert fast_kernels(make_spec({}, "here"), torch.device("cuda", 0)) == ["liger"]
 
 
 @pytest.mark.parametrize("fields", [{"optimizer": "adamw8bit"}, {"quantize": "nf4"}])
@@ -84,10 +85,10 @@ def test_four_bits_need_lora() -> None:
         make_spec({"quantize": "nf4", "lora_r": 0}, "here")
 
 
-def test_a_quantised_run_resumes(here: Here) -> None:
-    """Base in 4 bits, moments in 8: it learns, and a run cut in two walks the same way as a straight one."""
+def test_a_quantized_run_resumes(here: Here) -> None:
+    """With a 4-bit base and 8-bit moments the loss decreases, and a resumed run has the losses of an uninterrupted one."""
     pytest.importorskip("bitsandbytes")
-    # 8 bits begin at matrices of 4096 numbers.
+    # bitsandbytes uses 8 bits for parameters of at least 4096 elements.
     fields = {"quantize": "nf4", "optimizer": "adamw8bit", "lora_r": 128, "checkpoint_interval": 3}
     assert here("straight", max_steps=6, **fields) == 0, here.err
     losses = here.losses("straight")
@@ -110,36 +111,39 @@ def test_the_base_is_in_four_bits(model_folder: Path) -> None:
     assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
 
 
-# A network namespace of its own, so that its counters know this run alone.
-ALONE = ["unshare", "--user", "--map-root-user", "--net"]
-MAY = subprocess.run([*ALONE, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode == 0
+# In a separate network namespace, the counters include only this run.
+UNSHARE_NETWORK = ["unshare", "--user", "--map-root-user", "--net"]
+CAN_UNSHARE = (
+    subprocess.run([*UNSHARE_NETWORK, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode
+    == 0
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MAY, reason="bytes on the wire: no network namespace can be made here (unshare --net)")
+@pytest.mark.skipif(not CAN_UNSHARE, reason="network namespaces are unavailable (unshare --net)")
 def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
-    """LoRA under DDP sends 4 B x adapter parameters x 2(N-1)/N a step and rank, and half of that in bf16; FSDP as the plan says."""
+    """Per step and rank, DDP sends 4 B x adapter parameters x 2(N-1)/N, and half of that in bf16; FSDP sends the planned bytes."""
     fields: dict[str, Any] = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2}
     about = {"model": str(model_folder), "dataset": str(dataset), "steps": 8}
-    ways: list[dict[str, Any]] = [{"gradient_comm_dtype": wire} for wire in ("32", "bf16")]
-    several = [about | {"fields": fields | way} for way in ways]
+    variants: list[dict[str, Any]] = [{"gradient_comm_dtype": wire} for wire in ("32", "bf16")]
+    several = [about | {"fields": fields | variant} for variant in variants]
     wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
-    parted: list[dict[str, Any]] = [fields | {"strategy": "fsdp", "lora_r": rank} for rank in (128, 0)]
-    several += [about | {"model": wide, "fields": each} for each in parted]
+    sharded_fields: list[dict[str, Any]] = [fields | {"strategy": "fsdp", "lora_r": rank} for rank in (128, 0)]
+    several += [about | {"model": wide, "fields": each} for each in sharded_fields]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     torchrun += [f"--master-port={free_port()}", str(TOP / "benchmarks/speed_one.py"), "trainyard"]
-    command = [*ALONE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *torchrun, json.dumps(several)]
+    command = [*UNSHARE_NETWORK, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *torchrun, json.dumps(several)]
     environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     full, half, *sharded = json.loads(done.stdout.strip().splitlines()[-1])
     model = load_model(make_spec({"model": str(model_folder)} | fields, "here"), CPU)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    exact = 2 * 4 * adapters  # both ranks' bytes go over the same lo; 2(N-1)/N is 1 for two
+    exact = 2 * 4 * adapters  # the bytes of both ranks pass over the same lo; 2(N-1)/N is 1 for two ranks
     assert exact <= full["wire_bytes"] <= 1.02 * exact
     assert exact / 2 <= half["wire_bytes"] <= 1.02 * exact / 2
     assert half["loss"] == pytest.approx(full["loss"], rel=1e-3)
-    for each, found in zip(parted, sharded, strict=True):
+    for each, found in zip(sharded_fields, sharded, strict=True):
         spec = make_spec({"model": wide} | each, "here")
         planned = 2 * plan_of(spec).comm_bytes(spec, shape_of(spec), Layout((2,)), gloo=True)
         assert found["wire_bytes"] == pytest.approx(planned, rel=0.03), each

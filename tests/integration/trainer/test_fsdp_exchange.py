@@ -1,4 +1,4 @@
-"""FSDP's own gathering and scattering, beside torch's: three real ranks over gloo."""
+"""The all-gather and reduce-scatter of the fsdp strategy, compared with torch's: three ranks over gloo."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ RANKS = 3
 def compare(rank: int, store: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    both = dist.new_group([0, 2])  # of ranks that are not their places in it
+    both = dist.new_group([0, 2])  # group ranks differ from global ranks
     for group in [dist.group.WORLD, *([both] if rank != 1 else [])]:
         assert group is not None
         ranks, place = group.size(), group.rank()
         for size, dtype in ((1, torch.float32), (1000, torch.bfloat16), (300_001, torch.float32)):
             torch.manual_seed(rank)
-            whole = torch.randn(ranks * size).to(dtype)
+            full = torch.randn(ranks * size).to(dtype)
             expected, found = (torch.empty(ranks * size, dtype=dtype) for _ in range(2))
-            part = found.view(ranks, -1)[place]  # FSDP's lies in what it is to fill
-            part.copy_(whole[:size])
-            dist.all_gather_single(expected, whole[:size], group=group)
+            part = found.view(ranks, -1)[place]  # FSDP passes an input that is a view of the output
+            part.copy_(full[:size])
+            dist.all_gather_single(expected, full[:size], group=group)
             AllGather()(found, part, group)
             assert torch.equal(found, expected)
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-                total = whole.to(torch.float32, copy=True)
+                total = full.to(torch.float32, copy=True)
                 dist.all_reduce(total, group=group)
-                mine = torch.empty(size, dtype=dtype)
-                ReduceScatter()(mine, whole.clone(), group, op)
+                reduced = torch.empty(size, dtype=dtype)
+                ReduceScatter()(reduced, full.clone(), group, op)
                 wanted = total.view(ranks, -1)[place] / (ranks if op == dist.ReduceOp.AVG else 1)
-                torch.testing.assert_close(mine, wanted.to(dtype))
+                torch.testing.assert_close(reduced, wanted.to(dtype))
     with pytest.raises(ValueError, match="expected SUM or AVG"):
         ReduceScatter()(torch.empty(1), torch.empty(RANKS), dist.group.WORLD, dist.ReduceOp.MAX)
     dist.barrier()
@@ -45,5 +45,5 @@ def compare(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_as_torch_does(tmp_path: Path) -> None:
+def test_results_equal_those_of_torch(tmp_path: Path) -> None:
     multiprocessing.spawn(compare, args=(str(tmp_path / "store"),), nprocs=RANKS)

@@ -72,7 +72,7 @@ def ask(tree: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_it_trains(tree: Path, model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_new_strategy_trains(tree: Path, model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     flags = [
         f"--model={model_folder}",
         f"--dataset={dataset}",
@@ -81,25 +81,25 @@ def test_it_trains(tree: Path, model_folder: Path, dataset: Path, tmp_path: Path
         "--max-steps=3",
         "--loggers=none",
     ]
-    said = ask(tree, "-m", "trainer", "--strategy=toy", "--run=r", f"--data-dir={tmp_path}", *flags)
-    assert "run r finished at step 3/3" in said
+    output = ask(tree, "-m", "trainer", "--strategy=toy", "--run=r", f"--data-dir={tmp_path}", *flags)
+    assert "run r finished at step 3/3" in output
     result = json.loads((tmp_path / "runs/r/result.json").read_text())
     assert result["strategy"] == "toy" and result["status"] == "finished"
 
 
-def test_it_is_planned(tree: Path) -> None:
+def test_a_new_strategy_is_planned(tree: Path) -> None:
     plan = json.loads(ask(tree, "-m", "trainer", "plan", "--no-measure", "--hosts=2", "--json"))
     by = {option["strategy"]: option for option in plan["options"]}
     assert by["toy"]["comm_bytes"] == by["ddp"]["comm_bytes"] / 32
     assert plan["recommended"]["strategy"] == "ddp"
 
 
-def test_it_is_validated(tree: Path) -> None:
+def test_a_new_strategy_is_validated(tree: Path) -> None:
     with pytest.raises(AssertionError, match="run spec: toy: cannot count to three, got lora_r 3"):
         ask(tree, "-m", "trainer", "check", "--strategy=toy", "--lora-r=3")
 
 
-def test_it_is_listed(tree: Path) -> None:
+def test_a_new_strategy_is_listed(tree: Path) -> None:
     summary = "a toy that sends one bit of every gradient"
     shown = ask(tree, "-m", "trainer", "--help")
     assert f"toy        {summary}" in shown and "averaging,toy" in shown.replace(" ", "").replace("\n", "")

@@ -1,4 +1,4 @@
-"""Replicas that walk apart: diloco's meet every few steps, averaging's once, at the end."""
+"""Strategies with independent replicas: diloco synchronizes every few steps, averaging once, at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_hosts import free_port
 from safetensors.torch import load_file
-from test_fast_kernels import ALONE, CPU, MAY
+from test_fast_kernels import CAN_UNSHARE, CPU, UNSHARE_NETWORK
 from test_torchrun import assert_every_sample_once, weights
 from trainer_runs import TOP, WIDE, Cluster, Here, llama
 
@@ -32,21 +32,21 @@ from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.replicas import by_speed, deal
 from trainer.train import is_due
 
-# Equal portions: with those by speed, who trains on what would differ from run to run.
+# Equal shares: with shares by speed, the samples of a replica differ between runs.
 LONG = {"epochs": 200, "max_steps": 40, "checkpoint_interval": 10, "lora_r": 8, "balance": "even"}
 PAIR = [(0, 0), (1, 1)]
 FOUR = [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
 @given(st.integers(0, 300), st.lists(st.floats(0.05, 20), min_size=1, max_size=8))
-def test_portions_are_dealt_by_share(turns: int, shares: list[float]) -> None:
-    taken = Counter(deal(turns, shares))
+def test_portions_are_assigned_in_proportion_to_shares(turns: int, shares: list[float]) -> None:
+    assigned = Counter(deal(turns, shares))
     for place, share in enumerate(shares):
-        assert abs(taken[place] - turns * share / sum(shares)) < len(shares)
+        assert abs(assigned[place] - turns * share / sum(shares)) < len(shares)
     assert deal(turns, [shares[0]] * len(shares)) == [turn % len(shares) for turn in range(turns)]
 
 
-def test_a_slow_replica_steps_less_often() -> None:
+def test_a_slow_replica_has_fewer_portions() -> None:
     assert Counter(deal(20, [1.0, 3.0])) == {0: 5, 1: 15}
     assert by_speed([1.0, 1.0], [0.0, 0.3]) == [1.0, 1.0], "not measured yet"
     assert by_speed([1.0, 1.0], [0.3, 0.35]) == [1.0, 1.0], "noise"
@@ -56,10 +56,10 @@ def test_a_slow_replica_steps_less_often() -> None:
 
 @pytest.mark.parametrize("interval", [0, 1, 3, 10, 25])
 @pytest.mark.parametrize("stride", [1, 4, 10, 30])
-def test_what_is_due_comes_at_the_next_meeting(interval: int, stride: int) -> None:
-    came = [now for now in range(stride, 121, stride) if is_due(interval, now - stride, now)]
+def test_a_due_action_runs_at_the_next_sync(interval: int, stride: int) -> None:
+    actual = [now for now in range(stride, 121, stride) if is_due(interval, now - stride, now)]
     wanted = {-(-step // stride) * stride for step in range(interval, 121, interval)} if interval else set()
-    assert came == sorted(step for step in wanted if step <= 120)
+    assert actual == sorted(step for step in wanted if step <= 120)
 
 
 # Names of OpenDiLoCo -----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_names_of_opendiloco(tmp_path: Path) -> None:
 # One process -------------------------------------------------------------------------------------------------------------
 
 
-def test_alone_averaging_is_ddp(here: Here) -> None:
+def test_averaging_with_one_replica_equals_ddp(here: Here) -> None:
     few = {"max_steps": 6, "checkpoint_interval": 3}
     assert here("ddp", **few) == 0
     assert here("alone", strategy="averaging", **few) == 0, here.err
@@ -94,10 +94,10 @@ def test_alone_averaging_is_ddp(here: Here) -> None:
     assert part["eval_loss"] == here.result("alone")["eval_loss"] == here.result("ddp")["eval_loss"]
 
 
-def test_the_outer_step_is_nesterov(here: Here) -> None:
-    """One replica, two rounds, against the formula: v = m v + g; theta -= lr (g + m v); g = theta - where AdamW came to.
+def test_the_outer_optimizer_is_nesterov_sgd(here: Here) -> None:
+    """Compare two rounds of one replica with the formula: v = m v + g; theta -= lr (g + m v); g = theta - AdamW's result.
 
-    m is 0.9 in rounds of 20 steps or more, and less in shorter ones.
+    m is 0.9 in rounds of 20 steps or more, and smaller in shorter rounds.
     """
     m = 0.9 * 3 / 20
     few = {"max_steps": 6, "checkpoint_interval": 3, "schedule": "constant", "warmup": 0, "checkpoint_keep": 9}
@@ -110,11 +110,11 @@ def test_the_outer_step_is_nesterov(here: Here) -> None:
         kept = load_file(here.run_dir(run) / "checkpoints" / f"step-{step:08d}" / "trained.safetensors")
         return torch.cat([kept[name].flatten() for name in sorted(kept)])
 
-    theta, came = trained("start", 3), trained("ddp", 3)
-    first = theta - came
+    theta, inner = trained("start", 3), trained("ddp", 3)
+    first = theta - inner
     after = theta - 0.7 * (first + m * first)
     assert torch.allclose(trained("diloco", 3), after, atol=1e-6)
-    # From the second step on the way AdamW takes starts at the new place; the outer state tells which way it was.
+    # From the second round on, AdamW starts at the synchronized weights; the outer state contains the pseudo-gradient.
     state = torch.load(here.run_dir("diloco") / "checkpoints/step-00000006/outer.pt", weights_only=True)["optimizer"][
         "state"
     ]
@@ -122,16 +122,16 @@ def test_the_outer_step_is_nesterov(here: Here) -> None:
     velocity = dict(zip(list(kept), range(len(kept)), strict=True))
     assert len(state) == len(velocity)
     last = trained("diloco", 6)
-    # theta2 = theta1 - lr (g + m v), v = m g1 + g: so g = ((theta1 - theta2) / lr - m^2 g1) / (1 + m), and v follows.
-    way = ((after - last) / 0.7 - m * m * first) / (1 + m)
+    # theta2 = theta1 - lr (g + m v), v = m g1 + g: so g = ((theta1 - theta2) / lr - m^2 g1) / (1 + m), which determines v.
+    second = ((after - last) / 0.7 - m * m * first) / (1 + m)
     size = torch.cat([entry["momentum_buffer"].flatten() for entry in state.values()]).norm()
-    assert float(size) == pytest.approx(float((m * first + way).norm()), rel=1e-3)
+    assert float(size) == pytest.approx(float((m * first + second).norm()), rel=1e-3)
 
 
-def test_diloco_resumes_at_a_meeting(here: Here) -> None:
+def test_diloco_resumes_at_a_sync(here: Here) -> None:
     fields = {"strategy": "diloco", "local_steps": 4, "max_steps": 10, "checkpoint_interval": 3, "epochs": 2}
     assert here("straight", **fields) == 0, here.err
-    # Meetings after 4, 8 and (the end) 10; each had a checkpoint due since the one before.
+    # Syncs after steps 4, 8 and 10 (the end); at 8 and 10, a checkpoint was due since the previous sync.
     assert set(complete_checkpoints(here.run_dir("straight") / "checkpoints")) == {8, 10}
     shutil.rmtree(here.run_dir("straight") / "checkpoints" / "step-00000010")
     kept, wanted = here.losses("straight"), weights(here.run_dir("straight"))
@@ -141,7 +141,7 @@ def test_diloco_resumes_at_a_meeting(here: Here) -> None:
     assert here.losses("straight") == kept and weights(here.run_dir("straight")) == wanted
 
 
-def test_a_part_goes_on_in_its_own_place(model_folder: Path, tmp_path: Path) -> None:
+def test_a_worker_resumes_only_its_own_checkpoint(model_folder: Path, tmp_path: Path) -> None:
     spec = make_spec({"model": str(model_folder), "strategy": "averaging", "seq_length": 64}, "here")
     (tmp_path / "worker.json").write_text('{"worker": 0, "workers": 2}')
     world = World.join(60)
@@ -155,7 +155,7 @@ def test_a_part_goes_on_in_its_own_place(model_folder: Path, tmp_path: Path) -> 
         torch.distributed.destroy_process_group()
 
 
-def test_fewer_rows_than_replicas_is_told() -> None:
+def test_fewer_rows_than_replicas_is_an_error() -> None:
     from trainer.strategy.replicas import Replicas
 
     class Nodes:
@@ -184,7 +184,7 @@ def newest(cluster: Cluster, host: int, run: str = "r") -> Path:
 
 
 @pytest.mark.slow
-def test_diloco_stops_resumes_and_outlives_a_host(cluster: Cluster) -> None:
+def test_diloco_stops_resumes_and_recovers_a_lost_host(cluster: Cluster) -> None:
     fields = LONG | {"strategy": "diloco", "local_steps": 5}
     wanted = cluster.run(2, run="straight", **fields)
     assert wanted[-1] < wanted[0] and len(wanted) == 40
@@ -193,20 +193,22 @@ def test_diloco_stops_resumes_and_outlives_a_host(cluster: Cluster) -> None:
     assert (ends[0] / "trained.safetensors").read_bytes() == (ends[1] / "trained.safetensors").read_bytes()
     outer = [torch.load(end / "outer.pt", weights_only=True)["optimizer"]["state"] for end in ends]
     assert all(torch.equal(entry["momentum_buffer"], outer[1][n]["momentum_buffer"]) for n, entry in outer[0].items())
-    assert (ends[0] / "optimizer.pt").read_bytes() != (ends[1] / "optimizer.pt").read_bytes(), "each its own"
+    assert (ends[0] / "optimizer.pt").read_bytes() != (ends[1] / "optimizer.pt").read_bytes(), (
+        "inner states differ between replicas"
+    )
 
     launchers = cluster.start(2, **fields)
     step = cluster.stop_between(launchers)
     assert cluster.run(2, **fields) == wanted, "bit-equal"
     assert_every_sample_once(cluster, PAIR)
-    assert "checkpoint: copying" not in cluster.logs(), "the inner states are unlike, and that is right"
+    assert "checkpoint: copying" not in cluster.logs(), "inner states may differ, so nothing is copied"
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(1)) == weights(cluster.run_dir(0, "straight"))
 
-    # A host that comes back with an empty disk takes the other's inner state.
+    # A host with an empty disk receives the inner state of its peer.
     shutil.rmtree(cluster.run_dir(1, "lost"))
-    healed = cluster.run(2, run="lost", **fields)
+    recovered = cluster.run(2, run="lost", **fields)
     assert f"checkpoint: copying step {step} to the hosts that lack it" in cluster.logs("lost")
-    assert healed[:step] == wanted[:step] and healed[-1] == pytest.approx(wanted[-1], rel=0.03)
+    assert recovered[:step] == wanted[:step] and recovered[-1] == pytest.approx(wanted[-1], rel=0.03)
 
 
 @pytest.mark.slow
@@ -214,12 +216,12 @@ def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
     fields = LONG | {"strategy": "averaging"}
     cluster.run(2, run="straight", **fields)
     assert_every_sample_once(cluster, PAIR, "straight")
-    told = [result(cluster, "straight", host) for host in (0, 1)]
-    assert told[0]["eval_loss"] == told[1]["eval_loss"] and told[0]["parts"] == told[1]["parts"]
-    assert told[0]["adapter_sha256"] == told[1]["adapter_sha256"]
-    assert [part["ranks"] for part in told[0]["parts"]] == [[0], [1]]
-    tokens = [part["trained_tokens"] for part in told[0]["parts"]]
-    assert sum(tokens) == told[0]["trained_tokens"]
+    results = [result(cluster, "straight", host) for host in (0, 1)]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"] and results[0]["parts"] == results[1]["parts"]
+    assert results[0]["adapter_sha256"] == results[1]["adapter_sha256"]
+    assert [part["ranks"] for part in results[0]["parts"]] == [[0], [1]]
+    tokens = [part["trained_tokens"] for part in results[0]["parts"]]
+    assert sum(tokens) == results[0]["trained_tokens"]
     parts = [load_file(newest(cluster, host, "straight") / "trained.safetensors") for host in (0, 1)]
     adapter = load_file(cluster.run_dir(0, "straight") / "adapter" / "adapter_model.safetensors")
     for name, one in parts[0].items():
@@ -228,7 +230,7 @@ def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
 
     launchers = cluster.start(2, **fields)
     cluster.at_step(3)
-    (cluster.run_dir(1) / "stop").touch()  # one is told, the other hears of it
+    (cluster.run_dir(1) / "stop").touch()  # requested on one host, applied on both
     assert cluster.wait(launchers) == [0, 0], cluster.logs()
     assert [cluster.state(host, host)["status"] for host in (0, 1)] == ["stopped", "stopped"]
     assert not (cluster.run_dir() / "result.json").exists()
@@ -240,34 +242,34 @@ def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_r", [8, 0])
 def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
-    """Two hosts of two ranks each, an outer step across; inside a host FSDP does what DDP does."""
+    """Two hosts of two ranks each: the outer step is across hosts; inside a host, FSDP gives the same result as DDP."""
     fields = LONG | {"max_steps": 10, "local_steps": 5, "total_batch_size": 8, "strategy": "diloco", "lora_r": lora_r}
     fields |= {"checkpoint_interval": 5}
 
-    def ends(run: str) -> list[str]:
+    def digests(run: str) -> list[str]:
         return [result(cluster, run, host)["adapter_sha256" if lora_r else "model_sha256"] for host in (0, 1)]
 
     wanted = cluster.run(2, 2, run="ddp", **fields)
     assert_every_sample_once(cluster, FOUR, "ddp")
-    assert len(set(ends("ddp"))) == 1
+    assert len(set(digests("ddp"))) == 1
 
     fields |= {"replica_strategy": "fsdp"}
     assert cluster.run(2, 2, **fields) == pytest.approx(wanted, rel=1e-4)
     assert_every_sample_once(cluster, FOUR)
-    ended = ends("r")
+    ended = digests("r")
     assert len(set(ended)) == 1
     for host in (0, 1):
         (cluster.run_dir(host) / "result.json").unlink()
         shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000010")
     assert cluster.run(2, 2, **fields) == pytest.approx(wanted, rel=1e-4)
     assert "resuming from step 5 of 10" in cluster.logs()
-    assert ends("r") == ended
+    assert digests("r") == ended
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MAY, reason="bytes on the wire: no network namespace can be made here (unshare --net)")
+@pytest.mark.skipif(not CAN_UNSHARE, reason="network namespaces are unavailable (unshare --net)")
 def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
-    """Two replicas send what DDP sends once in local_steps steps, and in 16 bits half of it; averaging sends nothing."""
+    """Per local_steps steps, diloco sends the bytes of one DDP step, and half of them in 16 bits; averaging sends nothing."""
     fields = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2, "local_steps": 5}
     about = {"model": str(model_folder), "dataset": str(dataset), "steps": 15, "warm": 5}
     several = [
@@ -279,24 +281,24 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
         )
     ]
     wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
-    parted = fields | {"strategy": "fsdp", "lora_r": 0}
-    several.append(about | {"model": wide, "fields": parted})
+    sharded_fields = fields | {"strategy": "fsdp", "lora_r": 0}
+    several.append(about | {"model": wide, "fields": sharded_fields})
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     launch += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     hosts = " & ".join(f'"$@" --node-rank={host} benchmarks/speed_one.py trainyard "$about"' for host in (1, 0))
     shell = f"ip link set lo up; about=$1; shift; {hosts}; code=$?; wait; exit $code"
-    command = [*ALONE, "sh", "-c", shell, "sh", json.dumps(several), *launch]
+    command = [*UNSHARE_NETWORK, "sh", "-c", shell, "sh", json.dumps(several), *launch]
     environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     full, half, none, sharded = json.loads(done.stdout.strip().splitlines()[-1])
     model = load_model(make_spec({"model": str(model_folder)} | fields, "here"), CPU)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    exact = 2 * 4 * adapters / 5  # both hosts' bytes go over the same lo; 2(N-1)/N is 1 for two
+    exact = 2 * 4 * adapters / 5  # the bytes of both hosts pass over the same lo; 2(N-1)/N is 1 for two hosts
     assert exact <= full["wire_bytes"] <= 1.02 * exact
-    # The adapters are so small here that the few numbers beside them are seen.
+    # These adapters are so small that the other values, such as counts, are noticeable.
     assert exact / 2 <= half["wire_bytes"] <= 1.1 * exact / 2
     assert none["wire_bytes"] < 0.01 * exact
-    spec = make_spec({"model": wide} | parted, "here")
+    spec = make_spec({"model": wide} | sharded_fields, "here")
     planned = 2 * plan_of(spec).comm_bytes(spec, shape_of(spec), Layout((1, 1)), gloo=True)
-    assert sharded["wire_bytes"] == pytest.approx(planned, rel=0.03), "without gloo's own scattering"
+    assert sharded["wire_bytes"] == pytest.approx(planned, rel=0.03), "gloo's reduce-scatter is not used"

@@ -28,9 +28,9 @@ INTERRUPTED = "interrupted: start the run again to resume from its newest checkp
 
 def error(here: Here) -> str:
     """Return the one-line error of a failed start, which is also in its heartbeat."""
-    said = [line for line in here.err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "Traceback" not in here.err, here.err
-    return said[0].removeprefix("error: ")
+    errors = [line for line in here.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in here.err, here.err
+    return errors[0].removeprefix("error: ")
 
 
 def test_the_files_of_a_finished_run(here: Here) -> None:
@@ -114,7 +114,7 @@ def test_options_that_save_memory_do_not_change_the_losses(here: Here) -> None:
     assert here.losses("small") == pytest.approx(here.losses("plain"), abs=1e-5)
 
 
-def test_lower_precision_stays_near(here: Here) -> None:
+def test_lower_precision_has_similar_losses(here: Here) -> None:
     assert (
         here("full", **FEW)
         == here("bf16", precision="bf16-mixed", **FEW)
@@ -284,17 +284,17 @@ def test_a_second_interrupt_ends_the_run_at_once_but_not_under_torchrun(
 def test_an_interrupt_while_torch_is_imported_is_a_one_line_error(tmp_path: Path, dataset: Path) -> None:
     command = [sys.executable, "-m", "trainer", "--run=r", f"--dataset={dataset}", f"--data-dir={tmp_path}"]
     # Tests in the background of a shell ignore SIGINT, and a child process would inherit that.
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    process = subprocess.Popen(command, cwd=TOP, stderr=subprocess.PIPE, text=True, **heard)
+    signal_options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, cwd=TOP, stderr=subprocess.PIPE, text=True, **signal_options)
     state = tmp_path / "runs" / "r" / "state" / "rank0.json"
     until(state.exists, what="the first heartbeat")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     ended = json.loads(state.read_text())
     if process.returncode == 0:  # on a busy machine torch may be loaded when the signal arrives; then the loop stops
         assert ended["status"] == "stopped"
         return
-    assert (process.returncode, said) == (1, f"error: {INTERRUPTED}\n")
+    assert (process.returncode, stderr) == (1, f"error: {INTERRUPTED}\n")
     assert ended["error"]["message"] == INTERRUPTED
 
 
@@ -313,13 +313,13 @@ def test_a_finished_run_is_not_repeated(here: Here) -> None:
 
 def test_a_run_that_died_between_its_last_step_and_its_result(here: Here) -> None:
     assert here(**FEW) == 0
-    whole = here.result()
+    result = here.result()
     (here.run_dir() / "result.json").unlink()
     shutil.rmtree(here.run_dir() / "adapter")
     (here.run_dir() / ".tmp-adapter").mkdir()
     (here.run_dir() / ".tmp-adapter" / "half").write_text("written")
     assert here(**FEW) == 0, here.err
-    assert here.result() == whole
+    assert here.result() == result
     assert not (here.run_dir() / "adapter" / "half").exists()
     assert len(here.losses()) == 6
 

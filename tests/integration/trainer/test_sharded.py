@@ -1,4 +1,4 @@
-"""FSDP and ZeRO under real torchrun: they walk DDP's curve, through a kill and on another number of hosts."""
+"""FSDP and ZeRO under real torchrun: their losses equal those of DDP, also after a kill and on another number of hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.model import load_model
 
-# 2 and 3 rows on two hosts: one micro-batch and two.
+# Two hosts have 2 and 3 rows: one micro-batch and two.
 UNEVEN = {"total_batch_size": 5, "batch_size": 2}
 FULL = {"lora_r": 0, "lr": 3e-3}
 STEPS = {"epochs": 200, "max_steps": 30, "checkpoint_interval": 5}
@@ -28,7 +28,7 @@ STEPS = {"epochs": 200, "max_steps": 30, "checkpoint_interval": 5}
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Iterator[Cluster]:
-    """The same runs under ddp: one of LoRA, one of full weights."""
+    """The same runs with ddp: one with LoRA, one with full weights."""
     spec = {"model": model_folder, "dataset": dataset, "seq_length": 64, "lr": 1e-2, "loggers": "none"}
     made = Cluster(tmp_path_factory.mktemp("curves"), spec | UNEVEN | STEPS)
     made.run(1, run="lora")
@@ -37,11 +37,11 @@ def curves(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset
     made.end()
 
 
-# name: fields, hosts that go on after the kill, whether the second host has lost everything
+# name: fields, number of hosts after the kill, whether the second host has lost its run folder
 CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
     "fsdp": ({"strategy": "fsdp"}, 2, True),
-    "fsdp, full weights, in parts": ({"strategy": "fsdp"} | FULL, 2, False),
-    "fsdp, full weights, other parts": ({"strategy": "fsdp"} | FULL, 3, False),
+    "fsdp, full weights, sharded": ({"strategy": "fsdp"} | FULL, 2, False),
+    "fsdp, full weights, more hosts": ({"strategy": "fsdp"} | FULL, 3, False),
     "zero 2": ({"strategy": "deepspeed", "deepspeed_offload": "optimizer"}, 1, True),
     "zero 2, full weights": ({"strategy": "deepspeed"} | FULL, 2, False),
     "zero 3, full weights": ({"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_offload": "all"} | FULL, 2, False),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
-def test_killed_and_taken_up_it_walks_ddps_curve(case: str, cluster: Cluster, curves: Cluster) -> None:
+def test_a_killed_run_resumes_with_the_losses_of_ddp(case: str, cluster: Cluster, curves: Cluster) -> None:
     fields, hosts, lost = CASES[case]
     if fields["strategy"] == "deepspeed":
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
@@ -60,14 +60,14 @@ def test_killed_and_taken_up_it_walks_ddps_curve(case: str, cluster: Cluster, cu
     cluster.at_step(17)
     launchers[0].kill()
     assert all(cluster.wait(launchers)), cluster.logs()
-    assert len(losses(cluster.run_dir())) < 30, "killed before its end"
+    assert len(losses(cluster.run_dir())) < 30, "the kill was before the end"
     kept = [complete_checkpoints(cluster.run_dir(host) / "checkpoints") for host in (0, 1)]
     assert max(kept[0]) >= 10 and {**kept[0], **kept[1]} == {**kept[1], **kept[0]}
     if lost:
         shutil.rmtree(cluster.run_dir(1))
-    took = cluster.run(hosts, **fields)
+    resumed = cluster.run(hosts, **fields)
     assert "resuming from step" in (cluster.run_dir() / "logs" / "rank0.log").read_text()
-    assert took == pytest.approx(losses(curves.run_dir(0, "full" if full else "lora")), abs=1e-3)
+    assert resumed == pytest.approx(losses(curves.run_dir(0, "full" if full else "lora")), abs=1e-3)
     weights = "model/model.safetensors" if full else "adapter/adapter_model.safetensors"
     assert len({sha256_file(cluster.run_dir(host) / weights) for host in range(hosts)}) == 1
     results = [json.loads((cluster.run_dir(host) / "result.json").read_text()) for host in range(hosts)]
@@ -75,7 +75,7 @@ def test_killed_and_taken_up_it_walks_ddps_curve(case: str, cluster: Cluster, cu
 
 
 @pytest.mark.slow
-def test_a_model_on_every_host_is_kept_whole_on_every_host(cluster: Cluster, curves: Cluster) -> None:
+def test_fsdp_shard_host_has_a_full_checkpoint_on_every_host(cluster: Cluster, curves: Cluster) -> None:
     fields = UNEVEN | STEPS | {"strategy": "fsdp", "fsdp_shard": "host", "checkpoint_keep": 1} | FULL
     assert cluster.run(2, 2, **fields) == pytest.approx(losses(curves.run_dir(0, "full")), abs=1e-3)
     kept = [HostCheckpoint.read(cluster.run_dir(host) / "checkpoints" / "step-00000030") for host in (0, 1)]
@@ -90,12 +90,12 @@ def test_one_rank_of_fsdp(here: Here) -> None:
     assert here.result("fsdp")["eval_loss"] == pytest.approx(here.result("ddp")["eval_loss"], abs=1e-5)
     half = {"precision": "bf16-mixed", "gradient_checkpointing": True, "lora_r": 0, **few}
     assert here("ddp16", **half) == here("fsdp16", strategy="fsdp", **half) == 0, here.err
-    # A block's norms are gathered as bfloat16 too, where autocast leaves them as they are.
+    # FSDP also gathers the norms of a block in bfloat16, which autocast does not.
     assert here.losses("fsdp16") == pytest.approx(here.losses("ddp16"), rel=1e-3)
 
 
-def test_weights_that_are_kept_in_half_precision_are_trained_as_under_ddp(here: Here, tmp_path: Path) -> None:
-    """FSDP takes them as they lie in the model's files, and makes of its part what ddp makes of all."""
+def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) -> None:
+    """FSDP loads the weights in the precision of the model's files and converts its shard as ddp converts all weights."""
     half = tmp_path / "half"
     shutil.copytree(here.model, half)
     AutoModelForCausalLM.from_pretrained(here.model, dtype=torch.bfloat16).save_pretrained(half)
@@ -109,12 +109,12 @@ def test_weights_that_are_kept_in_half_precision_are_trained_as_under_ddp(here: 
         for strategy in ("ddp", "fsdp"):
             assert here(f"{name}-{strategy}", strategy=strategy, **few, **fields) == 0, here.err
         assert here.losses(f"{name}-fsdp") == pytest.approx(here.losses(f"{name}-ddp"), rel=1e-3)
-    whole = load_file(here.run_dir("full-fsdp") / "model" / "model.safetensors")
-    assert {value.dtype for value in whole.values()} == {torch.float32}
+    exported = load_file(here.run_dir("full-fsdp") / "model" / "model.safetensors")
+    assert {value.dtype for value in exported.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "parts"])
-def test_fsdp_goes_on_bit_equal(fields: dict[str, Any], here: Here) -> None:
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "sharded"])
+def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
     fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields
     assert here("straight", **fields) == here(**fields) == 0, here.err
     shutil.rmtree(here.run_dir() / "checkpoints" / "step-00000006")
@@ -125,7 +125,7 @@ def test_fsdp_goes_on_bit_equal(fields: dict[str, Any], here: Here) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"strategy": "fsdp", "precision": "fp16-mixed"}, "precision: fp16-mixed requires strategy ddp, got strategy fsdp"),
         ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 requires strategy ddp, got strategy deepspeed"),
@@ -133,27 +133,27 @@ def test_fsdp_goes_on_bit_equal(fields: dict[str, Any], here: Here) -> None:
         ({"strategy": "deepspeed", "deepspeed_offload": "all"}, "deepspeed_offload: all requires deepspeed_stage 3, got 2"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_said(fields: dict[str, Any], said: str) -> None:
+def test_conflicting_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         make_spec(fields, "here")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-# Checkpoints in parts, as find_checkpoint sees them -------------------------------------------------------------------------------
+# Sharded checkpoints, as find_checkpoint sees them ----------------------------------------------------------------------
 
 ALL = {name: {"bytes": 1, "sha256": name} for name in ("state.json", "part0", "part1")}
 
 
 def part(rank: int) -> HostCheckpoint:
-    """Return what the host of `rank`, one of two, keeps."""
+    """Return the part of a sharded checkpoint on the host of `rank`, one of two."""
     here = {name: about for name, about in ALL.items() if name in ("state.json", f"part{rank}")}
     return HostCheckpoint(here, {name: about for name, about in ALL.items() if name not in here}, (rank,))
 
 
-def test_parts_are_one_checkpoint() -> None:
+def test_parts_form_one_checkpoint() -> None:
     assert part(0).digest == part(1).digest == HostCheckpoint(ALL, {}, ()).digest
     assert _owners([part(0), part(1)]) == {"state.json": 0, "part0": 0, "part1": 1}
-    assert _owners([None, part(0), None]) == {"state.json": 1, "part0": 1, "part1": None}, "a part is lost"
+    assert _owners([None, part(0), None]) == {"state.json": 1, "part0": 1, "part1": None}, "a part is missing"
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_parts_are_one_checkpoint() -> None:
         ([HostCheckpoint(ALL, {}, (0, 1)), None], False),
     ],
 )
-def test_who_has_to_be_given_something(holders: list[HostCheckpoint | None], in_place: bool) -> None:
+def test_every_host_has_its_part(holders: list[HostCheckpoint | None], in_place: bool) -> None:
     assert _in_place(holders) == in_place

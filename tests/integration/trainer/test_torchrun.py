@@ -39,17 +39,17 @@ def weights(run_dir: Path) -> str:
 
 def assert_every_sample_once(cluster: Cluster, ranks: list[tuple[int, int]], run: str = "r") -> None:
     """Compare the samples of all ranks in every step with the order, which is independent of ranks. `ranks`: (host, rank)."""
-    order = the_order(cluster, run)
-    took = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
+    order = sample_order(cluster, run)
+    recorded = [lines(cluster.run_dir(host, run) / "samples" / f"rank{rank}.jsonl") for host, rank in ranks]
     steps = read_spec(cluster.run_dir(0, run) / "spec.yml", {}, "").max_steps or order.steps
-    for records_of_rank in took:
+    for records_of_rank in recorded:
         assert [record["step"] for record in records_of_rank] == list(range(1, steps + 1))
     for step in range(steps):
-        assert [row for rank in took for row in rank[step]["rows"]] == order.step(step)
+        assert [row for rank in recorded for row in rank[step]["rows"]] == order.step(step)
 
 
-def the_order(cluster: Cluster, run: str = "r") -> Order:
-    """Return the order of the samples of a run, derived from its spec and data alone."""
+def sample_order(cluster: Cluster, run: str = "r") -> Order:
+    """Return the order of the samples of a run, derived only from its spec and data."""
     run_dir = cluster.run_dir(0, run)
     spec = read_spec(run_dir / "spec.yml", {}, "")
     (cache,) = (run_dir.parents[1] / "store" / "cache").glob("*.npz")
@@ -114,7 +114,7 @@ def stopped(cluster: Cluster, how: str) -> int:
     return step
 
 
-def test_stop_and_resume_with_as_many_fewer_and_more_hosts(cluster: Cluster, straight: Cluster) -> None:
+def test_stop_and_resume_with_the_same_fewer_and_more_hosts(cluster: Cluster, straight: Cluster) -> None:
     step = stopped(cluster, "file")
     for name in ("fewer", "more"):
         for host in (0, 1):
@@ -202,7 +202,7 @@ def test_20_kills_lose_no_sample_and_repeat_none(cluster: Cluster) -> None:
         os.kill(victim, signal.SIGKILL)
         killed.append(lines(metrics)[-1]["step"])
         assert launcher.wait(120)
-        until(lambda pids=pids: not any(alive(pid) for pid in pids), what="no rank left")
+        until(lambda pids=pids: not any(alive(pid) for pid in pids), what="all ranks to end")
     assert max(killed) < 300 and len(set(killed)) > 10, killed
     assert cluster.run(1, 2, **fields) == wanted, "bit-equal"
     assert_every_sample_once(cluster, [(0, 0), (0, 1)])

@@ -12,7 +12,7 @@ from trainyard.discovery.settings import Settings
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_alone(kind):
+def test_each_hostile_server(kind):
     start = time.perf_counter()
     with serve([Server("127.0.7.1", 18434, kind=kind)]):
         findings = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(answer_timeout=0.5), {}))
@@ -22,12 +22,12 @@ def test_alone(kind):
     assert time.perf_counter() - start < 5
 
 
-def test_all_at_once_with_a_real_one():
+def test_all_hostile_servers_together_with_a_valid_one():
     servers = [Server(f"127.0.7.{i}", 18434, kind=kind) for i, kind in enumerate(HOSTILE, 2)]
     good = Server("127.0.7.200", 18434, models=[model("tiny")])
     targets = [Target(s.address, s.port) for s in (*servers, good)]
     start = time.perf_counter()
-    with serve(servers), serve([good]):  # in another process, because the endless servers keep theirs busy
+    with serve(servers), serve([good]):  # in another process, because the endless servers keep this one busy
         findings = asyncio.run(scan(targets, Settings(answer_timeout=3), {}))
     assert [a.target.address for a in findings.answers] == ["127.0.7.200"]
     assert len(findings.rejected) == len(HOSTILE)

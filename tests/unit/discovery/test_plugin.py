@@ -325,19 +325,19 @@ def documentation() -> dict:
     return json.loads(done.stdout)["ollama"]["doc"]
 
 
-def test_every_option_is_documented_and_in_the_ready_file():
+def test_every_option_is_documented_and_in_ollama_yml():
     options = documentation()["options"]
-    ready = yaml.safe_load((ROOT / "inventory/ollama.yml").read_text())
+    inventory = yaml.safe_load((ROOT / "inventory/ollama.yml").read_text())
     unsupported = {
         "cache_prefix",
         "use_extra_vars",
         "leading_separator",
     }  # options of Ansible that this plugin does not use
-    assert set(options) - unsupported == set(ready)
+    assert set(options) - unsupported == set(inventory)
     for name, option in options.items():
         assert option["description"], name
         if name not in unsupported | {"plugin"} and not name.startswith("cache_"):
-            assert ready[name] == option["default"], name
+            assert inventory[name] == option["default"], name
         if "timeout" in name:
             assert "econds" in str(option["description"]), name
 
@@ -362,7 +362,7 @@ def without_trainyard(tmp_path, environment):
     return environment | {"PYTHONPATH": f"{tmp_path}/shadow:{environment.get('PYTHONPATH', '')}"}
 
 
-def test_without_the_package_the_inventory_says_what_to_install_in_one_line(tmp_path, without_trainyard):
+def test_inventory_without_the_package_is_a_one_line_error(tmp_path, without_trainyard):
     here = Inventory(tmp_path, without_trainyard)
     here.source("ollama.yml", config())
     done = here.graph()
@@ -372,7 +372,7 @@ def test_without_the_package_the_inventory_says_what_to_install_in_one_line(tmp_
 
 
 @pytest.mark.parametrize("task", [{"preflight": {}}, {"debug": {"msg": "{{ hostvars | netplan_problems(['a']) }}"}}])
-def test_without_the_package_a_playbook_says_what_to_install_in_one_line(tmp_path, without_trainyard, task):
+def test_playbook_without_the_package_is_a_one_line_error(tmp_path, without_trainyard, task):
     """Action plugins and filters import the package; the callback is loaded before them."""
     (tmp_path / "play.yml").write_text(yaml.safe_dump([{"hosts": "all", "gather_facts": False, "tasks": [task]}]))
     here = Inventory(tmp_path, without_trainyard)

@@ -105,7 +105,7 @@ def test_ten_thousand_broken_replies_over_a_socket():
         writer.close()
 
     async def client(port: int, outcomes: list[str]) -> None:
-        # Not so many questions, so many answers: on a busy machine one may be over before it is heard.
+        # Count the replies that were sent, not the requests: a request may fail before the server replies.
         while served[0] < count:
             outcomes.append("")
             try:

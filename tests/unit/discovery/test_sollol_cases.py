@@ -1,4 +1,4 @@
-"""The twelve cases in which SOLLOL 0.9.66 was seen to answer wrongly; each is named for the case."""
+"""Twelve cases in which SOLLOL 0.9.66 gave a wrong answer; each test has the name of its case."""
 
 import pytest
 from fake_ollama import Server, model, serve
@@ -44,25 +44,25 @@ def test_2_a_local_ollama_does_not_end_the_search(two):
     assert found(report) == [["10.30.0.5"], ["127.0.0.1"]]
 
 
-def test_3_ollama_host_0_0_0_0_is_no_node(two, monkeypatch):
+def test_3_ollama_host_0_0_0_0_is_not_a_node(two, monkeypatch):
     monkeypatch.setenv("OLLAMA_HOST", "0.0.0.0")
     with serve([Server("0.0.0.0", namespace=two.control)]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.1", "127.0.0.1"]]
 
 
-def test_4_no_default_route_is_needed(two):
+def test_4_a_default_route_is_not_required(two):
     with serve([remote_server(two)]):
         report = two.run(lambda: discover(Settings()))
     assert found(report) == [["10.30.0.5"]]
 
 
-def test_5_localhost_is_no_node_unless_it_answers(two):
+def test_5_localhost_is_a_node_only_if_it_answers(two):
     report = two.run(lambda: discover(Settings()))
     assert found(report) == []
 
 
-def test_6_a_second_subnet_is_looked_at(two):
+def test_6_a_second_subnet_is_scanned(two):
     two.card(two.control, "eth1", "192.168.77.1/24")
     two.card(f"{two.tag}-n", "eth1", "192.168.77.5/24")
     two.wait_for_links()
@@ -72,7 +72,7 @@ def test_6_a_second_subnet_is_looked_at(two):
     assert report.networks == ("10.30.0.0/24", "192.168.77.0/24")
 
 
-def test_7_the_mask_is_the_networks_own(lab):
+def test_7_the_netmask_of_the_network_is_used(lab):
     lab.controller("10.30.0.1/23", "10.40.0.1/28")
     lab.node("n", "10.30.1.5/23")
     beyond = lab.node("beyond", "10.40.0.200/24")

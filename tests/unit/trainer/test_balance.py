@@ -1,4 +1,4 @@
-"""Who takes how many rows: every row once, the slowest ready soonest, and no change for noise."""
+"""Division of the rows of a step over ranks: each row once, the shortest step time, and no change for noise."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ COSTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
 
 
 @given(rows=st.integers(1, 200), costs=COSTS)
-def test_every_row_is_taken_once_and_nobody_is_left_out(rows: int, costs: list[float]) -> None:
+def test_every_row_is_assigned_once_and_no_rank_is_idle(rows: int, costs: list[float]) -> None:
     counts = divide(rows, costs)
     assert sum(counts) == rows
     assert rows < len(costs) or min(counts) >= 1
-    taken = [list(range(rows)[share(rows, counts, rank)]) for rank in range(len(costs))]
-    assert [len(part) for part in taken] == counts
-    assert list(itertools.chain(*taken)) == list(range(rows))
+    assigned = [list(range(rows)[share(rows, counts, rank)]) for rank in range(len(costs))]
+    assert [len(part) for part in assigned] == counts
+    assert list(itertools.chain(*assigned)) == list(range(rows))
 
 
 @given(rows=st.integers(3, 12), costs=st.lists(st.floats(0.1, 5), min_size=2, max_size=3))
-def test_no_other_division_is_ready_sooner(rows: int, costs: list[float]) -> None:
+def test_no_other_division_is_faster(rows: int, costs: list[float]) -> None:
     def time(counts: tuple[int, ...] | list[int]) -> float:
         return max(count * cost for count, cost in zip(counts, costs, strict=True))
 
@@ -33,17 +33,17 @@ def test_no_other_division_is_ready_sooner(rows: int, costs: list[float]) -> Non
     assert time(divide(rows, costs)) <= min(map(time, every)) * (1 + 1e-9)
 
 
-def test_half_the_speed_half_the_rows() -> None:
+def test_a_rank_at_half_the_speed_has_half_the_rows() -> None:
     balance = Balance(2)
     assert balance.shares(24) == [12, 12]
     balance.update([1.0, 2.0], [12, 12])
     assert balance.shares(24) == [16, 8]
-    # The counts changed, the cost of a row did not.
+    # The counts changed, but the cost per row did not.
     balance.update([16 / 12, 16 / 12], [16, 8])
     assert balance.shares(24) == [16, 8]
 
 
-def test_noise_changes_nothing_and_a_machine_that_slows_down_does() -> None:
+def test_shares_ignore_noise_and_follow_a_slower_machine() -> None:
     balance = Balance(2)
     for seconds in ([1.0, 1.0], [1.03, 0.98], [0.97, 1.02]):
         balance.update(seconds, [8, 8])
@@ -56,9 +56,9 @@ def test_noise_changes_nothing_and_a_machine_that_slows_down_does() -> None:
 
 
 @pytest.mark.parametrize("costs", [[1.0], [1.0, 2.0, 3.0]])
-def test_costs_of_another_world_are_forgotten(costs: list[float]) -> None:
+def test_costs_of_another_world_size_are_discarded(costs: list[float]) -> None:
     assert Balance(2, costs).shares(8) == [4, 4]
 
 
-def test_a_start_goes_on_with_what_the_last_one_knew() -> None:
+def test_a_restart_uses_the_previous_costs() -> None:
     assert Balance(2, [1.0, 3.0]).shares(8) == [6, 2]

@@ -71,15 +71,15 @@ def test_a_damaged_checkpoint_is_ignored_and_logged(how: str, tmp_path: Path) ->
     harm, why = DAMAGE[how]
     older, newer = write(tmp_path, 5), write(tmp_path, 10)
     harm(newer)
-    said: list[str] = []
-    assert find_checkpoint(tmp_path, ALONE, said.append) == older
-    assert len(said) == 1 and said[0].startswith(f"checkpoint: {newer} is incomplete ({why}")
-    assert said[0].endswith("): ignored")
+    messages: list[str] = []
+    assert find_checkpoint(tmp_path, ALONE, messages.append) == older
+    assert len(messages) == 1 and messages[0].startswith(f"checkpoint: {newer} is incomplete ({why}")
+    assert messages[0].endswith("): ignored")
     harm(older)
     with pytest.raises(
         UserError, match=r"none in .* is complete, so the run cannot resume: restore one, or set another"
     ):
-        find_checkpoint(tmp_path, ALONE, said.append)
+        find_checkpoint(tmp_path, ALONE, messages.append)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

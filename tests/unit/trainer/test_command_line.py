@@ -47,9 +47,9 @@ def test_every_command_is_in_the_usage(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
-    said = capsys.readouterr().out
+    usage = capsys.readouterr().out
     for name in COMMANDS:
-        assert name in said
+        assert name in usage
 
 
 def test_check_prints_a_spec_that_it_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

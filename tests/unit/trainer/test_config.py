@@ -1,4 +1,4 @@
-"""The run spec: what it takes, and one plain line for what it does not."""
+"""The run spec: valid values, and a one-line error for each invalid value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.config import (
 from trainer.errors import UserError
 
 
-def refusal(values: dict[Any, Any]) -> str:
+def error_of(values: dict[Any, Any]) -> str:
     with pytest.raises(UserError) as caught:
         make_spec(values, "the flags")
     text = str(caught.value)
@@ -39,8 +39,8 @@ def refusal(values: dict[Any, Any]) -> str:
     return text
 
 
-def field_words() -> list[tuple[str, str, Any]]:
-    """Return (name, a value as -e has it, what becomes of it) for every field."""
+def field_strings() -> list[tuple[str, str, Any]]:
+    """Return (name, the value as a string of -e, the parsed value) for every field."""
     known = {
         "run": ("my-run.1", "my-run.1"),
         "model": ("org/name", "org/name"),
@@ -68,8 +68,8 @@ def field_words() -> list[tuple[str, str, Any]]:
     return words
 
 
-@pytest.mark.parametrize(("name", "text", "value"), field_words(), ids=list(FIELDS))
-def test_every_field_takes_a_string_as_well(name: str, text: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "text", "value"), field_strings(), ids=list(FIELDS))
+def test_every_field_accepts_a_string(name: str, text: str, value: Any, tmp_path: Path) -> None:
     spec = make_spec({name: text}, "-e")
     assert getattr(spec, name) == value
     assert make_spec({name: value}, "-e") == spec
@@ -89,7 +89,7 @@ BAD = {
 }
 
 
-def bad_values() -> list[tuple[str, Any]]:
+def invalid_values() -> list[tuple[str, Any]]:
     pairs = []
     for name, field in FIELDS.items():
         kind = field.annotation
@@ -107,9 +107,9 @@ def bad_values() -> list[tuple[str, Any]]:
     return pairs
 
 
-@pytest.mark.parametrize(("name", "value"), bad_values())
-def test_a_bad_value_names_the_field_and_what_it_takes(name: str, value: Any) -> None:
-    assert refusal({name: value}) == f"run spec: {name}: expected {expects(name)}, got {value!r} (the flags)"
+@pytest.mark.parametrize(("name", "value"), invalid_values())
+def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, value: Any) -> None:
+    assert error_of({name: value}) == f"run spec: {name}: expected {expects(name)}, got {value!r} (the flags)"
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_a_bad_value_names_the_field_and_what_it_takes(name: str, value: Any) ->
         ("batch_size", "4.5", "an integer of rows >= 1 and <= 65536"),
     ],
 )
-def test_what_a_field_takes_in_words(name: str, value: Any, words: str) -> None:
-    assert refusal({name: value}) == f"run spec: {name}: expected {words}, got {value!r} (the flags)"
+def test_description_of_the_expected_values(name: str, value: Any, words: str) -> None:
+    assert error_of({name: value}) == f"run spec: {name}: expected {words}, got {value!r} (the flags)"
 
 
-def test_several_bad_values_are_told_at_once() -> None:
-    text = refusal({"lr": "x", "epochs": 0})
+def test_several_invalid_values_are_reported_together() -> None:
+    text = error_of({"lr": "x", "epochs": 0})
     assert "lr: expected a number > 0, got 'x'" in text and "epochs: expected" in text and ", got 0" in text
 
 
@@ -150,19 +150,19 @@ def test_several_bad_values_are_told_at_once() -> None:
     ]
     + [(other, name) for other, name in ALIASES.items()],
 )
-def test_an_unknown_name_offers_the_nearest(name: str, near: str) -> None:
-    assert refusal({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
+def test_an_unknown_name_suggests_the_nearest_name(name: str, near: str) -> None:
+    assert error_of({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
 
 
-def test_an_unknown_name_near_nothing_offers_nothing() -> None:
-    assert refusal({"zzzzqq": 1}) == "run spec: unknown name 'zzzzqq' in the flags"
+def test_an_unknown_name_without_a_near_name_has_no_suggestion() -> None:
+    assert error_of({"zzzzqq": 1}) == "run spec: unknown name 'zzzzqq' in the flags"
     assert suggest("master_prt", ["master_port"]) == "; did you mean 'master_port'?"
 
 
-def test_no_other_name_is_a_field_or_means_two() -> None:
-    others = [other for name in FIELDS for other in (FIELDS[name].json_schema_extra or {})["aliases"]]  # type: ignore[index,call-overload]
-    assert not set(others) & set(FIELDS)
-    assert len(others) == len(set(others))
+def test_aliases_are_unambiguous_and_not_fields() -> None:
+    names = [alias for name in FIELDS for alias in (FIELDS[name].json_schema_extra or {})["aliases"]]  # type: ignore[index,call-overload]
+    assert not set(names) & set(FIELDS)
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
@@ -173,17 +173,17 @@ def test_no_other_name_is_a_field_or_means_two() -> None:
         ({"backend": "unsloth", "lora_r": 0}, "set backend=peft"),
     ],
 )
-def test_fields_that_disagree(values: dict[str, Any], why: str) -> None:
-    assert why in refusal(values)
+def test_conflicting_fields(values: dict[str, Any], why: str) -> None:
+    assert why in error_of(values)
 
 
 def test_rows_of_a_step() -> None:
     assert make_spec({"model": "m"}, "").rows_per_step == 32
     assert make_spec({"model": "m", "total_batch_size": 7}, "").rows_per_step == 7
-    assert make_spec({"gradient_accumulation": 3, "batch_size": 5}, "").rows_per_step == 15, "over the preset"
+    assert make_spec({"gradient_accumulation": 3, "batch_size": 5}, "").rows_per_step == 15, "overrides the preset"
 
 
-def test_presets_yield_to_what_is_set() -> None:
+def test_explicit_values_override_presets() -> None:
     tiny = make_spec({}, "")
     assert all(getattr(tiny, name) == value for name, value in PRESETS["tiny"].items())
     assert make_spec({"seq_length": 99}, "").seq_length == 99
@@ -196,16 +196,16 @@ def test_names_and_digests() -> None:
     assert make_spec({"run": "x"}, "").named().run == "x"
     assert make_spec({"model": "org/Näme 1"}, "").named().run.startswith("N-me-1-")
     assert make_spec({"model": "/"}, "").named().run.startswith("run-")
-    for name, text, _ in field_words():
+    for name, text, _ in field_strings():
         same = make_spec({name: text}, "").digest() == spec.digest()
         alone = get_origin(FIELDS[name].annotation) is Literal and len(get_args(FIELDS[name].annotation)) == 1
         assert alone or same == (name in MUTABLE), name
 
 
-def test_what_a_resumed_run_may_change() -> None:
+def test_fields_that_a_resumed_run_may_change() -> None:
     spec = make_spec({}, "")
     assert changed_fields(spec, spec) == []
-    later = {name: text for name, text, _ in field_words() if name in MUTABLE}
+    later = {name: text for name, text, _ in field_strings() if name in MUTABLE}
     assert changed_fields(spec, make_spec(later, "")) == []
     assert changed_fields(spec, make_spec({"lr": 0.5, "seed": 3}, "")) == [
         "lr: was 0.003, now 0.5",
@@ -232,7 +232,7 @@ def test_what_a_resumed_run_may_change() -> None:
         (b"lr: yes\n", "lr: expected a number > 0, got True"),
     ],
 )
-def test_a_bad_file_is_named(text: bytes, why: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_named(text: bytes, why: str, tmp_path: Path) -> None:
     file = tmp_path / "spec.yml"
     file.write_bytes(text)
     with pytest.raises(UserError) as caught:
@@ -280,7 +280,7 @@ def test_flags(argv: list[str], values: dict[str, str]) -> None:
         (["--lr"], "--lr has no value: expected a number > 0"),
     ],
 )
-def test_bad_flags(argv: list[str], why: str) -> None:
+def test_invalid_flags(argv: list[str], why: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_flags(argv)
     assert why in str(caught.value)
@@ -291,7 +291,7 @@ def test_the_table_has_every_field() -> None:
     assert [row.split("`")[1] for row in rows] == list(FIELDS)
 
 
-def test_importing_the_spec_needs_no_torch() -> None:
+def test_importing_the_spec_does_not_import_torch() -> None:
     import subprocess
 
     code = "import sys, trainer.config, trainer.data, trainer.__main__; sys.exit('torch' in sys.modules)"
@@ -307,7 +307,7 @@ names = st.sampled_from(list(FIELDS)) | st.sampled_from(list(ALIASES)) | st.text
 
 
 @given(st.dictionaries(names, anything, max_size=5))
-def test_whatever_comes_is_a_spec_or_a_plain_word(values: dict[Any, Any]) -> None:
+def test_any_mapping_is_a_spec_or_an_error(values: dict[Any, Any]) -> None:
     try:
         spec = make_spec(values, "fuzz")
     except UserError:
@@ -319,7 +319,7 @@ def test_whatever_comes_is_a_spec_or_a_plain_word(values: dict[Any, Any]) -> Non
 @given(
     st.binary(max_size=200) | st.text().map(str.encode) | st.text("lr:run[]{}-?!&*\n\t 0129_xeb.'\"").map(str.encode)
 )
-def test_whatever_a_file_holds_is_a_spec_or_a_plain_word(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_file_is_a_spec_or_a_one_line_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzz.yml"
     file.write_bytes(data)
     try:
@@ -334,7 +334,9 @@ def test_whatever_a_file_holds_is_a_spec_or_a_plain_word(tmp_path_factory: pytes
 @given(
     st.dictionaries(st.sampled_from(["run", "model", "dataset", "dataset_split"]), st.text(st.characters(), min_size=1))
 )
-def test_any_text_goes_to_yaml_and_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, str]) -> None:
+def test_any_text_survives_a_round_trip_to_yaml(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, str]
+) -> None:
     file = tmp_path_factory.getbasetemp() / "text.yml"
     try:
         spec = make_spec(values, "fuzz")
@@ -345,6 +347,6 @@ def test_any_text_goes_to_yaml_and_back(tmp_path_factory: pytest.TempPathFactory
 
 
 @given(st.lists(st.text("-=nolrpackigemxsty ", max_size=12), max_size=5))
-def test_whatever_flags_come(argv: list[str]) -> None:
+def test_any_flags_are_a_spec_or_an_error(argv: list[str]) -> None:
     with contextlib.suppress(UserError):
         make_spec(parse_flags(argv), "fuzz")

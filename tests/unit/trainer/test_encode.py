@@ -18,7 +18,7 @@ from trainer.data.samples import Sample, to_sample
 from trainer.data.tiny import TEMPLATE
 from trainer.errors import UserError
 
-# As those of Qwen and Llama: no generation tags, and text after every answer.
+# Like those of Qwen and Llama: no generation tags, and text after every answer.
 UNMARKED = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -37,7 +37,7 @@ def encoder(tokenizer: Any, template: Any = None, seq_length: int = 512, train_o
 
 
 def trained_text(tokenizer: Any, sample: Sample, **how: Any) -> tuple[str, str]:
-    """Return the whole text, and the text of the tokens with loss."""
+    """Return the full text, and the text of the tokens with loss."""
     ids, mask = encoder(tokenizer, **how)(sample)
     assert len(ids) == len(mask)
     return tokenizer.decode(ids), tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag])
@@ -113,7 +113,7 @@ def test_a_template_error_is_one_line(tokenizer: Any) -> None:
     assert str(caught.value) == "dataset: the chat template of the model rejects a sample: System role not supported"
 
 
-def test_cut_and_dropped_are_counted(tokenizer: Any) -> None:
+def test_truncated_and_dropped_samples_are_counted(tokenizer: Any) -> None:
     long = chat("the cat", " ".join(["runs"] * 100))
     unseen = chat(" ".join(["runs"] * 100), "a tree")  # the answer starts after the truncation
     corpus = encode_all([TALK, long, unseen], encoder(tokenizer, seq_length=48))

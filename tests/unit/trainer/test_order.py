@@ -91,7 +91,7 @@ def test_every_epoch_has_every_sample_once_and_steps_cover_all_rows_once(
     steps = [order.step(step) for step in range(order.steps)]
     assert [row for step in steps for row in step] == straight
     assert all(len(step) == rows for step in steps[:-1]) and 1 <= len(steps[-1]) <= rows
-    # Deterministic: a new instance returns any step on its own.
+    # Deterministic: a new instance returns the same rows for any step.
     last = Order(given_lengths, seed=seed, capacity=capacity, packing=packing, epochs=epochs, rows=rows)
     assert last.step(order.steps - 1) == steps[-1]
     assert order.step(order.steps) == []

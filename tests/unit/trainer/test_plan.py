@@ -1,4 +1,4 @@
-"""The plan: a model's shape off its config, memory against measured peaks, what is recommended, and strategy=auto."""
+"""The planner: model shapes, predicted memory against measured peaks, recommendations, and strategy=auto."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BIG |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama", "
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_shape_is_read_off_the_config_alone(kind: str) -> None:
+def test_the_config_determines_the_shape(kind: str) -> None:
     config = AutoConfig.for_model(kind, **KINDS[kind])
     shape, spec = read_shape(config.to_diff_dict()), make_spec({"lora_r": 4, "model": "x"}, "here")
     with torch.device("meta"):
@@ -54,11 +54,11 @@ def test_a_shape_is_read_off_the_config_alone(kind: str) -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     adapted = get_peft_model(model, lora_config(spec))
     assert shape.trained(spec) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    said = {name: value for name, value in config.to_diff_dict().items() if name != "tie_word_embeddings"}
-    assert read_shape(said).tied == config.tie_word_embeddings, "where config.json says nothing"
+    untied = {name: value for name, value in config.to_diff_dict().items() if name != "tie_word_embeddings"}
+    assert read_shape(untied).tied == config.tie_word_embeddings, "the default where config.json has no value"
 
 
-def test_an_unknown_kind_is_a_plain_word(tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(UserError, match=r"model: the planner does not support mamba: it supports gpt2, llama"):
         shape_of(make_spec({"model": str(tmp_path)}, "here"))
@@ -69,9 +69,9 @@ def memory_of(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: 
 
 
 def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
-    """Return the bytes of all tensors alive at the worst moment of a step, by torch's own account."""
+    """Return the peak number of bytes of all live tensors during a step, as the torch profiler reports it."""
     torch.manual_seed(1)
-    half = spec.lora_r and spec.precision == "bf16-mixed"  # as load_model has it
+    half = spec.lora_r and spec.precision == "bf16-mixed"  # as load_model does
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if half else torch.float32)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -84,7 +84,7 @@ def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
         strategy.backward(Batch(ids, positions, ids), ids.numel(), True)
         strategy.step(1e-3)
 
-    step()  # gradients and moments are there from now on
+    step()  # creates gradients and moments, which stay allocated
     kept = sum(p.nbytes for p in model.parameters()) + sum(
         p.grad.nbytes for p in model.parameters() if p.grad is not None
     )
@@ -116,7 +116,7 @@ def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
     ids=str,
 )
 @pytest.mark.parametrize("layers", [2, 6])
-def test_memory_is_within_10_percent_of_what_is_measured(fields: dict[str, Any], layers: int) -> None:
+def test_memory_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any], layers: int) -> None:
     config = AutoConfig.for_model(
         "llama", hidden_size=192, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=6,
         num_key_value_heads=2, vocab_size=2048,
@@ -128,7 +128,7 @@ def test_memory_is_within_10_percent_of_what_is_measured(fields: dict[str, Any],
 
 
 def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields: dict[str, Any]) -> tuple[int, int]:
-    """Train three steps in a process of its own, with tcmalloc as train.yml starts it: its largest resident set, and the plan."""
+    """Train three steps in a separate process with tcmalloc, as train.yml does. Return the peak resident set and the plan."""
     llama(folder, model_folder, **sizes)
     fields = {"fake_data": True} | fields
     about = {"model": str(folder), "dataset": "none", "steps": 3, "fields": fields}
@@ -144,10 +144,12 @@ def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not allocator(), reason="the resident set: tcmalloc is not here (apt install libtcmalloc-minimal4)")
+@pytest.mark.skipif(
+    not allocator(), reason="measuring the resident set needs tcmalloc (apt install libtcmalloc-minimal4)"
+)
 @pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=str)
 def test_memory_is_within_10_percent_of_the_process(fields: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
-    """The resident set at its largest, above what a process takes that trains next to nothing."""
+    """Compare the peak resident set, less that of a process that trains a minimal model."""
     tiny = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
     least = {"seq_length": 16, "batch_size": 1, "total_batch_size": 1}
     peak, planned = process_peak(tmp_path / "tiny", model_folder, tiny, least | fields)
@@ -176,7 +178,7 @@ def test_bytes_of_a_step() -> None:
     assert plan_of(spec).comm_bytes(spec, shape, Layout((1,)), gloo=True) == 0
 
 
-def test_what_is_recommended() -> None:
+def test_recommendations() -> None:
     spec = make_spec({"model": "tiny"}, "here")
     found, advice = advice_for(spec, 2, 1000)
     assert advice.strategy == "ddp" and "it fits" in advice.why and "alone" not in advice.why
@@ -191,49 +193,48 @@ def test_what_is_recommended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "bytes_a_weight", "fixed"),
+    ("fields", "bytes_per_weight", "fixed"),
     [
-        # Weights, gradients, two moments, the outer optimiser's copy and momentum, the pseudo-gradient; two chunks of it.
+        # Weights, gradients, two moments, the copy and momentum of the outer optimizer, the pseudo-gradient; two chunks of it.
         ({"strategy": "diloco"}, 4 + 4 + 8 + 8 + 4, 2 * 4 * CHUNK),
         # Half of weights, gradients and moments; a copy of half of weights and moments.
         ({"strategy": "fsdp"}, 8 + 6, 0),
-        # Half of weights, gradients, moments and DeepSpeed's own copy; the weights that were gathered, a tenth of them twice
-        # (fetched ahead), half of the gradients once more, and what malloc keeps.
+        # Half of weights, gradients, moments and DeepSpeed's copy; the gathered weights, a tenth of them twice (prefetched);
+        # half of the gradients again; and what malloc retains.
         ({"strategy": "deepspeed", "deepspeed_stage": 3}, 10 + 4 + 0.8 + 2 + 0.7 * 4, 0),
     ],
     ids=lambda value: str(value),
 )
-def test_what_is_held_apart_from_steps(fields: dict[str, Any], bytes_a_weight: float, fixed: int) -> None:
+def test_memory_outside_of_steps(fields: dict[str, Any], bytes_per_weight: float, fixed: int) -> None:
     shape = read_shape(
         BIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
     )
     spec = make_spec({"model": "x", "lora_r": 0, "seq_length": 8, "batch_size": 1} | fields, "here")
     need = memory_of(spec, shape, Layout((1, 1)), Rows.full(spec))
-    # The embedding, the head, three layers.
+    # The embedding, the head and three layers.
     gathered = need.weights - shape.parameters * 2 if spec.strategy == "fsdp" else 0
-    assert need.outside_step == pytest.approx(shape.parameters * bytes_a_weight + fixed + gathered, rel=0.05)
+    assert need.outside_step == pytest.approx(shape.parameters * bytes_per_weight + fixed + gathered, rel=0.05)
     assert need.total == max(need.outside_step, sum(need.step.values()))
 
 
 @pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"deepspeed_stage": 1}], ids=str)
-def test_what_deepspeed_itself_takes_is_counted(fields: dict[str, Any]) -> None:
+def test_memory_of_deepspeed_itself_is_included(fields: dict[str, Any]) -> None:
     spec = make_spec({"model": "x", "strategy": "deepspeed"} | fields, "here")
     shape = read_shape(BIG)
     about = engine_config(spec, shape.trained(spec), shape.parameters)["zero_optimization"]
     need, on_gpu = (memory_of(spec, shape, Layout((1, 1)), Rows.full(spec), cuda=cuda) for cuda in (False, True))
     assert need.buffers == on_gpu.buffers == 4 * about["reduce_bucket_size"] > 0
-    assert need.library == 20 * 2**20 and not on_gpu.library, "a GPU's memory holds no code of it"
+    assert need.library == 20 * 2**20 and not on_gpu.library, "GPU memory contains no code of the library"
     assert not memory_of(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
 
 
-@pytest.mark.parametrize(
-    "stage", [1, 2]
-)  # all gradients and half of them laid out; half of them, and that laid out twice
-def test_what_deepspeed_lays_out_is_counted_where_activations_leave_no_room(stage: int) -> None:
+# Stage 1: all gradients, and a flat copy of half of them; stage 2: half of them, and two flat copies of these.
+@pytest.mark.parametrize("stage", [1, 2])
+def test_flat_gradients_of_deepspeed_count_where_they_exceed_activations(stage: int) -> None:
     shape = read_shape(BIG)
-    said = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
+    fields = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
     short, long = (
-        memory_of(make_spec(said | {"seq_length": length}, "here"), shape, Layout((1, 1)), Rows(length, length, 1.0))
+        memory_of(make_spec(fields | {"seq_length": length}, "here"), shape, Layout((1, 1)), Rows(length, length, 1.0))
         for length in (8, 65536)
     )
     assert short.gradients == pytest.approx(6 * shape.parameters, rel=0.01)
@@ -241,19 +242,19 @@ def test_what_deepspeed_lays_out_is_counted_where_activations_leave_no_room(stag
 
 
 @given(st.floats(0, 10), st.floats(0.01, 10), st.sampled_from([0, 4, 64]))
-def test_what_ddp_hides(wire: float, part: float, rank: int) -> None:
+def test_overlap_of_ddp(wire: float, part: float, rank: int) -> None:
     spec, shape = make_spec({"model": "x", "lora_r": rank}, "here"), read_shape(BIG)
     backward = part * (1 / 2 if rank else 2 / 3)
     left = plan_of(spec).exposed_seconds(spec, shape, wire, part)
     assert left >= 0 and wire - backward - 1e-9 <= left <= wire + 1e-9
-    if shape.trained(spec) * 4 > 2**30:  # many buckets: all but the last is hidden, as far as the pass is long
+    if shape.trained(spec) * 4 > 2**30:  # many buckets: all but the last overlap with the backward pass
         assert left <= max(wire - backward, 0.0) + 0.03 * (wire + backward)
     if shape.trained(spec) * 4 <= 2**20:
         assert left == pytest.approx(wire)
     assert plan_named("fsdp").exposed_seconds(spec, shape, wire, part) == wire
 
 
-def test_auto_is_the_same_every_time_and_says_why() -> None:
+def test_auto_is_deterministic_and_gives_a_reason() -> None:
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 1000}
     answers = {choose(spec, [host] * 3) for _ in range(3)}
@@ -265,7 +266,7 @@ def test_auto_is_the_same_every_time_and_says_why() -> None:
         choose(big, [host], read_shape(BIG))
 
 
-def test_a_link_that_nobody_measured_is_said_to_be_assumed() -> None:
+def test_an_unmeasured_link_is_reported_as_assumed() -> None:
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 0}
     assert choose(spec, [host] * 2)[1].endswith("at 1000 Mbit/s (link assumed, not measured)")
@@ -298,29 +299,29 @@ def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_
     assert "recommended: strategy=" in table and "nominal speed" in table
 
 
-def test_a_measurement_beside_other_work_says_so(
+def test_a_measurement_on_a_busy_machine_reports_the_load(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     flags = ["plan", f"--model={model_folder}", "--fake-data=true", "--seq-length=64", "--hosts=2"]
-    # Longer than the measurement takes, and of every core.
+    # Runs longer than the measurement, on every core.
     spin = "import time\nwhile time.monotonic() < {}: pass"
     ends = time.monotonic() + 120
-    others = [subprocess.Popen([sys.executable, "-c", spin.format(ends)]) for _ in range(os.cpu_count() or 1)]
+    spinners = [subprocess.Popen([sys.executable, "-c", spin.format(ends)]) for _ in range(os.cpu_count() or 1)]
     try:
         assert main(flags) == 0
     finally:
-        for other in others:
+        for other in spinners:
             other.kill()
             other.wait()
-    said = capsys.readouterr().out
-    assert f" of {os.cpu_count()} cores: it is faster on an idle machine" in said
+    output = capsys.readouterr().out
+    assert f" of {os.cpu_count()} cores: it is faster on an idle machine" in output
     monkeypatch.setattr("trainer.planner.report._other_cpu_seconds", lambda: 5.0)
     assert main(flags) == 0
     assert "idle machine" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("flags", "why"),
     [
         (["--hosts", "none.json"], "--hosts: expected a number of hosts or a file, got none.json"),
         (["--hosts"], "--hosts: expected a value"),
@@ -328,8 +329,8 @@ def test_a_measurement_beside_other_work_says_so(
         (["--model", "./none"], "model: no config.json of ./none found locally or in the hub cache"),
     ],
 )
-def test_what_the_plan_refuses(said: list[str], why: str, capsys: Any) -> None:
-    assert main(["plan", "--no-measure", *said]) == 2
+def test_invalid_flags_of_the_plan(flags: list[str], why: str, capsys: Any) -> None:
+    assert main(["plan", "--no-measure", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"error: {why}")
 
 
@@ -340,7 +341,7 @@ def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
         read_hosts(str(tmp_path / "x.json"))
 
 
-def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
+def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
     from trainyard.connection import Host
     from trainyard.preflight.host_state import HostState
     from trainyard.run.choose_strategy import choose_strategy, link_speeds
@@ -348,30 +349,30 @@ def test_auto_on_the_controller_keeps_what_a_run_began_with() -> None:
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
     hosts = [HostState(Host(f"node{place}", "", "/d", "/p"), facts=dict(facts)) for place in range(3)]
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
-    said = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
-    strategy, why = choose_strategy(hosts, said, [])
+    fields = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
+    strategy, why = choose_strategy(hosts, fields, [])
     assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
     hosts[2].mesh = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
-    strategy, why = choose_strategy(hosts, said, [])
+    strategy, why = choose_strategy(hosts, fields, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
-    hosts[0].facts["link_mbit"] = 10  # a head's driver is not asked where lines to it were measured
-    hosts[2].mesh["lines"]["node1"]["mbit"] = 5000.0  # one stream of a small program: the driver may know of more
+    hosts[0].facts["link_mbit"] = 10  # ignored: the links to the head were measured
+    hosts[2].mesh["lines"]["node1"]["mbit"] = 5000.0  # one TCP stream of a small program: the driver may state more
     hosts[1].facts["link_mbit"] = hosts[2].facts["link_mbit"] = 25000
     assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
-    assert not choose_strategy(hosts, said, [])[1].endswith("(link measured)")
+    assert not choose_strategy(hosts, fields, [])[1].endswith("(link measured)")
     hosts[1].facts["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
-    assert choose_strategy(hosts, said, []) == ("diloco", "auto: this run started with diloco")
+    assert choose_strategy(hosts, fields, []) == ("diloco", "auto: this run started with diloco")
 
 
-def test_auto_takes_nothing_that_the_spec_forbids() -> None:
-    said = {"model": "tiny", "strategy": "auto", "replica_strategy": "fsdp", "quantize": "nf4"}
-    found, _ = advice_for(make_spec(said, "here"), 2, 0.1)
+def test_auto_excludes_strategies_that_the_spec_does_not_allow() -> None:
+    fields = {"model": "tiny", "strategy": "auto", "replica_strategy": "fsdp", "quantize": "nf4"}
+    found, _ = advice_for(make_spec(fields, "here"), 2, 0.1)
     assert set(found) == {"alone", "ddp", "averaging"}
-    found, _ = advice_for(make_spec(said | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
+    found, _ = advice_for(make_spec(fields | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
     assert set(found) == {"alone", "ddp", "fsdp", "diloco", "averaging"}
 
 
-def test_a_slow_link_is_for_diloco() -> None:
+def test_auto_selects_diloco_for_a_slow_link() -> None:
     spec = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
     host = {"processes": 1, "threads": 8, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 10}
     strategy, why = choose(spec, [host] * 2)
