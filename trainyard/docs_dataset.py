@@ -1,4 +1,7 @@
-"""The embedded dataset: questions and answers out of the documentation that the installed ansible-core carries."""
+"""The embedded dataset: questions and answers from the documentation of the installed ansible-core.
+
+The texts of the questions define the digest of the dataset, and so the loss curves of the documented runs: keep them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from trainer.files import write_atomic
 
 _KINDS = (
     "module",
@@ -59,7 +64,7 @@ def _options(name: str, kind: str, options: dict[str, Any], parents: str = "") -
 
 
 def questions(dump: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield Alpaca records from what ``ansible-doc --metadata-dump`` prints, in a fixed order, ansible.builtin only."""
+    """Yield Alpaca records from the output of ``ansible-doc --metadata-dump``, for ansible.builtin only, in a fixed order."""
     for kind in _KINDS:
         for full_name, entry in sorted(dump.get(kind, {}).items()):
             doc = entry.get("doc") if isinstance(entry, dict) else None
@@ -98,14 +103,13 @@ def questions(dump: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def write_dataset(ansible_doc: str, path: Path) -> int:
-    """Write the dataset as JSONL to `path`, whole or not at all, and return how many samples it has.
+    """Write the dataset as JSONL to `path` atomically; return the number of samples.
 
     Raises:
-        RuntimeError: ansible-doc cannot be run, or gave too little.
+        RuntimeError: ansible-doc failed, or its documentation is incomplete.
     """
     with tempfile.NamedTemporaryFile(suffix=".cfg") as empty:
-        # An empty config, and nothing of who called us: neither a project's plugins nor ansible-runner's escape codes may
-        # get into what ansible-core says of itself.
+        # An empty configuration and a small environment keep a project's plugins and ansible-runner's escape codes out.
         environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
         environment |= {"ANSIBLE_CONFIG": empty.name, "LC_ALL": "C.UTF-8", "ANSIBLE_FORCE_COLOR": "0"}
         done = subprocess.run(
@@ -120,11 +124,7 @@ def write_dataset(ansible_doc: str, path: Path) -> int:
         raise RuntimeError(f"{ansible_doc} --metadata-dump failed: {done.stderr.strip()[-300:]}")
     records = list(questions(json.loads(done.stdout)["all"]))
     if len(records) < 1000:
-        raise RuntimeError(f"{ansible_doc} documents only {len(records)} things: is ansible-core installed whole?")
+        raise RuntimeError(f"{ansible_doc} documents only {len(records)} items: reinstall ansible-core")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    Path(aside).chmod(0o644)
-    Path(aside).replace(path)
+    write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return len(records)

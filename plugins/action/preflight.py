@@ -6,9 +6,7 @@ from typing import Any
 
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
 from trainyard.connection import InventoryError
-from trainyard.preflight.host_state import HostState
-from trainyard.preflight.report import Report
-from trainyard.preflight.runner import check_plan, run_preflight
+from trainyard.preflight.runner import run_preflight
 from trainyard.run.plan import PORTS
 
 
@@ -19,16 +17,9 @@ class ActionModule(ClusterAction):
         port = arguments["master_port"] or PORTS.start
         try:
             hosts = play_hosts(task_vars or {})
-            if arguments["plan"]:
-                by_name = {host.name: host for host in hosts}
-                nodes = arguments["plan"]
-                states = [HostState(by_name[node["host"]], {"interface": node["interface"]}) for node in nodes]
-                findings = check_plan(states, connect, port)
-                report = Report(findings, [finding.line for finding in findings])
-            else:
-                for host in hosts:
-                    host.check()
-                report = run_preflight(hosts, connect, port, run=arguments["run"], all_reduce=not arguments["quick"])
+            for host in hosts:
+                host.check()
+            report = run_preflight(hosts, connect, port, run=arguments["run"], all_reduce=not arguments["quick"])
         except InventoryError as error:
             return failure(str(error))
         answer = {"lines": report.output(arguments["json"]), **report.as_dict()}

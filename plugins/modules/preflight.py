@@ -25,11 +25,6 @@ options:
     description: File on the controller for the report, or C(true) to print the report instead of the table.
     type: str
     default: ""
-  plan:
-    description: Nodes of a planned run. Only the connections between them are checked.
-    type: list
-    elements: dict
-    default: []
 attributes:
   check_mode:
     support: full

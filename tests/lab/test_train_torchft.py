@@ -73,7 +73,7 @@ def test_disconnected_host_rejoins(provisioned: Lab, hosts: list[Host], variable
         step = state(provisioned, hosts[0], "rank0", "cut")["step"]
         at_step(provisioned, hosts[0], 0, step + 10, "cut")
         print(f"two rounds later: {time.time() - cut:.1f} s after the cut")
-        trial.wait_line(".*node2.*replica 1 is away, the others go on", cut)
+        trial.wait_line(".*node2.*replica 1 is absent, the other replicas continue", cut)
         restored = time.time()
         faults.undo(provisioned, hosts[1], "cut")
         trial.wait_line(".*replica 1 is back", restored)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
+from trainer.formats import mib, table
 from trainer.planner.cost import Layout, Rows
-from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
+from trainer.planner.hosts import BASE, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
-from trainer.planner.recommend import ALONE, LINK, NOMINAL, Advice, Option, Speed, options, recommend
+from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Speed, options, recommend
 from trainer.strategy import possible_plans
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
@@ -156,17 +157,13 @@ def plan(
     }
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.0f}"
-
-
 def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, about: Sequence[str]) -> list[str]:
     """Return the plan as text: the run, `about` hosts and data, a table of strategies, and the recommendation."""
-    table = [_HEAD] + [
+    rows = [_HEAD] + [
         [
             option.strategy,
             str(option.processes),
-            _mib(option.memory.total),
+            mib(option.memory.total),
             f"{option.comm_bytes / 1e6:.2f}",
             f"{option.compute_seconds + option.comm_seconds:.3g}",
             f"{option.tokens_per_second:,.0f}",
@@ -175,17 +172,16 @@ def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, 
         ]
         for option in found
     ]
-    widths = [max(len(row[place]) for row in table) for place in range(len(_HEAD))]
-    chosen = next(option for option in found if option.strategy == (ALONE if len(found) == 1 else advice.strategy))
-    parts = ", ".join(f"{name} {_mib(size)}" for name, size in chosen.memory.step.items() if size)
+    chosen = found[0] if len(found) == 1 else next(option for option in found if option.strategy == advice.strategy)
+    parts = ", ".join(f"{name} {mib(size)}" for name, size in chosen.memory.step.items() if size)
     if chosen.memory.total > sum(chosen.memory.step.values()):
-        parts += f"; {_mib(chosen.memory.outside_step)} while the model is loaded, a checkpoint is written, or replicas synchronize"
+        parts += f"; {mib(chosen.memory.outside_step)} while the model is loaded, a checkpoint is written, or replicas synchronize"
     return [
         f"{spec.model}: {shape.parameters / 1e6:.1f} M parameters, {shape.trained(spec) / 1e6:.2f} M of them trained; "
         f"{spec.rows_per_step} rows of {spec.seq_length} per step in micro-batches of {spec.batch_size}",
         *about,
         "",
-        *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table),
+        *table(rows, right=True),
         "",
         f"memory of {chosen.strategy} in MiB, besides Python and its libraries (about {BASE} on a CPU): {parts}",
         f"recommended: strategy={advice.strategy}: {advice.why}",

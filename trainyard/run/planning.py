@@ -9,6 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
+from trainer.strategy import AUTO
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.mesh import high_ports, measure_mesh
@@ -121,7 +122,7 @@ def plan_run(
 
 def _resolve_strategy(hosts: list[HostState], connect: Connect, spec: dict[str, Any], prepared: PreparedRun) -> str:
     """Replace strategy `auto` in the spec; return the reason, or an empty string if there is nothing to resolve."""
-    if spec["strategy"] != "auto":
+    if spec["strategy"] != AUTO:
         return ""
     if not any(host.facts["spec"] for host in hosts):
         measure_mesh(hosts, high_ports(), lambda host: connect(host.name))
