@@ -84,7 +84,7 @@ def test_closed_firewall_is_reported_before_a_rank_starts(
         faults.undo(provisioned, hosts[1], "block")
     assert played.rc != 0
     assert "node2: node1, node3 cannot reach high TCP ports (32768-60999)" in played.stdout
-    assert "its firewall is closed" in played.stdout
+    assert "its firewall drops the connections" in played.stdout
     assert "absent" in ask(provisioned, hosts[0], "test -e /home/tester/trainyard/runs/closed || echo absent")
 
 

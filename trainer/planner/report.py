@@ -16,7 +16,7 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.formats import mib, table
 from trainer.planner.cost import Layout, Rows
-from trainer.planner.hosts import BASE, usable_bytes
+from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Speed, options, recommend
 from trainer.strategy import possible_plans
