@@ -15,8 +15,9 @@ import torch
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
-from trainer.data.order import Order, held_out, micro_batches, share
+from trainer.data.order import Order, held_out
 from trainer.data.packing import IGNORED, collate
+from trainer.data.shares import micro_batches, share
 from trainer.data.tiny import with_tiny_model
 from trainer.distributed.world import World
 from trainer.errors import UserError

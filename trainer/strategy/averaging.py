@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.order import share
+from trainer.data.shares import share
 from trainer.errors import UserError
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP

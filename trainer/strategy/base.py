@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from trainer.data.order import share
+from trainer.data.shares import share
 from trainer.strategy.lazy import LazyModule
 
 if TYPE_CHECKING:

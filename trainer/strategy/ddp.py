@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.order import share
+from trainer.data.shares import share
 from trainer.distributed.balance import Balance
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.strategy.base import Batch, Rows, Strategy, Update

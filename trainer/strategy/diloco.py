@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.order import share
+from trainer.data.shares import share
 from trainer.planner.cost import Layout, State, micro_batches
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies

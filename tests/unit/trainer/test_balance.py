@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.order import share
+from trainer.data.shares import share
 from trainer.distributed.balance import Balance, divide
 
 COSTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import make_spec
 from trainer.data.encode import Corpus, Encoder, encode_all
-from trainer.data.order import micro_batches, share
 from trainer.data.packing import best_fit, collate
 from trainer.data.samples import to_sample
+from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World
 from trainer.model import TokenLoss, isolates_packed_samples, load_model
 from trainer.optim import make_optimizer

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.order import Order, micro_batches, permutation, share
+from trainer.data.order import Order, permutation
 from trainer.data.packing import best_fit
+from trainer.data.shares import micro_batches, share
 
 lengths_lists = st.lists(st.integers(1, 24), min_size=1, max_size=60)
 

@@ -49,3 +49,12 @@ def test_auto_is_resolved_without_torch() -> None:
     done = without_torch(CHECK)
     assert done.returncode == 0, done.stderr
     assert '"ddp"' in done.stdout
+
+
+def test_the_run_spec_needs_no_package_but_pydantic_and_yaml() -> None:
+    """An environment without torch has neither numpy nor transformers."""
+    blocked = "import sys\nfor name in ('torch', 'numpy', 'transformers', 'safetensors'): sys.modules[name] = None\n"
+    code = "from trainer.config import make_spec\nfrom trainer.strategy import STRATEGIES\n"
+    code += "[make_spec({'strategy': name}, 'here') for name in ('auto', *STRATEGIES)]"
+    done = subprocess.run([sys.executable, "-c", blocked + code], cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
