@@ -35,7 +35,14 @@ hypothesis.settings.load_profile("trainyard")
 SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests prints in its summary
 
 # Lab tests of these files check durations, machine load or traces of a lab: they run without another test beside them.
-SERIAL = ("test_faults.py", "test_life.py", "test_preflight.py", "test_ranks_systemd.py", "test_session.py")
+SERIAL = (
+    "test_faults.py",
+    "test_firewall.py",
+    "test_life.py",
+    "test_preflight.py",
+    "test_ranks_systemd.py",
+    "test_session.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -164,7 +164,7 @@ def test_firewall_that_blocks_ssh_is_rolled_back(lab: Lab, hosts: list[Host], in
         assert "error: node2 does not answer" in played.stdout, played.stdout
         assert played.stats["ok"]["node3"] > played.stats["ok"]["node2"]
         lab.wait(lambda: "inactive" in lab.inside(host, "ufw status"), "the rollback timer did not disable ufw", 60)
-        lab.wait(lambda: lab._answers(host), "node2 is locked out")
+        lab.wait(lambda: lab._accepts_login(host), "node2 is locked out")
     finally:
         lab.inside(host, "cp -a /root/before.rules /etc/ufw/; rm /root/before.rules")
 
