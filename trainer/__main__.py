@@ -22,6 +22,8 @@ from trainer.config import (
 )
 from trainer.distributed.replica import Replica
 from trainer.errors import DiskError, UserError, disk_failure
+from trainer.formats import quoted
+from trainer.inputs import path_kind, user_path
 from trainer.strategy import AUTO, plan_of, summaries
 from trainer.telemetry import Heartbeat
 
@@ -70,7 +72,7 @@ def take_value(argv: list[str], flag: str) -> str | None:
 def take_path(argv: list[str], flag: str) -> Path | None:
     """Remove ``--flag DIR`` or ``--flag=DIR`` from argv and return the absolute path. Raises UserError if it is missing."""
     value = take_value(argv, flag)
-    return None if value is None else Path(value).expanduser().absolute()
+    return None if value is None else user_path(value, flag).absolute()
 
 
 def take_switch(argv: list[str], flag: str) -> bool:
@@ -91,7 +93,7 @@ def take_spec(argv: list[str]) -> RunSpec:
     # torchrun interprets --run=x as an abbreviation of its --run-path, so run=x is also a flag unless it is a file.
     argv[:] = [f"--{argument}" if _is_assignment(argument) else argument for argument in argv]
     positional = take_positional(argv)
-    path = Path(positional) if positional is not None else None
+    path = user_path(positional, "run spec") if positional is not None else None
     flags = parse_flags(argv)
     if os.environ.get("RANK", "0") == "0":
         # On stderr, because `check` prints the spec on stdout.
@@ -103,7 +105,7 @@ def take_spec(argv: list[str]) -> RunSpec:
 
 def _is_assignment(argument: str) -> bool:
     name, equals, _ = argument.partition("=")
-    return bool(equals) and is_known(name.replace("-", "_")) and not Path(argument).exists()
+    return bool(equals) and is_known(name.replace("-", "_")) and not path_kind(Path(argument))
 
 
 # Commands --------------------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def _link_speed(value: str | None) -> float | None:
     except ValueError:
         speed = 0.0
     if not 0 < speed < 1e9:
-        raise UserError(f"--link-mbit: got {value!r}, expected a number of Mbit/s > 0")
+        raise UserError(f"--link-mbit: got {quoted(value)}, expected a number of Mbit/s > 0")
     return speed
 
 
@@ -174,25 +176,30 @@ def show_help() -> int:
 def train(argv: list[str]) -> int:
     """Run one rank. Errors are also reported in its heartbeat."""
     run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
-    replica = Replica.parse(*(take_value(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")))
-    rank = replica.first_rank + int(os.environ.get("RANK", "0"))
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if under_torchrun and run_dir:
-        # Redirect before torch is imported, so that import errors are in the log of the rank.
-        from trainer.worker_process import die_with_launcher, redirect_output
+    replica_flags = [take_value(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")]
+    rank, under_torchrun = int(os.environ.get("RANK", "0")), "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        replica = Replica.parse(*replica_flags)
+        rank += replica.first_rank
+        if under_torchrun and run_dir:
+            # Redirect before torch is imported, so that import errors are in the log of the rank.
+            from trainer.worker_process import die_with_launcher, redirect_output
 
-        die_with_launcher()
-        redirect_output(run_dir / "logs" / f"rank{rank}.log")
-    spec = take_spec(argv).named()
-    replica.check(spec)
+            die_with_launcher()
+            redirect_output(run_dir / "logs" / f"rank{rank}.log")
+        spec = take_spec(argv).named()
+        replica.check(spec)
+    except UserError as error:
+        if not under_torchrun or not run_dir:
+            raise
+        return report_failure(Heartbeat(run_dir, rank), error)  # the controller shows it instead of an exit code
     needs_bitsandbytes = spec.quantize != "none" or spec.optimizer == "adamw8bit" or spec.backend == "unsloth"
     if under_torchrun and not needs_bitsandbytes:
         # peft imports an installed bitsandbytes, which imports torch's compiler: a fifth of the start-up time.
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
     run_dir = run_dir or data_dir / "runs" / spec.run
-    heartbeat = Heartbeat(run_dir, rank)
-    heartbeat("starting", force=True, note="importing torch")
+    heartbeat = _first_heartbeat(run_dir, rank)
     try:
         result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
     except KeyboardInterrupt:
@@ -205,6 +212,17 @@ def train(argv: list[str]) -> int:
         return report_failure(heartbeat, error)
     heartbeat(result["status"], force=True, step=result["step"], steps=result["steps"])
     return 0
+
+
+def _first_heartbeat(run_dir: Path, rank: int) -> Heartbeat:
+    """Create the run folder and write the first heartbeat. Raises UserError if the folder cannot be written."""
+    try:
+        heartbeat = Heartbeat(run_dir, rank)
+        heartbeat("starting", force=True, note="importing torch")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write the run folder {run_dir}: {reason}: set --run-dir or --data-dir") from None
+    return heartbeat
 
 
 def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:

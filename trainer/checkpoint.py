@@ -1,4 +1,7 @@
-"""Checkpoints: complete or absent. They are written aside, fsynced and renamed; every host keeps a full copy or its shards."""
+"""Checkpoints: complete and finite, or absent. They are written aside, fsynced and renamed.
+
+Every host keeps a full copy or its shards.
+"""
 
 import contextlib
 import hashlib
@@ -15,31 +18,42 @@ import torch.distributed as dist
 
 from trainer.distributed.world import World
 from trainer.errors import DiskError, UserError, disk_failure, first_line
-from trainer.files import sha256_file, sync_files, sync_path
+from trainer.files import sha256_file, sync_files, sync_path, to_json
+from trainer.finite import checkpoint_finite, require_finite_weights
 from trainer.strategy.base import Strategy, Writing
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 Files = dict[str, dict[str, Any]]  # file name -> its `bytes` and `sha256`
 _NAME = re.compile(r"step-(\d{8})")
+_NOT_FINITE = "has weights that are not finite"
 _CHUNK = 64 << 20  # bytes per broadcast when a host receives a checkpoint
 
 
-def write_checkpoint(folder: Path, step: int, state: dict[str, Any], save: Callable[[Path], object], keep: int) -> Path:
+def write_checkpoint(
+    folder: Path, step: int, state: dict[str, Any], save: Callable[[Path], object], keep: int, *, verified: bool = False
+) -> Path:
     """Write the checkpoint of `step` below `folder`, delete all but the newest `keep` complete ones, and return its folder.
 
     Args:
         state: contents of state.json.
         save: writes all other files into the folder that it receives.
+        verified: the weights are known to be finite; otherwise they are read from the files.
 
     Raises:
+        UserError: the weights are not finite; older checkpoints are unchanged.
         DiskError: the disk is full or not writable; incomplete files are deleted and older checkpoints are unchanged.
     """
     with _clean_up_on_error(folder, step):
         aside = _make_temporary(folder, step)
         save(aside)
-        (aside / STATE).write_text(json.dumps({"step": step} | state))
-        final = _commit(folder, step, {"files": _describe_files(aside)})
+        (aside / STATE).write_text(to_json({"step": step} | state))
+        files = _describe_files(aside)
+        if not (verified or checkpoint_finite(aside, files)):
+            raise UserError(
+                f"checkpoint: the weights of step {step} are not finite: start a run with a lower lr under another run name"
+            )
+        final = _commit(folder, step, {"files": files})
     _delete_old(folder, step, keep)
     return final
 
@@ -85,9 +99,9 @@ def _describe_files(folder: Path) -> Files:
 
 
 def _commit(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
-    """Turn the temporary folder into the checkpoint of `step`."""
+    """Turn the temporary folder into the checkpoint of `step`. Its weights are known to be finite."""
     final, aside = folder / f"step-{step:08d}", _temporary(folder, step)
-    (aside / MANIFEST).write_text(json.dumps({"step": step} | manifest))
+    (aside / MANIFEST).write_text(to_json({"step": step, "finite": True} | manifest))
     sync_files(aside)
     if final.exists():
         shutil.rmtree(final)
@@ -113,10 +127,12 @@ class Saver:
         """Write a checkpoint, or start writing it; `state` is the contents of state.json. Every rank calls it at the same step.
 
         Raises:
+            NonFiniteError: the weights of a rank are not finite; nothing is written, and older checkpoints remain.
             DiskError: the disk is full or not writable.
         """
         self.finish()
         step = state["step"]
+        require_finite_weights(self._strategy, step)
         if self._strategy.sharded_checkpoint:
             if self._world.is_host_leader:
                 with _clean_up_on_error(self._folder, step):
@@ -126,7 +142,7 @@ class Saver:
             assert writing
             self._pending = state, writing
         elif self._world.is_host_leader:
-            write_checkpoint(self._folder, step, state, self._strategy.save, self._keep)
+            write_checkpoint(self._folder, step, state, self._strategy.save, self._keep, verified=True)
         elif self._strategy.lockstep:
             self._strategy.save(self._folder)
 
@@ -150,7 +166,7 @@ class Saver:
             writing.finish()
             here: Files = {}
             if world.is_host_leader:
-                (aside / STATE).write_text(json.dumps(state))
+                (aside / STATE).write_text(to_json(state))
                 here = _describe_files(aside)
             all_hosts = world.gather((world.node_rank, here))
             if world.is_host_leader:
@@ -193,8 +209,8 @@ def complete_checkpoints(
     """Return {step: digest} of the checkpoints below `folder` of which this host has every file that it should have.
 
     Args:
-        verify: compare digests, not only sizes.
-        log: receives a line about every incomplete checkpoint.
+        verify: compare digests, not only sizes, and ignore checkpoints with weights that are not finite.
+        log: receives a line about every checkpoint that is ignored.
         per_host_files: files that differ between hosts; the digest covers all others, on whatever host they are.
     """
     found = {}
@@ -202,12 +218,23 @@ def complete_checkpoints(
         name = _NAME.fullmatch(path.name)
         if not name:
             continue
-        defect = find_defect(path, verify=verify)
-        if not defect:
+        reason = _reason_to_ignore(path, verify=verify)
+        if not reason:
             found[int(name[1])] = HostCheckpoint.read(path, per_host_files).digest
         elif log:
-            log(f"checkpoint: {path} is incomplete ({defect}): ignored")
+            log(f"checkpoint: {path} {reason}: ignored")
     return found
+
+
+def _reason_to_ignore(path: Path, *, verify: bool = True) -> str:
+    """Return why a checkpoint is not usable on this host, or an empty string."""
+    if defect := find_defect(path, verify=verify):
+        return f"is incomplete ({defect})"
+    if not verify:
+        return ""
+    # Older versions wrote checkpoints without a check, and manifests without `finite`.
+    manifest = json.loads((path / MANIFEST).read_text())
+    return "" if manifest.get("finite") or checkpoint_finite(path, manifest["files"]) else _NOT_FINITE
 
 
 @dataclass(frozen=True)
@@ -230,6 +257,16 @@ class HostCheckpoint:
         ranks = tuple(manifest.get("ranks", ()))
         return cls(manifest["files"], manifest.get("elsewhere", {}), ranks, frozenset(per_host_files))
 
+    def as_list(self) -> list[Any]:
+        """Return what other ranks need to know, as JSON data."""
+        return [self.here, self.elsewhere, self.ranks]
+
+    @classmethod
+    def from_list(cls, fields: list[Any], per_host_files: Collection[str]) -> "HostCheckpoint":
+        """Return what `as_list` of another rank describes."""
+        here, elsewhere, ranks = fields
+        return cls(here, elsewhere, tuple(ranks), frozenset(per_host_files))
+
     @property
     def all_files(self) -> Files:
         """The files of the checkpoint on all hosts."""
@@ -245,7 +282,7 @@ class HostCheckpoint:
 def find_checkpoint(
     folder: Path, world: World, log: Callable[[str], None], per_host_files: Collection[str] = ()
 ) -> Path | None:
-    """Return the folder of the newest checkpoint that the hosts together hold, after copying missing files to each host.
+    """Return the folder of the newest finite checkpoint that the hosts together hold, after copying missing files to each host.
 
     A full copy on a single host suffices. Of a sharded checkpoint every shard must exist; hosts keep only their shards
     while the ranks are on the same hosts as before, otherwise every host receives all files. Every rank calls it.
@@ -258,13 +295,17 @@ def find_checkpoint(
         The folder of the checkpoint, or None if there is none.
 
     Raises:
-        UserError: there are checkpoints, but none is complete.
+        UserError: there are checkpoints, but none is complete and finite.
         DiskError: the disk of this host is full or not writable.
     """
     steps = complete_checkpoints(folder, log=log if world.is_host_leader else None, per_host_files=per_host_files)
     local = {step: HostCheckpoint.read(folder / f"step-{step:08d}", per_host_files) for step in steps}
     damaged = folder.is_dir() and any(_NAME.fullmatch(path.name) for path in folder.iterdir()) and not local
-    all_hosts = world.gather((local, damaged))
+    gathered = world.gather(({step: copy.as_list() for step, copy in local.items()}, damaged))
+    all_hosts = [
+        ({int(step): HostCheckpoint.from_list(copy, per_host_files) for step, copy in found.items()}, lacks)
+        for found, lacks in gathered
+    ]
     for step, digest in _newest_first([found for found, _ in all_hosts]):
         holders = [copy if (copy := found.get(step)) and copy.digest == digest else None for found, _ in all_hosts]
         owners = _owners(holders)
@@ -279,8 +320,9 @@ def find_checkpoint(
             _distribute(path, holders, world)
         return path
     if any(found or damaged for found, damaged in all_hosts):
+        diverged = any(_reason_to_ignore(path) == _NOT_FINITE for path in folder.glob("step-*"))
         raise UserError(
-            f"checkpoint: none in {folder} is complete, so the run cannot resume: "
+            f"checkpoint: none in {folder} is complete{' with finite weights' * diverged}, so the run cannot resume: "
             "restore one, or set another run name (or delete the folder) to start from step 0"
         )
     return None
@@ -352,7 +394,7 @@ def _receive(path: Path, holders: Sequence[HostCheckpoint | None], world: World)
     world.barrier()
     if incomplete:
         step = int(path.name.rpartition("-")[2])
-        (aside / MANIFEST).write_text(json.dumps({"step": step, "files": all_files}))
+        (aside / MANIFEST).write_text(to_json({"step": step, "finite": True, "files": all_files}))
         sync_files(aside)
         shutil.rmtree(path, ignore_errors=True)
         aside.rename(path)

@@ -4,22 +4,47 @@ import difflib
 import errno
 from collections.abc import Iterable
 
+from trainer.formats import printable
+
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 # torch.save reports any failed write with one of these.
 _TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWriter")
 
 
+MAX_MESSAGE = 2000  # characters
+_MAX_NAME = 100  # characters; no name in a schema is longer
+
+
 class UserError(Exception):
-    """One line that says what is wrong, where, and what to do. Shown without a traceback."""
+    """One line that says what is wrong, where, and what to do. Shown without a traceback.
+
+    The message may quote data: its control characters are escaped, so that it stays one line on any terminal.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(message, MAX_MESSAGE))
 
 
 class DiskError(UserError):
     """The disk of this host is full or not writable. Other hosts may be able to continue."""
 
 
+class NonFiniteError(UserError):
+    """The loss, the gradient or the weights are not finite. The same spec fails again at the same step."""
+
+    def __init__(self, what: str, step: int, lr: float) -> None:
+        """`what` begins the message, such as "weights are not finite"; `step` counts from 1; `lr` is that of the spec."""
+        super().__init__(
+            f"{what} at step {step}: decrease lr (now {lr:g}), increase warmup, or set precision=32-true or bf16-mixed, "
+            "and set another run name with run="
+        )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the known name closest to `name`, or an empty string if none is close."""
+    if len(name) > _MAX_NAME:
+        return ""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -27,7 +52,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if it has no message."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return printable(lines[0]) if lines else type(error).__name__
 
 
 def disk_failure(error: BaseException) -> str:

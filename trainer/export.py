@@ -12,7 +12,8 @@ import yaml
 from trainer import __version__
 from trainer.config import RunSpec
 from trainer.data.samples import HUB_ID
-from trainer.files import atomic_folder, sha256_file, sha256_tree, write_atomic
+from trainer.errors import UserError
+from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +40,18 @@ def finalize(
     """Return the result of a run; if it has finished, evaluate the model and write it. Every rank calls it.
 
     Raises:
+        NonFiniteError: the model or its evaluation loss is not finite.
         DiskError: the disk is full or not writable.
     """
+    from trainer.finite import require_finite_weights
+
     spec, world = job.spec, strategy.world
     result = _result(job, state, evaluation.loss, run_dir, finished=finished)
     if not finished:
         return result
     result["eval_loss"] = evaluation.update(state.step)
     result |= strategy.merge_replicas(state.totals, result["eval_loss"], evaluation)
+    require_finite_weights(strategy, state.step)
     if result["eval_loss"] is not None:
         recorder.scalars({"eval_loss": result["eval_loss"]}, state.step)
     heartbeat("saving")
@@ -57,7 +62,7 @@ def finalize(
         if spec.merge and spec.lora_r and world.rank == 0:
             result["merged"] = str(merge_adapter(spec, run_dir))
         write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, job.data)
-        write_atomic(run_dir / "result.json", json.dumps(result, indent=1))
+        write_atomic(run_dir / "result.json", to_json(result, indent=1))
     return result
 
 
@@ -75,6 +80,7 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
         "tokens_per_second": totals["tokens"] / totals["seconds"] if totals["seconds"] else 0.0,
         **totals,
         "eval_loss": eval_loss,
+        "packing": spec.packing,
         "dropped_samples": job.corpus.dropped,
         "cut_samples": job.corpus.cut,
         "adapter": None,
@@ -115,16 +121,24 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization.
 
     Raises:
+        UserError: the merged weights are not finite.
         DiskError: the disk is full or not writable.
     """
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from trainer.finite import all_finite
+
     final = run_dir / "merged"
     dtype = torch.float32 if spec.precision == "32-true" else torch.bfloat16
     base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
     model: Any = PeftModel.from_pretrained(base, str(run_dir / "adapter")).merge_and_unload()
+    if not all_finite(model.parameters()):
+        raise UserError(
+            f"merge: the weights of {spec.model} with the adapter overflow: decrease lr (now {spec.lr:g}) or lora_alpha, "
+            "and set another run name with run="
+        )
     with atomic_folder(final, "merge") as aside:
         model.save_pretrained(aside)
         AutoTokenizer.from_pretrained(run_dir / "adapter").save_pretrained(aside)

@@ -2,13 +2,32 @@
 
 import contextlib
 import hashlib
+import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import DiskError, disk_failure
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON that every parser accepts: null for a number that is not finite, which JSON cannot express."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite_or_null(value), indent=indent, allow_nan=False)
+
+
+def _finite_or_null(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite_or_null(each) for name, each in value.items()}
+    return [_finite_or_null(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:

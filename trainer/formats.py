@@ -1,6 +1,9 @@
-"""Formats of numbers and tables in messages for people. Standard library only: the controller also uses this module."""
+"""Formats of numbers, tables and untrusted text in messages for people.
 
-from collections.abc import Sequence
+Standard library only: the controller also uses this module.
+"""
+
+from collections.abc import Callable, Sequence
 
 
 def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
@@ -41,3 +44,43 @@ def thousands(value: float) -> str:
 def mib(size: float) -> str:
     """Return a number of bytes in MiB, rounded, with thousands separators and without the unit."""
     return f"{size / 2**20:,.0f}"
+
+
+def printable(text: object, limit: int = 200) -> str:
+    """Return untrusted text so that a message can contain it: one line of at most `limit` characters.
+
+    Control characters, line separators, bidirectional controls, other invisible characters and lone surrogates become
+    escapes as in Python's repr: a terminal neither executes nor reorders what it shows. Printable text of any script
+    is unchanged.
+
+    Args:
+        text: any object; what is not a string is converted with str().
+        limit: maximum length of the result in characters; a longer text ends with ``...``.
+    """
+    whole = text if isinstance(text, str) else _convert(str, text)
+    parts: list[str] = []
+    room = limit
+    for char in whole[: limit + 1]:
+        part = char if char.isprintable() else ascii(char)[1:-1]
+        parts.append(part)
+        room -= len(part)
+        if room < 0:
+            break
+    if room >= 0:
+        return "".join(parts)
+    while room < 3 and parts:  # room for the dots, without a part of an escape
+        room += len(parts.pop())
+    return "".join(parts) + "..."[:limit]
+
+
+def quoted(value: object, limit: int = 80) -> str:
+    """Return an untrusted value as Python writes it (a string in quotes), as printable text of at most `limit` characters."""
+    # repr of a long string costs as much as the string, and only its start is shown.
+    return printable(_convert(repr, value[: limit + 1] if isinstance(value, str) else value), limit)
+
+
+def _convert(how: Callable[[object], str], value: object) -> str:
+    try:
+        return how(value)
+    except (ValueError, RecursionError, OverflowError):  # Python refuses to print an integer of more than 4300 digits
+        return f"<{type(value).__name__}>"

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
 from trainer.errors import UserError, first_line
+from trainer.inputs import path_kind, user_path
 from trainer.optim import import_bitsandbytes
 from trainer.strategy import plan_of
 
+# Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+_MAMBA_UNUSED = {"conv1d", "out_proj"}
 _UNSLOTH_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -26,7 +29,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         UserError: the model does not exist or has no tokenizer.
     """
-    if _looks_like_a_path(name) and not Path(name).expanduser().is_dir():
+    if _looks_like_a_path(name) and path_kind(user_path(name, "model")) != "folder":
         raise UserError(f"model: no such folder: {name}: set 'tiny', a local model folder, or a hub id (org/name)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -160,12 +163,15 @@ def lora_config(spec: RunSpec) -> LoraConfig:
 
 def add_lora(spec: RunSpec, model: Any) -> nn.Module:
     """Return the model with the adapters of the spec. Raises UserError if a target is not a layer of the model."""
+    config = lora_config(spec)
+    unused = _MAMBA_UNUSED if getattr(model.config, "model_type", "") in _MAMBA else set()
+    if config.target_modules == "all-linear" and unused:
+        config.exclude_modules = unused
     try:
-        adapted: nn.Module = get_peft_model(model, lora_config(spec))
+        adapted: nn.Module = get_peft_model(model, config)
     except ValueError as error:
-        layers = sorted(
-            {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-        )
+        names = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        layers = sorted(names - unused)
         raise UserError(
             f"lora_targets: {first_line(error)}: set all-linear, or linear layers of this model: {', '.join(layers)}"
         ) from None

@@ -37,10 +37,15 @@ class StopRequest:
 def finished_result(run_dir: Path) -> dict[str, Any] | None:
     """Return the result of a run that has finished in this folder, or None."""
     try:
-        result = json.loads((run_dir / "result.json").read_text())
+        result = json.loads((run_dir / "result.json").read_text(), parse_constant=_reject_constant)
     except (OSError, ValueError):
         return None
     return result if result.get("status") == "finished" else None
+
+
+def _reject_constant(name: str) -> None:
+    # Older versions reported a model that is not finite as finished.
+    raise ValueError(f"{name} is not JSON")
 
 
 def claim(spec: RunSpec, run_dir: Path) -> None:

@@ -77,12 +77,13 @@ class RunState:
     """The progress of a run: steps, totals and starts.
 
     `step` counts the steps that this rank has finished; `synced_step` is the newest step after which all ranks had the same
-    model. `data` is the digest of the encoded dataset.
+    model. `data` is the digest of the encoded dataset; `packing` tells whether rows are packed.
     """
 
     steps: int
     world_size: int
     data: str
+    packing: bool = True
     step: int = 0
     synced_step: int = 0
     totals: dict[str, Any] = field(default_factory=_no_totals)
@@ -93,13 +94,18 @@ class RunState:
         """Read the progress from a checkpoint folder.
 
         Raises:
-            UserError: the run started with other data.
+            UserError: the run started with other data, or with another value of packing.
         """
         stored = json.loads((checkpoint / "state.json").read_text())
         if stored.get("data") != self.data:
             raise UserError(
                 f"dataset: {spec.dataset} or its encoding has changed since run {spec.run} started: "
                 "restore the original dataset, or set another run name with run="
+            )
+        if stored.get("packing", self.packing) != self.packing:
+            raise UserError(
+                f"packing: auto chose {str(stored['packing']).lower()} when run {spec.run} started, and now "
+                f"{str(self.packing).lower()}: install the same versions of torch and transformers as before"
             )
         self.step = self.synced_step = stored["step"]
         self.history = RunHistory(stored.get("starts", []))
@@ -113,6 +119,7 @@ class RunState:
             "totals": dict(self.totals),
             "world_size": self.world_size,
             "data": self.data,
+            "packing": self.packing,
         }
 
     def begin(self, start: dict[str, str]) -> None:

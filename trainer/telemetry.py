@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.config import RunSpec
 from trainer.errors import DiskError, UserError
-from trainer.files import write_atomic
+from trainer.files import to_json, write_atomic
 from trainer.formats import clock
 from trainer.run_state import RunHistory
 
@@ -71,7 +71,7 @@ class Heartbeat:
             self._has_reserve = True
         aside = self._path.with_suffix(".tmp")
         try:
-            aside.write_text(json.dumps(self._state))
+            aside.write_text(to_json(self._state))
             aside.replace(self._path)
         except OSError:
             aside.unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
     try:
         for path in [run_dir / "metrics.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
             if path.exists():
-                valid = [json.dumps(record) + "\n" for record in _records(path) if history.is_valid(record)]
+                valid = [to_json(record) + "\n" for record in _records(path) if history.is_valid(record)]
                 write_atomic(path, "".join(valid))
     except OSError as error:
         raise _not_writable(run_dir, error) from None
@@ -229,7 +229,7 @@ class Recorder:
     @staticmethod
     def _write(file: TextIO, record: dict[str, Any]) -> None:
         try:
-            file.write(json.dumps(record) + "\n")
+            file.write(to_json(record) + "\n")
             file.flush()
         except OSError as error:
             raise DiskError(

@@ -4,7 +4,7 @@ import math
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from trainer.data.packing import IGNORED, collate
 from trainer.data.shares import micro_batches, share
 from trainer.data.tiny import with_tiny_model
 from trainer.distributed.world import World
-from trainer.errors import UserError
+from trainer.errors import NonFiniteError, UserError
 from trainer.export import finalize
-from trainer.model import TokenLoss, isolates_packed_samples, load_model, load_tokenizer, require_compiler
+from trainer.inputs import user_path
+from trainer.model import TokenLoss, load_model, load_tokenizer, require_compiler
 from trainer.optim import learning_rate
+from trainer.packing_check import resolve_packing
 from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
-from trainer.step_metrics import StepMetrics
+from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
 
@@ -41,8 +43,12 @@ class Job:
     corpus: Corpus
     train_set: Corpus
     eval_set: Corpus
-    order: Order
     data: str
+
+    @cached_property
+    def order(self) -> Order:
+        """The samples of every step. It depends on the resolved `packing`."""
+        return Order.of(self.spec, self.train_set.lengths)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -67,7 +73,7 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
     """
     if spec.dataset.startswith("~"):
-        spec = spec.model_copy(update={"dataset": str(Path(spec.dataset).expanduser())})
+        spec = spec.model_copy(update={"dataset": str(user_path(spec.dataset, "dataset"))})
     requested = spec
     spec = world.once_per_host(lambda: with_tiny_model(requested, store))
     if spec.torch_compile:
@@ -77,7 +83,20 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     data = common_digest(corpus, world)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus)))
     module = TokenLoss(load_model(spec, world.device), compiled=spec.torch_compile)
-    return Job(spec, tokenizer, module, corpus, train_set, eval_set, Order.of(spec, train_set.lengths), data)
+    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data)
+
+
+def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job:
+    """Replace `packing: auto` by what suits the model. Every rank calls it.
+
+    Raises:
+        UserError: `packing: true`, but the model mixes the samples of a packed row.
+    """
+    with strategy.autocast():
+        packing = resolve_packing(job.spec, job.module.model, len(job.tokenizer), world, store)
+    if job.spec.packing and not packing and world.rank == 0:
+        print("packing: off, because this model mixes the samples of a packed row")
+    return replace(job, spec=job.spec.model_copy(update={"packing": packing}))
 
 
 def common_digest(corpus: Corpus, world: World) -> str:
@@ -124,7 +143,9 @@ class Evaluation:
         corpus, spec, strategy, world = self._job.eval_set, self._job.spec, self._strategy, self._world
         if not len(corpus):
             return None
-        order = Order(corpus.lengths, seed=spec.seed, capacity=spec.seq_length, packing=spec.packing, epochs=1, rows=1)
+        order = Order(
+            corpus.lengths, seed=spec.seed, capacity=spec.seq_length, packing=bool(spec.packing), epochs=1, rows=1
+        )
         rows = order.epoch(0)
         local = rows[share(len(rows), strategy.shares(len(rows)), world.rank)]
         module = strategy.plain
@@ -140,16 +161,26 @@ class Evaluation:
         return loss / max(1.0, tokens)
 
     def update(self, step: int) -> float | None:
-        """Evaluate the model after `step` unless that was done; return and keep the loss."""
+        """Evaluate the model after `step` unless that was done; return and keep the loss. Every rank calls it.
+
+        Raises:
+            NonFiniteError: the loss is not finite, so the model is unusable.
+        """
         if self.step != step:
             self.loss, self.step = self(), step
+        if self.loss is not None and not math.isfinite(self.loss):
+            raise NonFiniteError("evaluation loss is not a number", step, self._job.spec.lr)
         return self.loss
 
 
 def train_step(
     job: Job, strategy: Strategy, batches: Batches, global_rank: int, step: int, metrics: StepMetrics
 ) -> list[list[int]]:
-    """Train this rank's share of `step` (from 0) and add its metrics; return its rows (lists of sample indices)."""
+    """Train this rank's share of `step` (from 0) and add its metrics; return its rows (lists of sample indices).
+
+    Raises:
+        NonFiniteError: the gradient is not finite; the weights are unchanged.
+    """
     spec, trained_counts = job.spec, job.trained_counts
     started = time.perf_counter()
     rows = strategy.local_rows(job.order.step(step))
@@ -166,7 +197,12 @@ def train_step(
             torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
             position += 1
             loss += strategy.backward(batches(job.train_set, part), tokens, last=part is parts[-1]).double().cpu()
-        norm = strategy.step(lr)
+        try:
+            norm = strategy.step(lr)
+        except FloatingPointError:
+            # The loss of another rank can be the cause.
+            what = "gradient norm is not finite" if math.isfinite(loss) else "loss is not a number"
+            raise NonFiniteError(what, step + 1, spec.lr) from None
         local += update.mine
     samples = [sample for row in local for sample in row]
     metrics.add(
@@ -185,6 +221,44 @@ def train_step(
         seconds=time.perf_counter() - started,
     )
     return local
+
+
+def report(
+    reduced: Reduced, state: RunState, recorder: Recorder, heartbeat: Heartbeat, usage: dict[str, float]
+) -> None:
+    """Add the steps up to a synchronization to the totals and the records, and report the newest one in the heartbeat.
+
+    Args:
+        usage: see gpu_usage.
+    """
+    for record in reduced.records:
+        eta = state.add(record, reduced.seconds)
+        record |= {"step_seconds": reduced.step_seconds} | ({"gpu": usage} if usage else {})
+        recorder.step(record, eta=eta, last=record["step"] == state.steps)
+    newest = reduced.records[-1]
+    heartbeat(
+        "training",
+        step=state.step,
+        steps=state.steps,
+        loss=newest["loss"],
+        tokens_per_second=newest["tokens_per_second"],
+        eta=eta,
+        note="",
+        step_seconds=[round(value, 4) for value in reduced.step_seconds],
+        gpu=usage,
+    )
+
+
+def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpec) -> None:
+    """Load the newest checkpoint of the hosts, if there is one. Every rank calls it.
+
+    Raises:
+        UserError: no checkpoint is usable, or it is that of other data.
+    """
+    if newest := find_checkpoint(checkpoints, strategy.world, print, strategy.per_host_files):
+        strategy.load(newest)
+        state.restore(newest, spec)
+        print(f"resuming from step {state.step} of {state.steps}")
 
 
 def is_due(interval: int, previous: int, step: int) -> bool:
@@ -220,36 +294,26 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
     job = load_job(spec, data_dir / "store", world)
+    strategy = make_strategy(job.spec, world, job.module)
+    job = with_packing(job, strategy, world, data_dir / "store")
     spec, steps = job.spec, job.steps
-    strategy = make_strategy(spec, world, job.module)
-    with strategy.autocast():
-        if spec.packing and not isolates_packed_samples(job.module.model, len(job.tokenizer)):
-            raise UserError("packing: this model mixes the samples of a packed row: set packing=false")
     all_ranks, world = world, strategy.world
     batches = Batches(job, world)
-    state = RunState(steps, world.size, job.data)
+    state = RunState(steps, world.size, job.data, bool(spec.packing))
     checkpoints = run_dir / "checkpoints"
 
-    def restore() -> None:
-        if newest := find_checkpoint(checkpoints, world, print, strategy.per_host_files):
-            strategy.load(newest)
-            state.restore(newest, spec)
-            print(f"resuming from step {state.step} of {steps}")
-
     def waiting() -> bool:
-        if state.started:
-            heartbeat("training", note="waiting for slower ranks")
-        else:
-            heartbeat("starting", note="waiting for other replicas")
+        status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")
+        heartbeat(status, note=f"waiting for {awaited}")
         return bool(stop_request)
 
-    restore()
+    restore(checkpoints, strategy, state, spec)
     # Microseconds, because the strategy exchanges the name of the start as a float.
     here = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
     start = world.gather(here)[0]
     try:
         if strategy.join(start["start"], steps, run_dir, state.checkpoint_state, waiting):
-            restore()
+            restore(checkpoints, strategy, state, spec)
     except Stopped:
         if world.is_host_leader:
             stop_request.clear()
@@ -258,11 +322,13 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder = open_records(job, run_dir, world, state)
     saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(job, world, strategy, batches, heartbeat)
-    metrics = StepMetrics()
-
-    stopping = False
+    metrics, stopping = StepMetrics(), False
     while state.step < steps and not stopping:
-        rows = train_step(job, strategy, batches, all_ranks.global_rank, state.step, metrics)
+        try:
+            rows = train_step(job, strategy, batches, all_ranks.global_rank, state.step, metrics)
+        except NonFiniteError:
+            saver.finish()  # a pending checkpoint is finite, and all ranks that write it raise this error
+            raise
         state.step += 1
         recorder.samples(state.step, rows)
         if not strategy.is_sync_step(state.step) and state.step < steps:
@@ -272,27 +338,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         reduced = metrics.reduce(strategy, lambda: (bool(stop_request), saver.written()), waiting)
         previous, step, stopping = state.synced_step, state.step, reduced.stop
         state.history.add_sync(strategy.present, previous, step)
-        usage = gpu_usage(world.device)
-        for record in reduced.records:
-            eta = state.add(record, reduced.seconds)
-            record |= {"step_seconds": reduced.step_seconds} | ({"gpu": usage} if usage else {})
-            recorder.step(record, eta=eta, last=record["step"] == steps)
-        newest = reduced.records[-1]
-        heartbeat(
-            "training",
-            step=step,
-            steps=steps,
-            loss=newest["loss"],
-            tokens_per_second=newest["tokens_per_second"],
-            eta=eta,
-            note="",
-            step_seconds=[round(value, 4) for value in reduced.step_seconds],
-            gpu=usage,
-        )
-        if math.isnan(newest["loss"]):
-            raise UserError(
-                f"loss is not a number at step {step}: decrease lr (now {spec.lr}), or set precision=32-true or bf16-mixed"
-            )
+        report(reduced, state, recorder, heartbeat, gpu_usage(world.device))
+        if not all(math.isfinite(record["loss"]) for record in reduced.records):
+            raise NonFiniteError("loss is not a number", step, spec.lr)
 
         if len(job.eval_set) and is_due(spec.eval_interval, previous, step) and step < steps:
             recorder.scalars({"eval_loss": evaluation.update(step) or 0.0}, step)

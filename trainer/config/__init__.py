@@ -2,7 +2,7 @@
 
 from trainer.config.aliases import ALIASES, DEPRECATED, MUTABLE, is_known, resolve_aliases, suggest
 from trainer.config.flags import describe, expects, parse_flags, table
-from trainer.config.load import changed_fields, make_spec, read_spec, read_yaml
+from trainer.config.load import changed_fields, make_spec, parse_mapping, read_spec, read_yaml
 from trainer.config.run_spec import EMBEDDED_DATASET, FIELDS, PRESETS, TINY, RunSpec
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "is_known",
     "make_spec",
     "parse_flags",
+    "parse_mapping",
     "read_spec",
     "read_yaml",
     "resolve_aliases",

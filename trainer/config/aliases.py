@@ -6,6 +6,7 @@ from typing import Any
 from trainer.config.fields import metadata, names_in
 from trainer.config.run_spec import FIELDS
 from trainer.errors import nearest
+from trainer.formats import printable
 
 MUTABLE = frozenset(name for name, field in FIELDS.items() if metadata(field)["mutable"])
 ALIASES = names_in(FIELDS, "aliases")
@@ -54,7 +55,7 @@ def resolve_aliases(
         plain = str(name).replace("-", "_")
         if plain in OPENDILOCO:
             resolved[OPENDILOCO[plain]] = value
-            notes.append(f"{name} sets {OPENDILOCO[plain]}={value}")
+            notes.append(f"{name} sets {OPENDILOCO[plain]}={printable(value, 80)}")
         elif plain in NOT_NEEDED:
             notes.append(f"{name} is ignored: {NOT_NEEDED[plain]}")
         elif plain in DEPRECATED:

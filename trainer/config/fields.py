@@ -1,11 +1,20 @@
 """Declare the fields of a settings schema, and read their metadata back. Shared by `RunSpec` and the controller's options."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
+MAX_TEXT = 4096  # characters of a text, as of a path (PATH_MAX)
+MAX_LIST = 12_000  # characters of all texts of a list; with every field this long, a spec fits into a file of MAX_YAML
+MAX_SECONDS = 30 * 24 * 3600  # of a duration; longer than any run, and within the range of every timer
+MAX_COUNT = 10**9  # of a number of steps or rows; within the range of 32 bits
+MAX_NUMBER = 1e38  # of a learning rate and its kin; within the range of float32
+_MAX_INTEGER = 10**1000
+# Control characters and separators, at which a file or a terminal begins a new line, and lone surrogates.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
@@ -38,7 +47,7 @@ def declare(
     }
     if isinstance(default, float):
         constraints["allow_inf_nan"] = False
-    if isinstance(default, str):
+    if isinstance(default, str) and default != "auto":
         constraints["coerce_numbers_to_str"] = True  # `run: 7` in YAML is a name
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
@@ -54,6 +63,24 @@ def names_in(fields: Mapping[str, FieldInfo], kind: str) -> dict[str, str]:
     return {other: name for name, field in fields.items() for other in metadata(field)[kind]}
 
 
+def check_input(value: Any, field: FieldInfo) -> Any:
+    """Return the value of a field before pydantic validates it.
+
+    Raises:
+        ValueError: a boolean for a field that is no switch, a number that Python cannot print, or text that is too long
+            or has control characters.
+    """
+    if isinstance(value, bool) and not is_switch(field):
+        raise ValueError("only a switch accepts true or false")  # Python counts True as 1: `lr: yes` would be 1
+    parts = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(part, int) and abs(part) >= _MAX_INTEGER for part in parts):
+        raise ValueError("too large to print")
+    texts = [part for part in parts if isinstance(part, str)]
+    if sum(map(len, texts)) > MAX_LIST or any(len(text) > MAX_TEXT or UNPRINTABLE.search(text) for text in texts):
+        raise ValueError("control characters, or too long")
+    return value
+
+
 def split_words(value: Any) -> Any:
     """Turn ``a,b`` into a tuple of words, because flags and ``-e`` carry only strings; return other values unchanged."""
     if isinstance(value, str):
@@ -62,6 +89,11 @@ def split_words(value: Any) -> Any:
 
 
 Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Return whether a field accepts true and false."""
+    return field.annotation is bool or bool in get_args(field.annotation)
 
 
 def expected_value(field: FieldInfo) -> str:
@@ -76,11 +108,15 @@ def expected_value(field: FieldInfo) -> str:
         return f"a list such as {','.join(map(str, field.default))}" if field.default else "a list such as a,b"
     if get_origin(kind) is dict:
         return "names and values"
-    if kind is bool:
-        return "true or false"
+    if is_switch(field):
+        return "true or false" if kind is bool else "auto, true or false"
     if kind is str or str in options:
         pattern = any(getattr(limit, "pattern", None) for limit in field.metadata)
-        return "letters, digits, '.', '_' and '-', at most 64" if pattern else "text"
+        return (
+            "letters, digits, '.', '_' and '-', at most 64"
+            if pattern
+            else f"one line of text, at most {MAX_TEXT} characters"
+        )
     number = "an integer" if kind is int or int in options else "a number"
     unit = f" of {metadata(field)['unit']}" if metadata(field)["unit"] else ""
     bounds = [

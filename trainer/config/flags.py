@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from trainer.config.aliases import MUTABLE, field_of, is_known, suggest
-from trainer.config.fields import expected_value
+from trainer.config.fields import expected_value, is_switch
 from trainer.config.run_spec import FIELDS
 from trainer.errors import UserError
+from trainer.formats import quoted
 from trainer.strategy import summaries
 
 
@@ -25,7 +26,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--"):
-            raise UserError(f"trainer: unexpected argument {flag!r}: a flag looks like --lr 1e-3")
+            raise UserError(f"trainer: unexpected argument {quoted(flag)}: a flag looks like --lr 1e-3")
         name, has_value, value = flag[2:].partition("=")
         name = name.replace("-", "_")
         negated = name.removeprefix("no_")
@@ -33,7 +34,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
             values[negated] = "false"
             continue
         if not is_known(name):
-            raise UserError(f"run spec: unknown name {name!r} in the flags{suggest(name)}")
+            raise UserError(f"run spec: unknown name {quoted(name)} in the flags{suggest(name)}")
         if not has_value:
             if _is_switch(name) and (not rest or rest[0].startswith("--")):
                 value = "true"
@@ -49,7 +50,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _is_switch(name: str) -> bool:
-    return name in FIELDS and FIELDS[name].annotation is bool
+    return name in FIELDS and is_switch(FIELDS[name])
 
 
 def describe(name: str) -> str:

@@ -1,16 +1,25 @@
 """Build a run spec from a YAML file, flags or ``-e`` values, and compare two specs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
 from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS, RunSpec
+from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
 from trainer.errors import UserError
+from trainer.formats import quoted
+from trainer.inputs import read_regular
+
+MAX_LISTED = 5  # unknown names in an error message
+
+
+def and_more(names: Sequence[object]) -> list[str]:
+    """Return ``and N more`` for the names that a message leaves out, or an empty list."""
+    return [f"and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
 
 
 def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
@@ -32,7 +41,7 @@ def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
                 lines.append(problem["msg"].removeprefix("Value error, "))
                 continue
             name = str(problem["loc"][0])
-            lines.append(f"{name}: expected {expected_value(FIELDS[name])}, got {values.get(name)!r}")
+            lines.append(f"{name}: expected {expected_value(FIELDS[name])}, got {quoted(values.get(name))}")
         raise UserError(f"run spec: {'; '.join(dict.fromkeys(lines))} ({source})") from None
 
 
@@ -40,28 +49,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read the names and values of a YAML file.
 
     Raises:
-        UserError: the file is missing, is not YAML (with the line), or is not a mapping.
+        UserError: the file is missing, is not a regular file, is too large, is not YAML (with the line), or is not a
+            mapping.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = read_regular(path, MAX_YAML).decode("utf-8")
     except OSError as error:
         raise UserError(f"run spec: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"run spec: {path} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"run spec: {path}{line}: not YAML: {why}") from None
-    except ValueError as error:  # YAML parses 2024-99-99 as a date
-        raise UserError(f"run spec: {path}: not YAML: {error}") from None
-    except RecursionError:
-        raise UserError(f"run spec: {path}: not YAML: nested too deeply") from None
+    return parse_mapping(text, str(path))
+
+
+def parse_mapping(text: str, source: str) -> dict[str, Any]:
+    """Return the names and values of a YAML text; error messages name its `source`. Raises UserError as `read_yaml`."""
+    try:
+        values = parse_yaml(text)
+    except YamlError as error:
+        line = f":{error.line}" if error.line else ""
+        raise UserError(f"run spec: {source}{line}: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError(
-            f"run spec: {path}: expected names and values (model: tiny), got a value of type {type(values).__name__}"
+            f"run spec: {source}: expected names and values (model: tiny), got a value of type {type(values).__name__}"
         )
     return {str(name): value for name, value in values.items()}
 
@@ -78,8 +89,10 @@ def read_spec(path: Path | None, overrides: Mapping[str, Any], source: str) -> R
 def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
     """Return ``name: was X, now Y`` for every field that differs although a resumed run must not change it."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    if (old["packing"], new["packing"]) in ((True, "auto"), ("auto", True), ("auto", False)):
+        old["packing"] = new["packing"]  # RunState.restore compares what auto chose
     return [
-        f"{name}: was {old[name]!r}, now {new[name]!r}"
+        f"{name}: was {quoted(old[name])}, now {quoted(new[name])}"
         for name in FIELDS
         if name not in MUTABLE and old[name] != new[name]
     ]

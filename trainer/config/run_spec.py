@@ -13,10 +13,21 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import Words, declare, metadata, split_words
+from trainer.config.fields import (
+    MAX_COUNT,
+    MAX_NUMBER,
+    MAX_SECONDS,
+    Words,
+    check_input,
+    declare,
+    metadata,
+    split_words,
+)
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_of
 
 TINY = "tiny"
+MAX_FAKE_TOKENS = 2**28  # 1.3 GB of memory
+MAX_FAKE_ROWS = 2**20
 EMBEDDED_DATASET = "ansible-docs"
 # Defaults for a model of a few million random weights. Any value that is set explicitly takes precedence.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -87,8 +98,10 @@ class RunSpec(BaseModel):
         le=1_048_576,
         aliases=["max_seq_length", "max_length", "sequence_length", "sequence_len", "block_size", "cutoff_len"],
     )
-    packing: bool = declare(
-        True, "pack several samples into one row, separated by their positions", aliases=["sample_packing"]
+    packing: Literal["auto"] | bool = declare(
+        "auto",
+        "pack several samples into one row, separated by their positions; auto: if the model keeps them apart",
+        aliases=["sample_packing"],
     )
     epochs: int = declare(
         1,
@@ -101,6 +114,7 @@ class RunSpec(BaseModel):
         0,
         "maximum number of optimizer steps; 0: run all epochs",
         ge=0,
+        le=MAX_COUNT,
         unit="steps",
         aliases=["steps", "iters"],
     )
@@ -116,16 +130,18 @@ class RunSpec(BaseModel):
         None,
         "micro-batches of one optimizer step over all ranks; an alternative to total_batch_size",
         ge=1,
+        le=1_048_576,
         aliases=["gradient_accumulation_steps", "grad_accum", "accumulation_steps", "accumulate_grad_batches"],
     )
     total_batch_size: int | None = declare(
         None,
         "rows of one optimizer step over all ranks, for any number of ranks; unset: 32",
         ge=1,
+        le=1_048_576,
         unit="rows",
         aliases=["global_batch_size", "train_batch_size", "effective_batch_size"],
     )
-    lr: float = declare(2e-4, "peak learning rate", gt=0, aliases=["learning_rate"])
+    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER, aliases=["learning_rate"])
     schedule: Literal["cosine", "linear", "constant"] = declare(
         "cosine", "learning rate schedule after the warmup", aliases=["lr_scheduler", "lr_scheduler_type", "scheduler"]
     )
@@ -133,16 +149,23 @@ class RunSpec(BaseModel):
         0.03,
         "length of the linear warmup: a number of steps (1 or more), or a fraction of all steps (below 1)",
         ge=0,
+        le=MAX_COUNT,
         aliases=["warmup_steps", "warmup_ratio"],
     )
-    weight_decay: float = declare(0.0, "weight decay of AdamW; applies to matrices only", ge=0)
+    weight_decay: float = declare(0.0, "weight decay of AdamW; applies to matrices only", ge=0, le=MAX_NUMBER)
     max_grad_norm: float = declare(
-        1.0, "maximum gradient norm; 0 disables clipping", ge=0, aliases=["clip_grad_norm", "gradient_clip_val"]
+        1.0,
+        "maximum gradient norm; 0 disables clipping",
+        ge=0,
+        le=MAX_NUMBER,
+        aliases=["clip_grad_norm", "gradient_clip_val"],
     )
     lora_r: int = declare(
         16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, aliases=["lora", "lora_rank", "r", "rank"]
     )
-    lora_alpha: float = declare(32.0, "scaling of the adapters: lora_alpha / lora_r", gt=0, aliases=["alpha"])
+    lora_alpha: float = declare(
+        32.0, "scaling of the adapters: lora_alpha / lora_r", gt=0, le=MAX_NUMBER, aliases=["alpha"]
+    )
     quantize: Literal["none", "nf4"] = declare(
         "none",
         "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU",
@@ -154,6 +177,7 @@ class RunSpec(BaseModel):
         "names of the layers that get an adapter, or all-linear",
         aliases=["target_modules", "lora_target_modules"],
         min_length=1,
+        max_length=1000,
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
         "32-true",
@@ -216,7 +240,7 @@ class RunSpec(BaseModel):
         aliases=["inner_steps", "sync_every"],
     )
     outer_lr: float = declare(
-        0.7, "diloco: learning rate of the outer optimizer", gt=0, aliases=["outer_learning_rate"]
+        0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER, aliases=["outer_learning_rate"]
     )
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
     diloco_comm_dtype: CommDtype = declare(
@@ -262,6 +286,7 @@ class RunSpec(BaseModel):
         100,
         "steps between evaluations; 0: only at the end",
         ge=0,
+        le=MAX_COUNT,
         unit="steps",
         mutable=True,
         aliases=["eval_steps", "val_check_interval"],
@@ -270,12 +295,18 @@ class RunSpec(BaseModel):
         25,
         "steps between checkpoints; 0: only at the end",
         ge=0,
+        le=MAX_COUNT,
         unit="steps",
         mutable=True,
         aliases=["save_steps", "save_interval"],
     )
     checkpoint_keep: int = declare(
-        2, "number of checkpoints to keep", ge=1, mutable=True, aliases=["save_total_limit", "keep_latest_k"]
+        2,
+        "number of checkpoints to keep",
+        ge=1,
+        le=MAX_COUNT,
+        mutable=True,
+        aliases=["save_total_limit", "keep_latest_k"],
     )
     resume: Literal["auto", "never"] = declare(
         "auto",
@@ -295,7 +326,8 @@ class RunSpec(BaseModel):
     collective_timeout: float = declare(
         600.0,
         "timeout of a collective; the run fails when it expires",
-        gt=0,
+        ge=0.001,
+        le=MAX_SECONDS,
         unit="seconds",
         mutable=True,
         aliases=["ddp_timeout", "timeout"],
@@ -303,11 +335,8 @@ class RunSpec(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # Python treats True as 1: `lr: yes` would be a learning rate of 1.
-        if isinstance(value, bool) and FIELDS[str(info.field_name)].annotation is not bool:
-            raise ValueError("only a switch accepts true or false")
-        return value
+    def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_input(value, FIELDS[str(info.field_name)])
 
     @model_validator(mode="before")
     @classmethod
@@ -336,6 +365,11 @@ class RunSpec(BaseModel):
             raise ValueError(
                 f"quantize: {self.quantize} requires LoRA, got lora_r 0: 4-bit weights cannot be trained, set lora_r=16"
             )
+        if self.fake_data and (self.fake_rows > MAX_FAKE_ROWS or self.fake_tokens > MAX_FAKE_TOKENS):
+            raise ValueError(
+                f"fake_data: the run needs {self.fake_rows} rows of {self.seq_length} tokens in memory, of at most "
+                f"{MAX_FAKE_ROWS} rows and {MAX_FAKE_TOKENS} tokens: set a smaller max_steps"
+            )
         plan_of(self).validate(self)
         return self
 
@@ -346,6 +380,16 @@ class RunSpec(BaseModel):
             return self.gradient_accumulation * self.batch_size
         return self.total_batch_size or 32
 
+    @property
+    def fake_rows(self) -> int:
+        """Number of rows that `fake_data` makes: those of all steps, or of a few steps without `max_steps`."""
+        return self.rows_per_step * (self.max_steps or 32)
+
+    @property
+    def fake_tokens(self) -> int:
+        """Number of random tokens that `fake_data` makes."""
+        return self.fake_rows * self.seq_length
+
     def digest(self) -> str:
         """Return 6 hex digits that identify all fields that a resumed run must not change."""
         # Fields keep their former names here, so that a run keeps its default name.
@@ -354,6 +398,7 @@ class RunSpec(BaseModel):
             for name, value in self.model_dump(mode="json").items()
             if not metadata(FIELDS[name])["mutable"]
         }
+        fixed["packing"] = bool(fixed["packing"])  # a run keeps its default name: packing was true before it was auto
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]
 
     def named(self) -> "RunSpec":

@@ -18,6 +18,7 @@ from trainer.config import RunSpec
 from trainer.data.samples import Sample, read_dataset
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
+from trainer.inputs import path_kind
 
 # The default for tokenizers without a chat template: it needs no special tokens and marks the answer for the loss.
 PLAIN_TEMPLATE = (
@@ -29,7 +30,6 @@ PLAIN_TEMPLATE = (
 )
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 _FORMAT = 2  # version of the cached encoding: increment it when the encoding of a sample changes
-_FAKE_STEPS = 32  # steps of a run with fake_data and without max_steps
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,7 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
 
 def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
     """Return random tokens for all steps of the run, one sample of seq_length tokens per row."""
-    samples = spec.rows_per_step * (spec.max_steps or _FAKE_STEPS)
-    total = samples * spec.seq_length
+    total = spec.fake_tokens
     tokens = np.random.default_rng(spec.seed).integers(0, vocabulary, total, dtype=np.int32)
     trained: np.ndarray = np.ones(total, dtype=np.bool_)
     trained[:: spec.seq_length] = False
@@ -204,10 +203,11 @@ def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
     path = Path(spec.dataset)
-    source = sha256_file(path) if path.is_file() else f"{spec.dataset}-{spec.dataset_split}".replace("/", "--")
+    is_file = path_kind(path) == "file"
+    source = sha256_file(path) if is_file else f"{spec.dataset}-{spec.dataset_split}".replace("/", "--")
     cache = store / "cache" / f"{source[:64]}-{encoder.fingerprint()[:16]}.npz"
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
-    if path.is_file() and (cached := load_corpus(cache)):
+    if is_file and (cached := load_corpus(cache)):
         return cached
     corpus = encode_all(read_dataset(spec), encoder)
     save_corpus(corpus, cache)
@@ -220,7 +220,7 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
     counts = np.array([corpus.dropped, corpus.cut], dtype=np.int64)
     np.savez(buffer, tokens=corpus.tokens, trained=corpus.trained, starts=corpus.starts, counts=counts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, buffer.getvalue(), 0o600)  # it holds the text of a dataset that may be private
 
 
 def load_corpus(path: Path) -> Corpus | None:

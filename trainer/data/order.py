@@ -56,7 +56,7 @@ class Order:
             lengths,
             seed=spec.seed,
             capacity=spec.seq_length,
-            packing=spec.packing,
+            packing=bool(spec.packing),
             epochs=spec.epochs,
             rows=spec.rows_per_step,
         )

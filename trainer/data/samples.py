@@ -1,5 +1,6 @@
 """Read datasets: JSONL records in Alpaca, chat, prompt/completion or plain text form. Needs no torch and no tokenizer."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,9 +10,13 @@ from typing import Any
 
 from trainer.config import EMBEDDED_DATASET, RunSpec
 from trainer.errors import UserError, first_line
+from trainer.formats import printable, quoted
+from trainer.inputs import open_regular, path_kind
 
 SHAPES = "messages; instruction and output (input if any); prompt and completion; text"
 ROLES = ("system", "user", "assistant", "tool")
+MAX_LINE = 64 * 1024 * 1024  # bytes of one record
+_MAX_KEYS = 10  # keys of a record in an error message
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -48,7 +53,7 @@ def _messages(value: Any, name: str) -> tuple[dict[str, str], ...]:
             raise ValueError(f"message {index} of {name!r} must have role and content, both strings")
         if message.get("role") not in ROLES:
             role, known = message.get("role"), ", ".join(ROLES)
-            raise ValueError(f"message {index} of {name!r} has role {role!r}, expected one of {known}")
+            raise ValueError(f"message {index} of {name!r} has role {quoted(role)}, expected one of {known}")
         content = _valid_unicode(message["content"], f"message {index} of {name!r}")
         messages.append({"role": message["role"], "content": content})
     return tuple(messages)
@@ -77,7 +82,9 @@ def to_sample(row: Any) -> Sample:
         return Sample(pieces=((_text(row, "prompt"), False), (_text(row, "completion"), True)))
     if "text" in row:
         return Sample(pieces=((_text(row, "text"), True),))
-    raise ValueError(f"has the keys {', '.join(map(str, row)) or '(none)'}; expected {SHAPES}")
+    keys = ", ".join(printable(key, 40) for key in itertools.islice(row, _MAX_KEYS))
+    rest = f" and {len(row) - _MAX_KEYS} more" if len(row) > _MAX_KEYS else ""
+    raise ValueError(f"has the keys {keys or '(none)'}{rest}; expected {SHAPES}")
 
 
 def _reason(error: ValueError) -> str:
@@ -88,7 +95,8 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number, record) of a JSONL file, or (item number, record) of a list in a .json file."""
     if path.suffix == ".json":
         try:
-            items = json.loads(path.read_bytes())
+            with open_regular(path) as file:
+                items = json.loads(file.read())
         except ValueError as error:
             raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON: {_reason(error)}") from None
         except RecursionError:
@@ -99,8 +107,12 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
             )
         yield from enumerate(items, 1)
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(
+                    f"{path}:{number}: longer than {MAX_LINE // 1024 // 1024} MiB: expected one sample per line"
+                )
             if not line.strip():
                 continue
             try:
@@ -137,7 +149,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 def is_hub_id(name: str) -> bool:
     """Return whether `name` can only be a dataset or model on the hub: org/name, and not an existing path."""
-    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists() and not name.endswith((".jsonl", ".json"))
+    return bool(HUB_ID.fullmatch(name)) and not path_kind(Path(name)) and not name.endswith((".jsonl", ".json"))
 
 
 def read_hub(name: str, split: str) -> list[Sample]:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer.config import TINY, RunSpec
 from trainer.data.samples import Sample, read_dataset
 from trainer.files import sha256_file
+from trainer.inputs import path_kind
 
 VOCABULARY = 4096
 CONFIG = {
@@ -150,9 +151,9 @@ def ensure_tiny_model(store: Path, dataset: Path | None, seed: int, samples: Cal
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".tmp-{folder.name}-"))
     try:
-        make_tiny(samples() if known is None else known, aside, seed)
-        aside.chmod(0o755)
-        aside.rename(folder)
+        # In a folder of its own mode, the umask applies: mkdtemp's folder is for its owner alone.
+        make_tiny(samples() if known is None else known, aside / folder.name, seed)
+        (aside / folder.name).rename(folder)
     except OSError:
         if not (folder / "config.json").exists():
             raise
@@ -171,7 +172,7 @@ def with_tiny_model(spec: RunSpec, store: Path) -> RunSpec:
     if spec.model != TINY:
         return spec
     file = Path(spec.dataset)
-    dataset = file if file.is_file() and not spec.fake_data else None
+    dataset = file if path_kind(file) == "file" and not spec.fake_data else None
 
     def samples() -> list[Sample]:
         return [] if spec.fake_data else read_dataset(spec)

@@ -1,8 +1,8 @@
 """The lighthouse of torchft, which tells the replicas of a run which of them are alive.
 
 Usage: ``python -m trainer.distributed.lighthouse HOST:PORT``; see https://meta-pytorch.org/torchft/lighthouse.html.
-It listens only on that address and ends with its parent process. It has no authentication: any process that can reach
-the port can join or end the run.
+It listens only on that address, for the hosts of the run only, and ends with its parent process. It has no authentication:
+any process on these hosts can join or end the run.
 """
 
 import os
@@ -15,6 +15,7 @@ HEARTBEAT_TIMEOUT = 3000  # ms without a heartbeat after which a replica is lost
 
 def main(bind: str) -> None:
     """Serve at `bind` (HOST:PORT) until SIGTERM or SIGINT. Exits with an error if the address is unavailable."""
+    from trainer.distributed.listeners import restrict_listeners
     from trainer.worker_process import die_with_launcher
 
     die_with_launcher()
@@ -27,6 +28,7 @@ def main(bind: str) -> None:
         )
     except RuntimeError as error:
         sys.exit(f"cannot listen on {bind}: {error}")
+    restrict_listeners()
     print(f"lighthouse listens on {bind}", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     server.shutdown()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
+from trainer.formats import quoted
 from trainer.strategy import plan_of
 
 
@@ -31,13 +32,20 @@ class Replica:
         """
         if not replica and not lighthouse:
             return SINGLE_REPLICA
-        match = re.fullmatch(r"(\d+)/(\d+)", replica or "")
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", replica or "")
         if not match or not int(match[1]) < int(match[2]):
-            raise UserError(f"--replica: got {replica!r}, expected the replica's number (from 0) and their count: 0/2")
-        if not re.fullmatch(r"[^:/\s]+:\d+", lighthouse or ""):
-            raise UserError(f"--lighthouse: got {lighthouse!r}, expected its address: 10.0.0.1:29501")
-        if not (first_rank or match[1]).isdigit():
-            raise UserError(f"--first-rank: got {first_rank!r}, expected an integer >= 0")
+            raise UserError(
+                f"--replica: got {quoted(replica)}, expected the replica's number (from 0) and their count: 0/2"
+            )
+        if (lighthouse or "").count(":") > 1:
+            raise UserError(
+                f"--lighthouse: got {quoted(lighthouse)}, but torchft requires an IPv4 address: set the IPv4 addresses "
+                "of the hosts, or diloco_membership=fixed"
+            )
+        if not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", lighthouse or ""):
+            raise UserError(f"--lighthouse: got {quoted(lighthouse)}, expected its address: 10.0.0.1:29501")
+        if not re.fullmatch(r"[0-9]{1,6}", first_rank or match[1]):
+            raise UserError(f"--first-rank: got {quoted(first_rank)}, expected an integer >= 0")
         restarts = ("TRAINYARD_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
         restarted = any(int(os.environ.get(name, "0")) for name in restarts)
         return cls(int(match[1]), int(match[2]), int(first_rank or match[1]), lighthouse or "", restarted)

@@ -1,6 +1,7 @@
 """The ranks of a run: joining the process group, the collectives that the loop needs, and a clean process exit."""
 
 import datetime
+import json
 import os
 import sys
 import time
@@ -11,7 +12,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
+from trainer.distributed.store import RunStore
 
 T = TypeVar("T")
 
@@ -56,7 +59,7 @@ class World:
         device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        store = next(iter(dist.rendezvous("env://", timeout=limit)))[0] if size > 1 else dist.HashStore()
+        store = _open_store(rank, size, limit) if size > 1 else dist.HashStore()
         options: dict[str, Any] = {"device_id": device} if cuda and size > 1 else {}
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -66,6 +69,7 @@ class World:
             timeout=limit,
             **options,
         )
+        restrict_listeners()
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
         return cls(rank, size, local_rank, node_rank, device, store=store, replica=replica)
 
@@ -80,13 +84,16 @@ class World:
         found = next((tuple(sorted(ranks)) for ranks in groups if self.rank in ranks), (self.rank,))
         limit = datetime.timedelta(seconds=timeout)
         group, _ = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in groups], timeout=limit)
+        restrict_listeners()
         return replace(self, rank=found.index(self.rank), size=len(found), ranks=found, group=group)
 
     def with_untimed_group(self) -> "World":
         """Return this world with a group for `sum_without_timeout`. Every rank calls it."""
         if self.size == 1:
             return self
-        return replace(self, untimed_group=dist.new_group(backend="gloo", timeout=_NO_TIMEOUT))
+        group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+        restrict_listeners()
+        return replace(self, untimed_group=group)
 
     @property
     def global_rank(self) -> int:
@@ -120,12 +127,25 @@ class World:
         return tensor.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of every rank, in rank order (pickled, between ranks of one run only). Every rank calls it."""
+        """Return the `value` of every rank, in rank order. Every rank calls it.
+
+        The value is JSON data: lists, numbers, text, and dicts with text as keys. A pickle would let whoever reaches the
+        connections between ranks run code.
+        """
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order. Every rank calls it."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        length = torch.tensor([len(value)], device=self.device)
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self.group)
+        sizes = [int(each) for each in lengths]
+        padded = torch.frombuffer(bytearray(value.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -137,6 +157,14 @@ class World:
         result = work() if self.is_host_leader else None
         self.barrier()
         return result if result is not None else work()
+
+
+def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> RunStore:
+    """Connect to the store that torchrun serves. Where torchrun serves none, such as for elastic runs, rank 0 does."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return RunStore(address, port, size, False, timeout)
+    return RunStore(address, port, size, rank == 0, timeout, multi_tenant=True)
 
 
 def leave(code: int) -> NoReturn:

@@ -2,12 +2,18 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.formats import printable
+from trainer.inputs import read_regular
 
+MAX_HOSTS = 10_000
+_MAX_PROCESSES = 1024  # per host
+_MAX_FILE = 64 * 1024 * 1024  # bytes
 BASE = 475  # MiB of host memory per process for Python and its libraries
 _USABLE = 0.92  # fraction of memory that processes can use
 
@@ -21,24 +27,27 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
     Raises:
         UserError: no such file, or one without a list of hosts.
     """
-    if source.isdigit() and 1 <= int(source) <= 10_000:
+    if re.fullmatch(r"[0-9]{1,5}", source) and 1 <= int(source) <= MAX_HOSTS:
         return [{"host": f"host{place + 1}", "processes": 1} for place in range(int(source))]
     try:
-        hosts = json.loads(Path(source).read_text())
-        return [
-            {
-                "host": str(host.get("host", f"host{place + 1}")),
-                "processes": int(host.get("processes") or len(host.get("ranks", [0]))),
-                "memory_mib": float(host.get("memory_mib") or 0),
-            }
-            for place, host in enumerate(hosts)
-        ]
+        hosts = json.loads(read_regular(Path(source), _MAX_FILE))
+        return [_host(place, host) for place, host in enumerate(hosts[:MAX_HOSTS])]
     except OSError as error:
-        raise UserError(f"--hosts: expected a number of hosts or a file, got {source}: {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError):
         raise UserError(
-            f"--hosts: {source}: expected a JSON list with one object per host (host, processes, memory_mib)"
+            f"--hosts: expected a number of hosts or a file, got {printable(source)}: {error.strerror}"
         ) from None
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
+        raise UserError(
+            f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, memory_mib)"
+        ) from None
+
+
+def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
+    processes = int(host.get("processes") or len(host.get("ranks", [0])))
+    memory = float(host.get("memory_mib") or 0)
+    if not (1 <= processes <= _MAX_PROCESSES and 0 <= memory < 1e12):
+        raise ValueError
+    return {"host": str(host.get("host", f"host{place + 1}")), "processes": processes, "memory_mib": memory}
 
 
 def usable_bytes(device: str, memory: Sequence[tuple[float, int]]) -> float | None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.config import TINY, RunSpec
 from trainer.data.tiny import CONFIG, VOCABULARY
 from trainer.distributed.world import World
-from trainer.model import TokenLoss, add_lora
+from trainer.model import TokenLoss, add_lora, isolates_packed_samples
 from trainer.planner.cost import Rows
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
@@ -53,13 +53,24 @@ def _seconds(strategy: DDP, batch: Batch) -> tuple[float, float]:
     return statistics.median(parts[1:]), statistics.median(steps[1:])
 
 
+def _config(spec: RunSpec) -> Any:
+    if spec.model == TINY:
+        return AutoConfig.for_model(**(CONFIG | {"vocab_size": VOCABULARY}))
+    return AutoConfig.from_pretrained(spec.model)
+
+
+def keeps_samples_apart(spec: RunSpec) -> bool:
+    """Return whether the model keeps the samples of a packed row apart, from a few layers with random weights on the CPU."""
+    config = _config(spec)
+    torch.manual_seed(spec.seed)
+    plain = spec.model_copy(update={"lora_r": 0, "precision": "32-true", "gradient_checkpointing": False})
+    model = _model(plain, config, min(config.num_hidden_layers, _LAYERS), torch.device("cpu"))
+    return isolates_packed_samples(model, config.vocab_size)
+
+
 def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a full micro-batch, forward and backward, and of an optimizer step, on `device` alone."""
-    config = (
-        AutoConfig.for_model(**(CONFIG | {"vocab_size": VOCABULARY}))
-        if spec.model == TINY
-        else AutoConfig.from_pretrained(spec.model)
-    )
+    config = _config(spec)
     torch.manual_seed(spec.seed)
     places = max(8, round(rows.places))
     count = max(1, min(spec.batch_size, _PLACES // places))

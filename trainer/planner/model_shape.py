@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
+from trainer.formats import printable, quoted
+from trainer.inputs import path_kind, read_regular, user_path
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
 
+_MAX_CONFIG = 16 * 1024 * 1024  # bytes of a config.json
+_MAX_COUNT = 1_000_000_000  # of anything in it
 # Decoders whose layers are q, k, v, o and a gated MLP, between norms.
 _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -108,8 +112,8 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     Raises:
         UserError: an unsupported model type, or a missing field.
     """
-    config = config.get("text_config", config)
-    kind = str(config.get("model_type", ""))
+    config = config.get("text_config", config) if isinstance(config, Mapping) else {}
+    kind = str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
     try:
         if kind == "gpt2":
             return _gpt2(config)
@@ -117,15 +121,26 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
             return _llama(kind, config)
     except KeyError as error:
         raise UserError(f"model: the config.json ({kind}) has no {error.args[0]}") from None
+    except ValueError as error:
+        raise UserError(f"model: the config.json ({kind}) has {error}") from None
     known = ", ".join(["gpt2", *_LLAMA_LIKE])
-    raise UserError(f"model: the planner does not support {kind or 'a model without model_type'}: it supports {known}")
+    shown = printable(kind, 80) or "a model without model_type"
+    raise UserError(f"model: the planner does not support {shown}: it supports {known}")
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a number of the config; `default` if it is missing, null or 0. Raises KeyError or ValueError."""
+    value = config[name] if default is None else config.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_COUNT:
+        raise ValueError(f"{name}: {quoted(value)}, expected an integer from 1 to {_MAX_COUNT}")
+    return value
 
 
 def _llama(kind: str, c: Mapping[str, Any]) -> Shape:
     about = _LLAMA_LIKE[kind]
-    hidden, heads, ff = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"]
-    kv_heads = c.get("num_key_value_heads") or heads
-    head_dim = c.get("head_dim") or hidden // heads
+    hidden, heads, ff = (_count(c, name) for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    kv_heads = _count(c, "num_key_value_heads", heads)
+    head_dim = _count(c, "head_dim", max(1, hidden // heads))
     query, value = heads * head_dim, kv_heads * head_dim
     bias = bool(c.get("attention_bias", False))
     if about.get("fused"):
@@ -149,24 +164,24 @@ def _llama(kind: str, c: Mapping[str, Any]) -> Shape:
     if about.get("head_norm"):
         norms += query + value if kind == "olmo2" else 2 * head_dim
     return Shape(
-        kind, c["num_hidden_layers"], hidden, heads, kv_heads, head_dim, c["vocab_size"],
+        kind, _count(c, "num_hidden_layers"), hidden, heads, kv_heads, head_dim, _count(c, "vocab_size"),
         c.get("max_position_embeddings", 0), tuple(matrices), norms, hidden,
         bool(c.get("tie_word_embeddings", kind in _TIED)),
     )  # fmt: skip
 
 
 def _gpt2(c: Mapping[str, Any]) -> Shape:
-    hidden = c["n_embd"]
-    ff = c.get("n_inner") or 4 * hidden
+    hidden, heads = _count(c, "n_embd"), _count(c, "n_head")
+    ff = _count(c, "n_inner", 4 * hidden)
     matrices = (
         Linear("c_attn", hidden, 3 * hidden, "attention", True),
         Linear("c_proj", hidden, hidden, "mixed", True),
         Linear("c_fc", hidden, ff, "mlp", True),
         Linear("c_proj", ff, hidden, "gated", True),
     )
-    positions = c.get("n_positions", 1024)
+    positions = _count(c, "n_positions", 1024)
     return Shape(
-        "gpt2", c["n_layer"], hidden, c["n_head"], c["n_head"], hidden // c["n_head"], c["vocab_size"],
+        "gpt2", _count(c, "n_layer"), hidden, heads, heads, max(1, hidden // heads), _count(c, "vocab_size"),
         positions, matrices, 4 * hidden, 2 * hidden + positions * hidden, bool(c.get("tie_word_embeddings", True)),
     )  # fmt: skip
 
@@ -183,20 +198,22 @@ def shape_of(spec: RunSpec) -> Shape:
         from trainer.data.tiny import CONFIG, VOCABULARY
 
         return read_shape(CONFIG | {"vocab_size": VOCABULARY})
-    path = Path(spec.model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = user_path(spec.model, "model")
+    path = path / "config.json" if path_kind(path) == "folder" else path
+    if path_kind(path) != "file":
         try:
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(spec.model, "config.json"))
         except Exception as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"model: no config.json of {spec.model} found locally or in the hub cache: {why}") from None
+            raise UserError(
+                f"model: no config.json of {spec.model} found locally or in the hub cache: {first_line(error)}"
+            ) from None
     try:
-        return read_shape(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model: cannot read {path}: {error}") from None
+        config = json.loads(read_regular(path, _MAX_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"model: cannot read {path}: {first_line(error)}") from None
+    return read_shape(config)
 
 
 def layer_class(kind: str) -> str:

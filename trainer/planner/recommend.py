@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,61 +62,57 @@ class Option:
         return self.comm_seconds / total if total else 0.0
 
 
-def options(
-    spec: RunSpec,
-    shape: Shape,
-    layout: Layout,
-    rows: Rows,
-    speed: Speed,
-    link: float,
-    room: float | None,
-    gloo: bool,
-) -> list[Option]:
-    """Return the cost of one process alone, and of every registered strategy that the spec allows.
+@dataclass(frozen=True)
+class Setting:
+    """What the cost of a run depends on besides its spec.
 
-    Args:
+    Attributes:
         link: Mbit/s between hosts; ignored for one host.
         room: bytes that a process has for tensors, or None if unknown.
         gloo: whether processes run on CPUs.
     """
-    candidates = [(ALONE, DEFAULT_STRATEGY, Layout((1,)))]
-    if layout.world > 1:
-        candidates += [(name, name, layout) for name in STRATEGIES]
+
+    shape: Shape
+    layout: Layout
+    rows: Rows
+    speed: Speed
+    link: float
+    room: float | None
+    gloo: bool
+
+
+def options(spec: RunSpec, setting: Setting) -> list[Option]:
+    """Return the cost of one process alone, and of every registered strategy that the spec allows."""
+    candidates = [(ALONE, DEFAULT_STRATEGY, replace(setting, layout=Layout((1,))))]
+    if setting.layout.world > 1:
+        candidates += [(name, name, setting) for name in STRATEGIES]
     found = []
     for label, strategy, place in candidates:
         try:
             candidate = RunSpec.model_validate(spec.model_dump() | {"strategy": strategy})
         except ValidationError:
             continue  # other fields of the spec exclude the strategy
-        found.append(_option(label, candidate, shape, place, rows, speed, link, room, gloo))
+        found.append(_option(label, candidate, place))
     return found
 
 
-def _option(
-    label: str,
-    spec: RunSpec,
-    shape: Shape,
-    layout: Layout,
-    rows: Rows,
-    speed: Speed,
-    link: float,
-    room: float | None,
-    gloo: bool,
-) -> Option:
-    """Return the cost of the spec's strategy. Arguments are those of `options`."""
+def _option(label: str, spec: RunSpec, setting: Setting) -> Option:
+    """Return the cost of the spec's strategy under the name `label`."""
+    shape, layout, rows, speed, gloo = setting.shape, setting.layout, setting.rows, setting.speed, setting.gloo
+    bandwidth = setting.link * 1e6 / 8  # bytes per second
     plan = plan_of(spec)
     memory = plan.memory(spec, shape, layout, rows, cuda=not gloo)
     # The rank with the most rows determines the time of a step.
     most = math.ceil(spec.rows_per_step / layout.world)
     compute = most / spec.batch_size * speed.part + speed.step
     sent = plan.comm_bytes(spec, shape, layout, gloo=gloo)
-    extra, slow = plan.overhead_seconds(spec, shape, layout, link * 1e6 / 8) if gloo else (0.0, 0.0)
+    extra, slow = plan.overhead_seconds(spec, shape, layout, bandwidth) if gloo else (0.0, 0.0)
     compute += extra
-    communication = sent * 8 / (link * 1e6) + slow if len(layout.processes) > 1 else 0.0
+    communication = sent / bandwidth + slow if len(layout.processes) > 1 else 0.0
     last = most % spec.batch_size or spec.batch_size
     communication = plan.exposed_seconds(spec, shape, communication, last / spec.batch_size * speed.part)
     tokens = spec.rows_per_step * rows.tokens / (compute + communication)
-    fits = None if room is None else memory.total <= room
+    fits = None if setting.room is None else memory.total <= setting.room
     return Option(label, layout.world, memory, fits, sent, compute, communication, tokens)
 
 
@@ -129,14 +125,14 @@ class Advice:
     fields: dict[str, Any]
 
 
-def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Shape, link: float, gloo: bool) -> Advice:
+def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advice:
     """Recommend a strategy that fits, keeps the result of a single process, and spends its time in computation.
 
     Raises:
         UserError: none fits in memory.
     """
     alone = next(option for option in found if option.strategy == ALONE)
-    if layout.world == 1:
+    if setting.layout.world == 1:
         if alone.fits is False:
             raise UserError(f"plan: {_too_large(spec, alone)}")
         return Advice(DEFAULT_STRATEGY, "one process, so there is nothing to distribute", {})
@@ -148,11 +144,11 @@ def recommend(spec: RunSpec, found: Sequence[Option], layout: Layout, shape: Sha
     best = max(exact, key=lambda option: option.tokens_per_second, default=None)
     fit = "it fits" if alone.fits is not None else "memory is unknown (--hosts FILE states it); if it fits"
     if best and best.share <= _LOUD:
-        return _advise_exact(spec, best, alone, fit, link)
+        return _advise_exact(spec, best, alone, fit, setting.link)
     if quiet:
-        return _advise_low_communication(spec, quiet, by_kind["exact"][0], alone, link)
+        return _advise_low_communication(spec, quiet, by_kind["exact"][0], alone, setting.link)
     assert best is not None
-    why = f"{fit}, but {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
+    why = f"{fit}, but {best.share:.0%} of the time is communication at {round(setting.link, 1):g} Mbit/s"
     if _faster_alone(alone, best):
         why += ": one process alone is faster"
     return Advice(best.strategy, why, {})
@@ -235,8 +231,8 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
     link = min(links) if links else LINK
     rows = Rows.full(spec)
     speed = Speed.nominal(spec, shape, rows, "cuda" if cuda else "cpu", min(host["threads"] for host in hosts))
-    found = options(spec, shape, layout, rows, speed, link, room, not cuda)
-    advice = recommend(spec, found, layout, shape, link, not cuda)
+    setting = Setting(shape, layout, rows, speed, link, room, gloo=not cuda)
+    advice = recommend(spec, options(spec, setting), setting)
     assumed = "" if links or len(hosts) == 1 else " (link assumed, not measured)"
     return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{assumed}"
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from trainer.config import RunSpec
 from trainer.formats import mib, table
+from trainer.inputs import path_kind, user_path
 from trainer.planner.cost import Layout, Rows
 from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
-from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Speed, options, recommend
+from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, recommend
 from trainer.strategy import possible_plans
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
@@ -31,8 +32,10 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
 
     Without a local file of the dataset, or with `fake_data`, every row counts as full.
     """
-    if spec.fake_data or not Path(spec.dataset).expanduser().is_file():
+    file = user_path(spec.dataset, "dataset")
+    if spec.fake_data or path_kind(file) != "file":
         return Rows.full(spec), _FULL_ROWS
+    spec = spec.model_copy(update={"dataset": str(file)})
     import tempfile
 
     from trainer.data.encode import encoded_dataset
@@ -42,13 +45,13 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
 
     with tempfile.TemporaryDirectory() as work:
         local = with_tiny_model(spec, Path(work))
-        store = (data_dir if data_dir.is_dir() else Path(work)) / "store"
+        store = (data_dir if path_kind(data_dir) == "folder" else Path(work)) / "store"
         corpus = encoded_dataset(local, load_tokenizer(local.model), store)
     order = Order(
         corpus.lengths,
         seed=spec.seed,
         capacity=spec.seq_length,
-        packing=spec.packing,
+        packing=bool(spec.packing),
         epochs=1,
         rows=spec.rows_per_step,
     )
@@ -61,6 +64,15 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
         Rows(places, sum(filled) / len(filled), float(corpus.trained.sum()) / (places * len(epoch))),
         f"{spec.dataset}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
     )
+
+
+def _with_packing(spec: RunSpec) -> RunSpec:
+    """Replace `packing: auto` by what a run would choose."""
+    if spec.packing != "auto":
+        return spec
+    from trainer.planner.measure import keeps_samples_apart
+
+    return spec.model_copy(update={"packing": keeps_samples_apart(spec)})
 
 
 def _other_cpu_seconds() -> float:
@@ -93,7 +105,10 @@ def _measured(spec: RunSpec, rows: Rows) -> tuple[Speed, str, list[str], str]:
 
 def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) -> list[str]:
     """Return the settings that affect speed or memory, as ``name=value`` or a name."""
-    found = [*kernels, *(["packing"] if spec.packing else []), *(["gradient bucket views"] if layout.world > 1 else [])]
+    packing = {True: ["packing"], "auto": ["packing (if the model keeps the samples of a row apart)"]}.get(
+        spec.packing, []
+    )
+    found = [*kernels, *packing, *(["gradient bucket views"] if layout.world > 1 else [])]
     names = ("gradient_comm_dtype", "optimizer", "quantize", "precision")
     found += [f"{name}={getattr(spec, name)}" for name in names]
     found += [name for name in ("gradient_checkpointing", "torch_compile") if getattr(spec, name)]
@@ -125,14 +140,18 @@ def plan(
         speed = Speed.nominal(spec, shape, rows, device)
         about_speed = f"nominal speed: {NOMINAL['cpu'] / 1e9:.0f} GFLOP/s per process"
     else:
+        packing, spec = spec.packing, _with_packing(spec)
         rows, data = rows_of(spec, data_dir)
+        if packing and not spec.packing:
+            data += "; packing: off, because the model mixes the samples of a packed row"
         speed, device, kernels, about_speed = _measured(spec, rows)
     memory = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
     if not memory and not fast:  # assume that all hosts have the memory of this machine, as for its speed
         memory = [(own_memory_mib(device), max(layout.processes))]
-    gloo = device == "cpu"
-    found = options(spec, shape, layout, rows, speed, link or LINK, usable_bytes(device, memory), gloo)
-    advice = recommend(spec, found, layout, shape, link or LINK, gloo)
+    room = usable_bytes(device, memory)
+    setting = Setting(shape, layout, rows, speed, link or LINK, room, gloo=device == "cpu")
+    found = options(spec, setting)
+    advice = recommend(spec, found, setting)
     settings = _settings(spec, layout, kernels, device)
     about = [
         f"{len(hosts)} hosts, {layout.world} processes, link {round(link or LINK, 1):g} Mbit/s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,13 @@ class Update(NamedTuple):
 
     rows: Rows
     mine: Rows
+
+
+def check_norm(norm: float) -> float:
+    """Return the gradient norm. Raises FloatingPointError if it is not finite."""
+    if not math.isfinite(norm):
+        raise FloatingPointError("the gradient norm is not finite")
+    return norm
 
 
 class Stopped(Exception):
@@ -181,11 +189,22 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self, lr: float) -> float:
-        """Clip gradients, run the optimizer with learning rate `lr`, clear gradients. Return the norm before clipping."""
+        """Clip gradients, run the optimizer with learning rate `lr`, clear gradients. Return the norm before clipping.
+
+        Raises:
+            FloatingPointError: the norm is not finite (see `check_norm`). All ranks that share the gradient raise it, before
+                the optimizer changes a weight. Steps that a gradient scaler skips do not count.
+        """
 
     @abstractmethod
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a micro-batch without gradients, for evaluation."""
+
+    def weights_finite(self) -> bool:
+        """Return whether the trained weights that this rank holds are finite."""
+        from trainer.finite import all_finite
+
+        return all_finite(parameter for parameter in self.plain.parameters() if parameter.requires_grad)
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Return the trained weights by name in host memory, or None if `plain` holds them. Every rank calls it.

@@ -6,6 +6,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
-from trainer.strategy.base import Batch, Rows, Strategy, Update
+from trainer.strategy.base import Batch, Rows, Strategy, Update, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
+# The gradient scaler skips a step that overflows and halves its scale. Below this scale the gradients themselves overflow.
+_MIN_LOSS_SCALE = 1e-4
 # Bytes of gradients in the first bucket, and in every further one (bucket_cap_mb).
 _BUCKETS = (2**20, 25 * 2**20)
 
@@ -174,16 +177,20 @@ class DDP(Strategy):
     def step(self, lr: float) -> float:
         self.scaler.unscale_(self.optimizer)
         limit = self.spec.max_grad_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.trained.values(), limit)
+        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), limit))
+        if not self.scaler.is_enabled():
+            check_norm(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if not math.isfinite(norm) and self.scaler.get_scale() < _MIN_LOSS_SCALE:
+            check_norm(norm)
         # DDP rebuilds its buckets after the first backward pass. Gradients that are views into the old buckets would keep
         # them alive. From the second step on, gradients stay in the new buckets.
         self.optimizer.zero_grad(set_to_none=self._fresh)
         self._fresh = False
-        return float(norm)
+        return norm
 
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad(), self.autocast():

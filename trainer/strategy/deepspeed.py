@@ -25,7 +25,7 @@ from trainer.planner.cost import (
     micro_batches,
     ring_fraction,
 )
-from trainer.strategy.base import Batch, Strategy
+from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_unshardable
@@ -327,12 +327,19 @@ class DeepSpeedZeRO(Strategy):
     def step(self, lr: float) -> float:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        self.engine.step()
-        return float(self.engine.get_global_grad_norm())
+        self.engine.step()  # changes nothing if the norm is not finite
+        return check_norm(float(self.engine.get_global_grad_norm()))
 
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad():
             return self.engine(*batch)
+
+    def weights_finite(self) -> bool:
+        if not self._sharded_weights:
+            return super().weights_finite()
+        from trainer.finite import all_finite
+
+        return all_finite(self.engine.optimizer.fp32_partitioned_groups_flat)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._gather_full("trained") | persistent_buffers(self.plain.model)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.shares import share
+from trainer.errors import NonFiniteError
 from trainer.planner.cost import Layout, State, micro_batches
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
@@ -216,11 +217,17 @@ class DiLoCo(Strategy):
         return step % self.spec.local_steps == 0
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
-        """Run the outer step, bit-equal on every host."""
+        """Run the outer step, bit-equal on every host.
+
+        Raises:
+            NonFiniteError: the weights of a rank are not finite; all ranks raise it.
+        """
         count, mine = len(self.sizes), self.mine
         numbers = [0.0] * (2 * count)
         numbers[mine], numbers[count + mine] = (value / self.replica_group.size for value in self.round_counts())
-        numbers = self.world.sum_without_timeout(numbers, waiting)
+        numbers.append(float(not self.weights_finite()))
+        *numbers, not_finite = self.world.sum_without_timeout(numbers, waiting)
+        self.reject_not_finite(not_finite)
         tokens = numbers[:count]
         self.end_round(numbers[count:])
         self.local_params = self.inside.full_params()
@@ -231,6 +238,11 @@ class DiLoCo(Strategy):
                     dist.all_reduce(gradient, group=self.replica_leaders.group)
                 self.broadcast_gradient(names, gradient)
         self.outer_step()
+
+    def reject_not_finite(self, ranks: float) -> None:
+        """Raise NonFiniteError if the weights of any of the `ranks` are not finite: the outer step would pass them on to all."""
+        if ranks:
+            raise NonFiniteError("weights are not finite", self._step + 1, self.spec.lr)
 
     def round_counts(self) -> tuple[float, float]:
         """Return the tokens of this round, and the seconds per inner step on this rank."""

@@ -25,6 +25,8 @@ from safetensors.torch import save_file
 
 from trainer.checkpoint import write_checkpoint
 from trainer.config import RunSpec
+from trainer.distributed.listeners import restrict_listeners
+from trainer.distributed.store import RunStore
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.files import write_atomic
@@ -69,7 +71,7 @@ class Membership(NamedTuple):
 
 
 class Transport(HTTPTransport):
-    """The HTTP transport of torchft, bound to the cluster address, that refuses pickled code."""
+    """The HTTP transport of torchft, announced at the cluster address, that refuses pickled code."""
 
     def __init__(self, address: str, timeout: datetime.timedelta) -> None:
         self._host = address
@@ -177,7 +179,7 @@ class DiLoCoTorchFT(DiLoCo):
             address = route.getsockname()[0]
         timeout = datetime.timedelta(seconds=self.spec.collective_timeout)
         # A new store per start: entries of an earlier start of this replica would be wrong.
-        self._store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self._store = RunStore(address, 0, is_master=True, wait_for_workers=False)
         self.group = ProcessGroupGloo(
             timeout=datetime.timedelta(seconds=min(_STALL_LIMIT, self.spec.collective_timeout))
         )
@@ -201,6 +203,7 @@ class DiLoCoTorchFT(DiLoCo):
             init_sync=False,
             quorum_retries=5,
         )
+        restrict_listeners()  # of the manager and of the transport, which listen on all addresses
         self._set_manager_step()
 
     def _set_manager_step(self) -> None:
@@ -261,10 +264,15 @@ class DiLoCoTorchFT(DiLoCo):
         return [present[place] for place in deal(turns, self._speeds(sizes, costs))]
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
-        """Run the outer step with the replicas that are present."""
+        """Run the outer step with the replicas that are present.
+
+        Raises:
+            NonFiniteError: the weights of a rank of this replica are not finite; the other replicas do not receive them.
+        """
         count, length = self.replica.count, self.spec.local_steps
         self._next_synced_step = min(self._synced_step + length - self._synced_step % length, self._steps)
-        flags = self.world.sum(flags)
+        *flags, not_finite = self.world.sum([*flags, float(not self.weights_finite())])
+        self.reject_not_finite(not_finite)
         self.local_params = self.inside.full_params()
         numbers = self._exchange(flags, waiting) if self.world.rank == 0 else []
         numbers = self._share(numbers, (_COLUMNS + 1) * count + len(flags), waiting)
@@ -322,6 +330,7 @@ class DiLoCoTorchFT(DiLoCo):
                     raise Stopped
                 time.sleep(_POLL_INTERVAL)
             quorum.result()
+            restrict_listeners()  # a new quorum has a new gloo group
             values = [0.0] * (_COLUMNS * self.replica.count)
             received = self._received_state is not None
             mine = (

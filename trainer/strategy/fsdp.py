@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.distributed.listeners import restrict_listeners
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
 from trainer.planner.model_shape import layer_class, shape_of
-from trainer.strategy.base import Batch, Strategy
+from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.full_state_dict import State as StateDict
 from trainer.strategy.lazy import LazyModule
@@ -161,7 +162,7 @@ class ShardedWriting:
             raise DiskError(f"checkpoint: {_why(error)}: free disk space and start the run again") from error
         # PyTorch writes it on the first rank only, and every host needs it.
         mine = (self._folder / METADATA).read_bytes() if self._world.rank == 0 else b""
-        metadata = self._world.gather(mine)[0]
+        metadata = self._world.gather_bytes(mine)[0]
         if self._world.is_host_leader:
             (self._folder / METADATA).write_bytes(metadata)
 
@@ -200,6 +201,7 @@ class FSDP(Strategy):
             # The writer threads communicate during training, so they need a separate group. NCCL does not support their
             # collectives.
             self._group, _ = dist.new_subgroups(mesh.size(mesh.ndim - 1), backend="gloo")
+            restrict_listeners()
 
     def _shard(self, spec: RunSpec, world: World, mesh: device_mesh.DeviceMesh) -> None:
         """Replace the parameters of the model by shards on the ranks of `mesh`."""
@@ -240,12 +242,13 @@ class FSDP(Strategy):
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        norm = nn.utils.clip_grad_norm_(self.trained.values(), self.spec.max_grad_norm or float("inf"))
+        clipped = nn.utils.clip_grad_norm_(self.trained.values(), self.spec.max_grad_norm or float("inf"))
+        norm = check_norm(float(clipped.full_tensor() if isinstance(clipped, tensor.DTensor) else clipped))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm.full_tensor() if isinstance(norm, tensor.DTensor) else norm)
+        return norm
 
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad(), self.autocast():

@@ -39,7 +39,8 @@ def run_environment(run_dir: Path) -> dict[str, str]:
         return values
     if file.stat().st_mode & 0o077:
         raise SupervisorError(f"{file} may hold secrets, and other users can read it; run: chmod 600 {file}")
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    # Only a line feed ends a line: a value may contain other characters at which Python's splitlines ends one.
+    for number, line in enumerate(file.read_bytes().decode().split("\n"), 1):
         if line.strip() and not line.startswith("#"):
             key, equals, value = line.partition("=")
             if not equals or not key.isidentifier():

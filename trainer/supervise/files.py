@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 LOG_LIMIT = 64 * 1024  # bytes of a log in one status
+JSON_LIMIT = 4 << 20  # bytes of a state file; a larger one is not ours
 
 
 class SupervisorError(RuntimeError):
     """A request that cannot be carried out; the message is one line for the user."""
 
 
+def open_regular(path: Path) -> int:
+    """Return a descriptor that reads a regular file. Never blocks, unlike the opening of a FIFO.
+
+    Raises OSError, also if `path` is not a regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return handle
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in `path`, or None if there is none yet. Writers rename, so a file is never incomplete."""
     try:
-        value: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        with os.fdopen(open_regular(path), "rb") as file:
+            value = json.loads(file.read(JSON_LIMIT))
+    except (OSError, ValueError, RecursionError):
         return None
-    return value
+    return value if isinstance(value, dict) else None
 
 
 def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -69,15 +85,31 @@ def hold_lock(path: Path, wait: float = 0.0) -> Iterator[bool]:
 
 
 def is_alive(run_dir: Path) -> bool:
-    """Return whether a supervisor of this run folder is alive on this host."""
+    """Return whether a supervisor of this run folder is alive on this host. Raises OSError if that cannot be found out."""
     try:
-        with (run_dir / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
+        handle = open_regular(run_dir / "lock")
     except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
         return True
+    finally:
+        os.close(handle)
+
+
+def other_runs(run_dir: Path) -> tuple[list[str], list[str]]:
+    """Return the names of other runs that are alive on this host, and those of run folders that cannot be read."""
+    alive, unreadable = [], []
+    others = sorted(run_dir.parent.iterdir()) if run_dir.parent.is_dir() else []
+    for other in others:
+        try:
+            if other != run_dir and is_alive(other):
+                alive.append(other.name)
+        except OSError:
+            unreadable.append(other.name)
+    return alive, unreadable
 
 
 def read_log(path: Path, since: int) -> dict[str, Any]:

@@ -21,10 +21,12 @@ class StartRequest:
     attempt: int = 0  # number of the attempt; 0: the last one plus 1
     backend: str = "auto"  # auto, systemd or process
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
+    reachable: list[str] = field(default_factory=list)  # addresses to which the unit is limited; empty for no limit
     hold: bool = False  # start torchrun only when the file `state/go` exists, so that all hosts begin together
     replica: int | None = None  # the replica of this host, if every replica has its own torchrun
     restarts: int = 0  # maximum consecutive restarts of torchrun without progress
     lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
+    claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
     unit: str = ""  # the systemd unit, set by `start`
 
     @classmethod

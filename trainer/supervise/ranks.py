@@ -93,6 +93,11 @@ class RankMonitor:
         """Return whether a rank has reported that it finished or stopped."""
         return self.rank_state(rank).get("status") in ENDED_WELL
 
+    def mistake(self) -> str:
+        """Return the type of an error that a rank reported and that a user must fix, or an empty string."""
+        errors = [self.rank_state(rank).get("error") or {} for rank in self.ranks]
+        return next((str(error["type"]) for error in errors if error.get("plain")), "")
+
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Return the last heartbeat of a rank; empty if there is none."""
         return read_json(self.run_dir / f"state/rank{rank}.json") or {}

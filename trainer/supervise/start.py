@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from trainer.supervise.claim import START_LOCK, consume_claim
 from trainer.supervise.environment import (
     choose_backend,
     clean_environment,
@@ -17,9 +19,10 @@ from trainer.supervise.environment import (
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.files import SupervisorError, hold_lock, is_alive, read_json
+from trainer.supervise.files import SupervisorError, hold_lock, is_alive, other_runs, read_json
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes
+from trainer.supervise.sandbox import unit_properties
 
 START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
 
@@ -35,7 +38,8 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         unit properties that have no effect without systemd.
 
     Raises:
-        SupervisorError: this run, or another one that the message names, is running on this host.
+        SupervisorError: this run, or another one that the message names, is running on this host, or another controller
+            has claimed the run.
     """
     wanted = StartRequest.from_json(request)
     run_dir = Path(wanted.run_dir).resolve()
@@ -45,10 +49,11 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     for folder in ("state", "logs"):
         (run_dir / folder).mkdir(exist_ok=True)
     # One of two simultaneous starts sees the run of the other.
-    with hold_lock(run_dir.parent / ".start", wait=START_LIMIT) as locked:
+    with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
         if not locked:
             raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
         check_idle(run_dir)
+        consume_claim(run_dir, wanted.claim)
         last = read_json(run_dir / "state/node.json") or {}
         wanted.run_dir = str(run_dir)
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
@@ -61,9 +66,9 @@ def check_idle(run_dir: Path) -> None:
     """Check that no run is alive on this host. Raises SupervisorError."""
     if is_alive(run_dir):
         raise SupervisorError(f"run {run_dir.name} is already running here")
-    for other in sorted(run_dir.parent.iterdir()):
-        if other != run_dir and is_alive(other):
-            raise SupervisorError(f"busy: run {other.name} is running here")
+    alive, _ = other_runs(run_dir)
+    if alive:
+        raise SupervisorError(f"busy: run {alive[0]} is running here")
     if left := run_processes(run_dir):
         raise SupervisorError(
             f"processes of an earlier start of run {run_dir.name} are still running: {left}; stop the run first"
@@ -73,6 +78,7 @@ def check_idle(run_dir: Path) -> None:
 def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
     """Start the supervisor and wait until it has written its state. Raises SupervisorError."""
     systemd = choose_backend(wanted.backend)
+    load_gpu_driver()
     wanted.unit = unit_name(run_dir) if systemd else ""
     command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
     log = run_dir / f"logs/torchrun.{wanted.node_rank}.log"
@@ -109,7 +115,10 @@ def start_unit(systemd: list[str], wanted: StartRequest, run_dir: Path, command:
     subprocess.run([*systemctl, "reset-failed", wanted.unit], capture_output=True, check=False, env=environment)
     # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
     # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
-    settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec", f"WorkingDirectory={run_dir}", *wanted.properties]
+    settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec", f"WorkingDirectory={run_dir}"]
+    system, env = "--user" not in systemd, run_environment(run_dir)
+    settings += unit_properties(run_dir, system=system, reachable=wanted.reachable, env=env)
+    settings += wanted.properties
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
     options += [f"--property={setting}" for setting in settings]
     options += [f"--setenv={key}={value}" for key, value in import_environment(run_dir).items()]
@@ -118,6 +127,12 @@ def start_unit(systemd: list[str], wanted: StartRequest, run_dir: Path, command:
     )
     if done.returncode:
         raise SupervisorError(f"systemd-run: {' '.join((done.stderr or done.stdout).split())}")
+
+
+def load_gpu_driver() -> None:
+    """Create the devices that CUDA needs. Its own setuid helper does so otherwise, which a rank cannot run."""
+    if helper := shutil.which("nvidia-modprobe"):
+        subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 def unit_name(run_dir: Path) -> str:

@@ -39,9 +39,25 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_runs(request: dict[str, Any]) -> dict[str, Any]:
-    """Return `runs`, the state of every run folder below `data_dir` that has one."""
-    found = sorted(Path(request["data_dir"]).glob("runs/*/state/node.json"))
-    return {"now": time.time(), "runs": [read_state(path.parent.parent) for path in found]}
+    """Return `runs`, the state of every run folder below `data_dir` that has one.
+
+    `skipped` are the names of run folders whose state cannot be read.
+    """
+    runs, skipped = [], []
+    for folder in sorted(Path(request["data_dir"]).glob("runs/*")):
+        try:
+            os.lstat(folder / "state/node.json")
+            state = read_state(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # not started yet, or no run folder
+        except (OSError, KeyError, TypeError, ValueError):
+            skipped.append(folder.name)
+        else:
+            if state["node"] is None:
+                skipped.append(folder.name)
+            else:
+                runs.append(state)
+    return {"now": time.time(), "runs": runs, "skipped": skipped}
 
 
 def rank_statuses(state: dict[str, Any]) -> dict[str, str]:

@@ -27,7 +27,7 @@ LIGHTHOUSE_DELAY = 1.0  # s between two starts of the lighthouse
 LIGHTHOUSE_STARTS = 3  # consecutive starts of a lighthouse that exits by itself, such as where its port is taken
 KILL_LIMIT = 10.0  # s for killed processes to end
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
 AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD}
 
 
@@ -50,8 +50,8 @@ class Supervisor:
     def __init__(self, request: StartRequest, run_dir: Path, log: Path) -> None:
         self.request, self.run_dir = request, run_dir
         # With this option torchrun restarts its workers itself, and the death of a worker does not end the run.
-        elastic = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", word) for word in request.command)
-        self.ranks = RankMonitor(run_dir, log, request.ranks, renumbered=elastic, replica=request.restarts > 0)
+        self.elastic = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", word) for word in request.command)
+        self.ranks = RankMonitor(run_dir, log, request.ranks, renumbered=self.elastic, replica=request.restarts > 0)
         self.best_step, self.failed_in_a_row, self.restarted = -1, 0, 0
         self.lighthouse: subprocess.Popen[bytes] | None = None
         self.lighthouse_started, self.lighthouse_exits = 0.0, 0
@@ -64,7 +64,7 @@ class Supervisor:
             "ranks": request.ranks,
             "hosts": request.hosts,
             "attempt": request.attempt,
-            "restarts": elastic or request.restarts > 0,
+            "restarts": self.elastic or request.restarts > 0,
             "replica": request.replica,
             "backend": "systemd" if request.unit else "process",
             "unit": request.unit or None,
@@ -81,6 +81,8 @@ class Supervisor:
         """Run torchrun until it ends and is not restarted; record the end."""
         # Orphans become children of this process: torchrun starts its workers in separate sessions.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
+        if not self.request.unit:  # a unit has the property for this
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         if self.request.hold and not self.wait_for_go():
             return
@@ -115,7 +117,8 @@ class Supervisor:
             if self.ranks.update(torchrun.pid):
                 self.save()
             self.keep_lighthouse()
-            if self.ranks.exit_is_overdue() or "error" in self.node:
+            useless = self.elastic and self.ranks.mistake() not in ("", "DiskError")  # torchrun would restart the ranks
+            if self.ranks.exit_is_overdue() or "error" in self.node or useless:
                 self.kill_all(torchrun, spare=self.lighthouse)
         return code
 
@@ -164,8 +167,7 @@ class Supervisor:
         There is no restart if the ranks ended as intended, a user stops the run, or a user must fix the cause.
         """
         states = [self.ranks.rank_state(rank) for rank in self.ranks.ranks]
-        mistake = "error" in self.node or any((state.get("error") or {}).get("plain") for state in states)
-        if mistake or {state.get("status") for state in states} <= set(ENDED_WELL):
+        if "error" in self.node or self.ranks.mistake() or {state.get("status") for state in states} <= set(ENDED_WELL):
             return False
         step = max(int(state.get("step") or 0) for state in states)
         self.failed_in_a_row = 1 if step > self.best_step else self.failed_in_a_row + 1

@@ -1,0 +1,65 @@
+"""Parse YAML of a bounded size: a small file cannot expand to gigabytes of values, and every error is one line."""
+
+from typing import Any
+
+import yaml
+
+MAX_YAML = 256 * 1024  # bytes of a spec, and characters that its aliases may stand for
+
+
+class YamlError(ValueError):
+    """The text is not YAML, or expands too far. `line`: where, from 1; 0 if unknown."""
+
+    def __init__(self, reason: str, line: int = 0) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader in which an alias stands for a single value: aliases of lists and mappings expand exponentially."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._aliased = 0  # characters that aliases stand for
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        mark = self.peek_event().start_mark
+        node = super().compose_node(parent, index)
+        if is_alias:
+            if not isinstance(node, yaml.ScalarNode):
+                raise YamlError(
+                    "an alias (*name) of a list or a mapping is not allowed: write its values", mark.line + 1
+                )
+            self._aliased += len(node.value)
+            if self._aliased > MAX_YAML:
+                raise YamlError("its aliases (*name) stand for too much text: write the values", mark.line + 1)
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the values of a YAML document.
+
+    Raises:
+        YamlError: the text is too long or not YAML, or an alias stands for a list or a mapping.
+    """
+    if len(text) > MAX_YAML:
+        raise YamlError(f"it is longer than {MAX_YAML // 1024} KiB")
+    try:
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except YamlError:
+        raise
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        raise YamlError(f"not YAML: {reason}", mark.line + 1 if mark else 0) from None
+    except RecursionError:
+        raise YamlError("not YAML: nested too deeply") from None
+    except ValueError as error:  # 2024-99-99 is parsed as a date
+        raise YamlError(f"not YAML: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError):  # of PyYAML, for values such as `!!bool x`
+        raise YamlError("not YAML: a value does not match its type") from None

@@ -1,0 +1,26 @@
+"""The key-value store of a run. torch's own server listens on all addresses and accepts everybody."""
+
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from trainer.distributed.listeners import listen
+
+
+class RunStore(TCPStore):
+    """A TCPStore whose server listens at `host_name` only, for the hosts of the run only."""
+
+    def __init__(
+        self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest: Any, **more: Any
+    ) -> None:
+        """Start the server if `is_master`, and connect to it. The arguments are those of TCPStore.
+
+        Raises:
+            OSError: the server cannot listen.
+            torch.distributed.DistError: the server does not answer.
+        """
+        if is_master:
+            server = listen(host_name, port)
+            port = server.getsockname()[1]
+            more["master_listen_fd"] = server.detach()
+        super().__init__(host_name, port, world_size, is_master, *rest, **more)
