@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.formats import printable, quoted
+
 MTU = range(576, 9217)
 IPV6_MTU = 1280  # bytes, the minimum
 
@@ -24,12 +26,12 @@ def address_errors(hosts: Hosts) -> list[str]:
     for host, variables in hosts.items():
         if variables.get("netplan_address"):
             errors += [f"{host}: {line}" for line in host_errors(variables)]
-            address = str(variables["netplan_address"]).partition("/")[0]
+            address = printable(variables["netplan_address"]).partition("/")[0]
             if address in owners:
                 errors.append(f"netplan_address of {owners[address]} and {host} are both {address}")
             owners.setdefault(address, host)
     for host, variables in hosts.items():
-        owner = owners.get(str(variables.get("current", "")))
+        owner = owners.get(printable(variables.get("current", "")))
         if owner and owner != host and hosts[owner].get("current") != variables["current"]:
             errors.append(
                 f"netplan_address of {owner} is {variables['current']}, the current address of {host}: "
@@ -40,7 +42,7 @@ def address_errors(hosts: Hosts) -> list[str]:
 
 def host_errors(variables: Mapping[str, Any]) -> list[str]:
     """Return one line for each error in the variables of one host; `netplan_address` is set."""
-    text = str(variables["netplan_address"])
+    text = printable(variables["netplan_address"])
     try:
         interface = ipaddress.ip_interface(text)
     except ValueError:
@@ -53,17 +55,17 @@ def host_errors(variables: Mapping[str, Any]) -> list[str]:
         errors.append(f"netplan_address is {text}, which is not a valid address of a NIC")
     elif network.prefixlen < network.max_prefixlen - 1 and interface.ip in _reserved(network):
         errors.append(f"netplan_address is {text}, which is reserved in its network: use another address")
-    errors += _gateway_errors(str(variables.get("netplan_gateway") or ""), interface)
+    errors += _gateway_errors(printable(variables.get("netplan_gateway") or ""), interface)
     dns = variables.get("netplan_dns")
     for server in dns if isinstance(dns, list) else [] if dns in (None, "") else [dns]:
-        if _address(str(server)) is None:
-            errors.append(f"netplan_dns has {server!r}, expected IP addresses")
-    mtu = str(variables.get("netplan_mtu") or 0)
+        if _address(printable(server)) is None:
+            errors.append(f"netplan_dns has {quoted(server)}, expected IP addresses")
+    mtu = printable(variables.get("netplan_mtu") or 0)
     if mtu != "0" and not (mtu.isdecimal() and int(mtu) in MTU):
         errors.append(f"netplan_mtu is {mtu}, expected {MTU.start} to {MTU.stop - 1} bytes")
     elif mtu != "0" and interface.version == 6 and int(mtu) < IPV6_MTU:
         errors.append(f"netplan_mtu is {mtu}, IPv6 needs at least {IPV6_MTU} bytes")
-    nic = str(variables.get("netplan_nic") or "")
+    nic = printable(variables.get("netplan_nic") or "")
     if nic and not re.fullmatch(r"[0-9A-Fa-f]{2}(:[0-9A-Fa-f]{2}){5}|[^\s/:]{1,15}", nic):
         errors.append(f"netplan_nic is {nic!r}, expected the name of a NIC or its MAC address")
     return errors

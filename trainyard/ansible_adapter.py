@@ -7,8 +7,11 @@ user of the connection: the supervisor uses sudo itself where it has to.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shlex
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,21 @@ from ansible.errors import AnsibleError
 from ansible.parsing.plugin_docs import read_docstring
 from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
+from ansible.utils.display import Display
 
+from trainer.supervise.processes import descendants, send_signal
 from trainer.worker_process import die_with_launcher
-from trainyard.connection import Host, HostConnection, InventoryError, Login, RemoteError, last_line
+from trainyard.connection import (
+    OUTPUT_LIMIT,
+    TOO_MUCH,
+    FanOut,
+    Host,
+    HostConnection,
+    InventoryError,
+    Login,
+    RemoteError,
+    last_line,
+)
 
 __all__ = [
     "AnsibleTransport",
@@ -32,6 +47,8 @@ __all__ = [
 
 # Keys of a documented option that an argument spec also has.
 SPEC_KEYS = ("type", "elements", "default", "choices", "required", "aliases")
+ANSWER_LIMIT = 0.5  # s for pending answers: after the loss of a host, they delay the report of it
+KILL_LIMIT = 0.5  # s for the threads of requests whose clients were killed
 DEFAULT_PYTHON = "/usr/bin/python3"
 
 
@@ -54,6 +71,11 @@ class ClusterAction(ActionBase):
         result: dict[str, Any] = super().run(tmp, task_vars)
         return result
 
+    def cleanup(self, force: bool = False) -> None:
+        """End the requests that are still pending; Ansible calls this when the action has returned or failed."""
+        end_requests()
+        super().cleanup(force)
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the task, validated against the DOCUMENTATION of the module of this name.
 
@@ -66,6 +88,34 @@ class ClusterAction(ActionBase):
         return arguments
 
 
+def end_requests() -> None:
+    """Return when no thread of a request is left, so that none outlives its task.
+
+    With -vvv, connection plugins write to a queue that all workers share. A worker that exits while one of its threads
+    holds the queue's lock would block ansible-playbook for ever.
+    """
+    left = FanOut.join_all(ANSWER_LIMIT)
+    for thread in left:  # of hosts that do not answer
+        kill_clients(thread.native_id)
+    if left and FanOut.join_all(KILL_LIMIT):
+        Display()._final_q = None  # a plugin without a client process: its output is lost
+
+
+def kill_clients(thread: int | None) -> None:
+    """Kill the processes that a thread of this process has started, such as ssh, and those below them.
+
+    Args:
+        thread: the kernel's number of the thread.
+    """
+    try:
+        children = [int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text().split()]
+    except OSError:  # the thread has ended
+        return
+    for pid in [below for child in children for below in (*descendants(child), child)]:
+        with contextlib.suppress(PermissionError):
+            send_signal(pid, signal.SIGKILL)
+
+
 class AnsibleTransport:
     """Runs commands and copies files over one of Ansible's connection plugins."""
 
@@ -73,19 +123,28 @@ class AnsibleTransport:
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
+        self._thread: int | None = None  # that used the connection last
+
+    def abort(self) -> None:
+        """Kill the client process of the command or the copy that another thread has in progress."""
+        kill_clients(self._thread)
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
+        self._thread = threading.get_native_id()
         words = f"/bin/sh -c {shlex.quote(command)}{' </dev/null' if stdin is None else ''}"
         try:
             # sudoable=False: no terminal, so that the output is only what the command prints.
             code, out, err = self.connection.exec_command(words, in_data=stdin, sudoable=False)
         except AnsibleError as error:
             raise RemoteError(last_line(str(error)) or "unreachable") from error
+        if max(len(out), len(err)) > OUTPUT_LIMIT:
+            raise RemoteError(TOO_MUCH)
         return code, out, err
 
     def put(self, source: str, target: str) -> None:
         """Copy a file of the controller to the host. Raises RemoteError."""
+        self._thread = threading.get_native_id()
         try:
             self.connection.put_file(source, target)
         except (AnsibleError, OSError) as error:
@@ -93,6 +152,7 @@ class AnsibleTransport:
 
     def fetch(self, source: str, target: str) -> None:
         """Copy a file of the host to the controller. Raises RemoteError."""
+        self._thread = threading.get_native_id()
         try:
             self.connection.fetch_file(source, target)
         except (AnsibleError, OSError) as error:

@@ -11,19 +11,32 @@ import json
 import shlex
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from trainer.errors import MAX_MESSAGE
+from trainer.formats import printable, quoted
 from trainyard.remote_archive import remote_command, remote_input
+from trainyard.replies import ReplyError, checked_reply, last_object
+
+OUTPUT_LIMIT = 16 << 20  # bytes that a host may answer: a reply, and what its login scripts print before it
+TOO_MUCH = f"sent more than {OUTPUT_LIMIT >> 20} MiB; the connection was closed"
 
 
 class RemoteError(Exception):
-    """A host did not answer, or it answered with an error; the message is one line."""
+    """A host did not answer, or it answered with an error; the message is one line, whatever the host sent."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(printable(message, MAX_MESSAGE))
 
 
 class InventoryError(Exception):
     """The inventory does not describe a host completely; the message is one line."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(printable(message, MAX_MESSAGE))
 
 
 class Transport(Protocol):
@@ -44,6 +57,10 @@ class Transport(Protocol):
 
     def fetch(self, source: str, target: str) -> None:
         """Copy a file of the host to the controller. Raises RemoteError."""
+        ...
+
+    def abort(self) -> None:
+        """End the command or the copy that another thread has in progress, which then raises an error or returns."""
         ...
 
 
@@ -87,11 +104,11 @@ class Host:
             ipaddress.ip_address(self.address)
         except ValueError:
             raise InventoryError(
-                f"{self.name}: cluster_address is {self.address!r}; set it to the IP address at which its peers reach it"
+                f"{self.name}: cluster_address is {quoted(self.address)}; set it to the IP address at which its peers reach it"
             ) from None
         for name, path in (("cluster_data_dir", self.data_dir), ("cluster_python", self.python)):
             if not path.startswith("/"):
-                raise InventoryError(f"{self.name}: {name} is {path!r}; set it to an absolute path on the host")
+                raise InventoryError(f"{self.name}: {name} is {quoted(path)}; set it to an absolute path on the host")
 
 
 class HostConnection:
@@ -110,9 +127,9 @@ class HostConnection:
             python: the interpreter on the host; by default that of the cluster's environment.
 
         Raises:
-            RemoteError: the host is unreachable, or the answer is `{"error": ...}`.
+            RemoteError: the host is unreachable, the answer is `{"error": ...}`, or it is not a reply to the verb.
         """
-        return self.run(remote_command(verb, python or self.host.python), remote_input(request))
+        return self.run(remote_command(verb, python or self.host.python), remote_input(request), verb)
 
     def start_run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Start the host's part of a run from the staged trainer, which outlives the connection. Raises RemoteError.
@@ -123,19 +140,27 @@ class HostConnection:
         archive = shlex.quote(f"{request['run_dir']}/trainer.zip")
         # -P: import the staged trainer, not one in the current folder.
         command = f"PYTHONPATH={archive} exec {shlex.quote(self.host.python)} -P -m trainer.supervise start"
-        return self.run(command, json.dumps(request).encode())
+        return self.run(command, json.dumps(request).encode(), "start")
 
-    def run(self, command: str, stdin: bytes | None = None) -> dict[str, Any]:
-        """Run a shell command on the host and return the last JSON object on its standard output. Raises RemoteError."""
+    def run(self, command: str, stdin: bytes | None = None, verb: str = "") -> dict[str, Any]:
+        """Run a shell command on the host and return the last JSON object on its standard output.
+
+        Args:
+            verb: what the answer replies to, see trainyard/reply_types.py; empty accepts any object.
+
+        Raises:
+            RemoteError: there is no such object, it has an `error`, or it is not a reply to the verb.
+        """
         code, out, err = self.transport.execute(command, stdin)
-        lines = [line for line in out.decode(errors="replace").splitlines() if line.startswith("{")]
         try:
-            answer: dict[str, Any] = json.loads(lines[-1])
-        except (IndexError, ValueError):
-            raise RemoteError(last_line(err.decode(errors="replace")) or f"no answer, exit code {code}") from None
-        if "error" in answer:
-            raise RemoteError(answer["error"])
-        return answer
+            answer = last_object(out)
+            if answer is None:
+                raise RemoteError(last_line(err.decode(errors="replace")) or f"no answer, exit code {code}")
+            if "error" in answer:
+                raise RemoteError(answer["error"])
+            return checked_reply(verb, answer)
+        except ReplyError as error:
+            raise RemoteError(str(error)) from None
 
     def put(self, source: str, target: str) -> None:
         """Copy a file of the controller to the host. Raises RemoteError."""
@@ -147,8 +172,8 @@ class HostConnection:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of an error output, which names the cause."""
-    return (text.strip().splitlines() or [""])[-1].strip()
+    """Return the last line of an error output, which names the cause, as printable text."""
+    return printable((text[-4 * MAX_MESSAGE :].strip().splitlines() or [""])[-1].strip(), MAX_MESSAGE)
 
 
 class FanOut:
@@ -156,6 +181,8 @@ class FanOut:
 
     `answers` and `errors` fill up while the threads run; both are keyed by the name of the host.
     """
+
+    _all: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
     def __init__(self, requests: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
@@ -165,13 +192,22 @@ class FanOut:
             for host, request in requests.items()
         }
         for thread in self.threads.values():
+            self._all.add(thread)
             thread.start()
+
+    @classmethod
+    def join_all(cls, limit: float) -> list[threading.Thread]:
+        """Wait up to `limit` seconds for the threads of all requests; return those that are left."""
+        deadline = time.monotonic() + limit
+        for thread in list(cls._all):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread for thread in list(cls._all) if thread.is_alive()]
 
     def _request(self, host: str, request: Callable[[], dict[str, Any]]) -> None:
         try:
             self.answers[host] = request()
         except Exception as error:  # a connection plugin may raise anything; it concerns this host only
-            self.errors[host] = str(error)
+            self.errors[host] = printable(error, MAX_MESSAGE)
 
     def wait(self, limit: float, doubtful: Collection[str] = (), grace: float = 0.0) -> FanOut:
         """Wait up to `limit` seconds for all hosts; then record an error for each host without an answer.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.config import FIELDS, RunSpec, make_spec, read_yaml, resolve_aliases, suggest
+from trainer.config.load import MAX_LISTED, and_more
 from trainer.errors import UserError
+from trainer.formats import printable
+from trainer.inputs import user_path
 from trainyard.run import options
+
+MAX_VALUES = 1_000_000  # in one variable; the state of a session with a thousand hosts has fewer
 
 
 def known_variables(top: Path) -> set[str]:
@@ -49,13 +55,16 @@ def read_run_spec(
     """
     if "_raw_params" in extra_vars:
         raise UserError(
-            f"-e {extra_vars['_raw_params']}: takes NAME=VALUE; quote a value that contains spaces twice: -e 'run=\"a b\"'"
+            f"-e {printable(extra_vars['_raw_params'])}: takes NAME=VALUE; quote a value that contains spaces twice: -e 'run=\"a b\"'"
         )
-    base, notes = resolve_aliases(read_yaml(Path(file).expanduser()) if file else {})
+    base, notes = resolve_aliases(read_yaml(user_path(file, "spec")) if file else {})
     given, more = resolve_aliases(extra_vars, base)
     known = known_variables(top)
     if strange := unknown(given, FIELDS, known):
-        raise UserError("; ".join(f"-e {name}: unknown name{suggest(name, sorted(known))}" for name in strange))
+        lines = [
+            f"-e {printable(name, 80)}: unknown name{suggest(name, sorted(known))}" for name in strange[:MAX_LISTED]
+        ]
+        raise UserError("; ".join(lines + and_more(strange)))
     if file:
         make_spec(base, file)
     for note in notes + more:
@@ -64,11 +73,25 @@ def read_run_spec(
 
 
 def plain_data(value: Any) -> Any:
-    """Return data of Ansible as Python's own types, without the tags that Ansible attaches to it."""
+    """Return data of Ansible as Python's own types, without the tags that Ansible attaches to it.
+
+    Raises:
+        UserError: it has too many values, such as those that a few nested aliases of YAML stand for, or is nested too
+            deeply.
+    """
+    try:
+        return _plain(value, itertools.count(1))
+    except RecursionError:
+        raise UserError("a variable is nested too deeply, or contains itself through an alias (*name)") from None
+
+
+def _plain(value: Any, values: Iterator[int]) -> Any:
+    if next(values) > MAX_VALUES:
+        raise UserError(f"a variable holds more than {MAX_VALUES} values: it may repeat itself with aliases (*name)")
     if isinstance(value, Mapping):
-        return {str(name): plain_data(content) for name, content in value.items()}
+        return {str(name): _plain(content, values) for name, content in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(entry) for entry in value]
+        return [_plain(entry, values) for entry in value]
     for kind in (str, int, float):  # bool is an int, and has no subclass
         if isinstance(value, kind) and not isinstance(value, bool):
             return kind(value)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shlex
 import shutil
+import signal
 import subprocess
+import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from trainyard.connection import Login, RemoteError, last_line
+from trainer.supervise.processes import descendants, send_signal
+from trainyard.connection import OUTPUT_LIMIT, TOO_MUCH, Login, RemoteError, last_line
 
 UNREACHABLE = 255  # exit code of ssh if ssh itself fails
 # Multiplexing: requests that follow within two minutes share the first one's connection.
@@ -18,8 +22,48 @@ OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
+ABORT_POLL = 0.5  # s between two checks whether the command was ended
 # A Unix socket's path holds 107 bytes; ssh appends a digest of 40 characters and a suffix of 17.
 SOCKET_FOLDER_LIMIT = 107 - 1 - 40 - 17
+
+
+class _Processes:
+    """Runs one client process at a time, and reads no more of its output than a reply can have."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        """Kill the process that is running, and those that it has started."""
+        self._aborted.set()
+        if (process := self._process) and process.poll() is None:
+            for pid in (*descendants(process.pid), process.pid):
+                send_signal(pid, signal.SIGKILL)
+
+    def run(self, argv: list[str], stdin: bytes | None) -> tuple[int, bytes, bytes]:
+        """Run a program; return its exit code and its output. Raises RemoteError if it writes too much."""
+        self._aborted.clear()
+        with _input(stdin) as source:
+            process = subprocess.Popen(argv, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._process = process
+        with process:  # closes its pipes
+            out, err = _read_output(process, self._aborted)
+            code = process.wait()
+        if max(len(out), len(err)) > OUTPUT_LIMIT:
+            raise RemoteError(TOO_MUCH)
+        return code, out, err
+
+    def copy(self, argv: list[str], **streams: Any) -> None:
+        """Run a program between files. Raises RemoteError with the last line of its errors."""
+        self._aborted.clear()
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, **streams)
+        self._process = process
+        with process:
+            _, err = _read_output(process, self._aborted)
+            code = process.wait()
+        if code:
+            raise RemoteError(last_line(err.decode(errors="replace")) or f"exit code {code}")
 
 
 class LocalTransport:
@@ -27,9 +71,14 @@ class LocalTransport:
 
     kind = "local"
 
+    def __init__(self) -> None:
+        """Prepare for commands."""
+        self._processes = _Processes()
+        self.abort = self._processes.abort
+
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
-        """Run a shell command; return its exit code, standard output and standard error."""
-        return _completed(["/bin/sh", "-c", command], stdin)
+        """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
+        return self._processes.run(["/bin/sh", "-c", command], stdin)
 
     def put(self, source: str, target: str) -> None:
         """Copy a file. Raises RemoteError."""
@@ -55,11 +104,13 @@ class OpenSSHTransport:
         """Prepare for a host; the first request connects."""
         self.login = login
         # extra_arguments come first: ssh takes the first value of an option.
+        self._processes = _Processes()
+        self.abort = self._processes.abort
         self._ssh = ["ssh", *login.ssh_arguments(), *OPTIONS, *multiplexing(), "-T", "--", login.destination()]
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
-        code, out, err = _completed([*self._ssh, remote_shell(command)], stdin)
+        code, out, err = self._processes.run([*self._ssh, remote_shell(command)], stdin)
         if code == UNREACHABLE:
             raise RemoteError(last_line(err.decode(errors="replace")) or "unreachable")
         return code, out, err
@@ -81,9 +132,7 @@ class OpenSSHTransport:
             raise RemoteError(f"cannot fetch {source}: {_reason(error)}") from None
 
     def _copy(self, command: str, **streams: Any) -> None:
-        done = subprocess.run([*self._ssh, remote_shell(command)], stderr=subprocess.PIPE, check=False, **streams)
-        if done.returncode:
-            raise RemoteError(last_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}")
+        self._processes.copy([*self._ssh, remote_shell(command)], **streams)
 
 
 def remote_shell(command: str) -> str:
@@ -105,10 +154,37 @@ def multiplexing() -> tuple[str, ...]:
     return (*PERSIST, "-o", f"ControlPath={folder}/%C")
 
 
-def _completed(argv: list[str], stdin: bytes | None) -> tuple[int, bytes, bytes]:
-    source: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-    done = subprocess.run(argv, capture_output=True, check=False, **source)
-    return done.returncode, done.stdout, done.stderr
+def _input(content: bytes | None) -> IO[bytes]:
+    """Return an open file that holds a program's input, in memory only: it may contain secrets."""
+    if content is None:
+        return Path(os.devnull).open("rb")
+    file = os.fdopen(os.memfd_create("request"), "w+b")
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _read_output(process: subprocess.Popen[bytes], aborted: threading.Event) -> tuple[bytes, bytes]:
+    """Return what a process writes to its pipes until it closes them; kill it if that is more than OUTPUT_LIMIT.
+
+    ssh's shared connection keeps the pipes open after the client was killed, hence `aborted`.
+    """
+    output = {process.stdout: bytearray(), process.stderr: bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for pipe in filter(None, output):
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select(ABORT_POLL):
+                part = os.read(key.fd, 1 << 16)
+                output[key.fileobj] += part  # type: ignore[index]
+                if not part:
+                    selector.unregister(key.fileobj)
+            if aborted.is_set():
+                break
+            if any(len(content) > OUTPUT_LIMIT for content in output.values()):
+                process.kill()
+                break
+    return bytes(output[process.stdout]), bytes(output[process.stderr])
 
 
 def _reason(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """Group answers by machine. Before login there are only hints; `duplicates` uses the facts after login."""
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
@@ -87,36 +87,55 @@ def place_order(address: str) -> tuple:
 
 
 def machines(found: Sequence[Place], own_addresses: set[str]) -> tuple[list[Machine], list[str]]:
-    """Group places by machine.
+    """Group places by machine. The time is linear in the number of models, addresses and keys.
 
     Args:
         found: the result of `places`.
         own_addresses: the addresses of the machine that scans.
 
     Returns:
-        The machines, sorted by their first address, and warnings about pairs that look like clones.
+        The machines, sorted by their first address, and warnings about machines that look like clones.
     """
-    warnings = []
-    groups: list[list[_Hints]] = []
-    for place in found:
-        hints = _hints(place, own_addresses)
-        same = []
-        for group in groups:
-            for member in group:
-                same_machine, warning = _same_machine(member, hints)
-                if warning:
-                    warnings.append(warning)
-                if same_machine:
-                    same.append(group)
-                    break
-        groups = [g for g in groups if g not in same] + [[hints, *(h for g in same for h in g)]]
+    hints = [_hints(place, own_addresses) for place in found]
+    groups = Groups(len(hints))
+    for members in _same_machine(hints):
+        for other in members[1:]:
+            groups.join(members[0], other)
+    warnings = _clones(hints, groups)
     result = [
         Machine(
-            local=group[0].own, places=tuple(sorted((h.place for h in group), key=lambda p: place_order(p.address)))
+            local=hints[members[0]].own,
+            places=tuple(sorted((hints[i].place for i in members), key=lambda p: place_order(p.address))),
         )
-        for group in groups
+        for members in groups.members()
     ]
     return sorted(result, key=lambda m: address_order(m.places[0].address)), warnings
+
+
+class Groups:
+    """Disjoint sets of the numbers 0 to `count` - 1."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def find(self, number: int) -> int:
+        """Return the number that stands for the set of `number`."""
+        while self._parent[number] != number:
+            self._parent[number] = self._parent[self._parent[number]]
+            number = self._parent[number]
+        return number
+
+    def join(self, a: int, b: int) -> None:
+        """Unite the sets of two numbers; the smaller number stands for the result."""
+        low, high = sorted((self.find(a), self.find(b)))
+        self._parent[high] = low
+
+    def members(self) -> list[list[int]]:
+        """Return the sets in the order of their smallest number."""
+        sets: dict[int, list[int]] = {}
+        for number in range(len(self._parent)):
+            sets.setdefault(self.find(number), []).append(number)
+        return list(sets.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,34 +159,98 @@ def _hints(place: Place, own_addresses: set[str]) -> _Hints:
     )
 
 
-def _same_machine(a: _Hints, b: _Hints) -> tuple[bool, str]:
-    """Return whether two places are one machine, and a warning if the user should check them.
+def _same_machine(hints: Sequence[_Hints]) -> Iterator[list[int]]:
+    """Yield places that are one machine.
 
     The SSH host key is the strongest hint. The MAC address identifies the network card, and the modification times of the
     models (in nanoseconds) the disk. A cloned image has the same key and often the same models, but another network card.
     """
-    if a.own or b.own:
-        return a.own and b.own, ""
-    same_key = bool(a.keys & b.keys)
-    if a.keys and b.keys and not same_key:
-        return False, ""
-    pair = f"{a.place.address} and {b.place.address}"
-    macs_known = bool(a.mac and b.mac)
-    same_mac = macs_known and a.mac == b.mac
-    same_models = bool(a.models) and a.models == b.models
-    if same_key:
-        # Some models are enough: one of the two may have a second server with other models.
-        if same_mac or a.models & b.models or (not macs_known and a.models == b.models):
-            return True, ""
-        return False, (
-            f"{pair} present the same SSH host key but seem to be two machines (clones of one image): create new "
-            "keys on one of them (sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, then restart ssh)"
-        )
-    if same_mac:
-        return a.models == b.models, ""
-    if same_models and macs_known:
-        return False, (
-            f"{pair} have models with the same modification times: they are one machine with two network cards, or clones; "
-            "playbooks/identity.yml checks it as soon as both can be logged in to"
-        )
-    return same_models, ""
+    yield [i for i, hint in enumerate(hints) if hint.own]
+    by: dict[tuple, list[int]] = {}
+    for i, hint in enumerate(hints):
+        if hint.own:
+            continue
+        for key in hint.keys:
+            # Some models are enough: one of the two may have a second server with other models.
+            for model in hint.models:
+                by.setdefault(("key and model", key, model), []).append(i)
+            if hint.mac:
+                by.setdefault(("key and card", key, hint.mac), []).append(i)
+            by.setdefault(("key and all models", key, hint.models), []).append(i)
+        if hint.mac:
+            by.setdefault(("card and all models", hint.mac, hint.models), []).append(i)
+        if hint.models:
+            by.setdefault(("all models", hint.models), []).append(i)
+    for (what, *_), members in by.items():
+        if len(members) > 1:
+            yield from _EVIDENCE[what]([(i, hints[i]) for i in members])
+
+
+_Members = list[tuple[int, _Hints]]
+
+
+def _all(members: _Members) -> Iterator[list[int]]:
+    yield [i for i, _ in members]
+
+
+def _if_a_card_is_unknown(members: _Members) -> Iterator[list[int]]:
+    """Unknown cards, as behind a router, may be the same; two known cards are compared in another step."""
+    if any(not hint.mac for _, hint in members):
+        yield [i for i, _ in members]
+
+
+def _if_a_key_is_unknown(members: _Members) -> Iterator[list[int]]:
+    if any(not hint.keys for _, hint in members):
+        yield [i for i, _ in members]
+
+
+def _if_a_key_and_a_card_are_unknown(members: _Members) -> Iterator[list[int]]:
+    """Two places with the same models are one machine if neither their keys nor their cards can be compared."""
+    neither = [i for i, hint in members if not hint.keys and not hint.mac]
+    only_card = [i for i, hint in members if not hint.keys and hint.mac]
+    only_key = [i for i, hint in members if hint.keys and not hint.mac]
+    if neither:
+        yield [i for i, _ in members]
+    elif only_card and only_key:
+        yield only_card + only_key
+
+
+_EVIDENCE: dict[str, Callable[[_Members], Iterator[list[int]]]] = {
+    "key and model": _all,
+    "key and card": _all,
+    "key and all models": _if_a_card_is_unknown,
+    "card and all models": _if_a_key_is_unknown,
+    "all models": _if_a_key_and_a_card_are_unknown,
+}
+
+
+def _clones(hints: Sequence[_Hints], groups: Groups) -> list[str]:
+    """Return a warning for each machine that looks like a clone of an earlier one."""
+    warnings = []
+    first_with: dict[Any, int] = {}
+    warned: set[tuple[int, int]] = set()
+    for i, hint in enumerate(hints):
+        if hint.own:
+            continue
+        found = [(first_with.setdefault(key, i), _SAME_KEY) for key in sorted(hint.keys)]
+        if hint.models and hint.mac:
+            found.append((first_with.setdefault(hint.models, i), _SAME_MODELS))
+        for first, text in found:
+            pair = (groups.find(first), groups.find(i))
+            if pair[0] == pair[1] or pair in warned:
+                continue
+            if text is _SAME_MODELS and hint.keys and hints[first].keys:
+                continue  # the keys have been compared
+            warned.add(pair)
+            warnings.append(f"{hints[first].place.address} and {hint.place.address} {text}")
+    return warnings
+
+
+_SAME_KEY = (
+    "present the same SSH host key but seem to be two machines (clones of one image): create new "
+    "keys on one of them (sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, then restart ssh)"
+)
+_SAME_MODELS = (
+    "have models with the same modification times: they are one machine with two network cards, or clones; "
+    "playbooks/identity.yml checks it as soon as both can be logged in to"
+)

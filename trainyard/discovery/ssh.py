@@ -9,8 +9,11 @@ import hmac
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
+from trainer.errors import UserError
+from trainer.inputs import read_regular, user_path
+
+_MAX_FILE = 64 * 1024 * 1024  # bytes
 KEY = re.compile(r"(?:ssh|ecdsa|sk)-[\w@.-]{1,64} [A-Za-z0-9+/]{16,2048}={0,2}", re.ASCII)
 
 
@@ -39,8 +42,8 @@ def read_known_hosts(paths: Iterable[str]) -> list[KnownHost]:
     entries = []
     for path in paths:
         try:
-            text = Path(path).expanduser().read_text(errors="replace")
-        except OSError:
+            text = read_regular(user_path(path, "known_hosts"), _MAX_FILE).decode(errors="replace")
+        except (OSError, UserError):
             continue
         for line in text.splitlines():
             words = line.split()

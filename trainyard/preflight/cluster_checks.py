@@ -24,10 +24,7 @@ def duplicates(states: Sequence[HostState]) -> list[Finding]:
     found = []
     seen: dict[tuple[str, ...], str] = {}
     for state in states:
-        facts = state.facts
-        # Containers share a boot_id, and cloned images share a machine-id. Entries that share both are one machine.
-        identity = (facts["boot_id"], facts["machine_id"], *_own_addresses(facts), state.host.data_dir)
-        first = seen.setdefault(identity, state.name)
+        first = seen.setdefault(_identity(state), state.name)
         if first != state.name:
             text = f"{first} and {state.name} are one machine (same boot_id and machine-id)"
             found.append(Finding("twice", state.name, "failure", text, "remove one of them from the inventory"))
@@ -38,20 +35,27 @@ def duplicates(states: Sequence[HostState]) -> list[Finding]:
     return found
 
 
+def _identity(state: HostState) -> tuple[str, ...]:
+    """Return what entries of the inventory have in common that are one machine with one data directory."""
+    facts = state.facts
+    # Containers share a boot_id, and cloned images share a machine-id. Entries that share both are one machine.
+    return (facts["boot_id"], facts["machine_id"], *_own_addresses(facts), state.host.data_dir)
+
+
 def _own_addresses(facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what distinguishes containers and clones of one image: their addresses."""
     return tuple(sorted(facts.get("addresses") or ()))
 
 
 def package_versions(states: Sequence[HostState]) -> list[Finding]:
-    """Check that all environments have the same packages as the first host's."""
+    """Check that all environments have the same packages as the first host's; the version of Python may differ."""
     found = []
     first = next((state for state in states if state.facts["versions"]), None)
     for state in states:
         if first is None or state is first or not state.facts["versions"]:
             continue
         expected, actual = first.facts["versions"], state.facts["versions"]
-        names = [name for name in sorted({*expected, *actual}) if expected.get(name) != actual.get(name)]
+        names = [name for name in sorted({*expected, *actual} - {"python"}) if expected.get(name) != actual.get(name)]
         if names:
             shown = ", ".join(f"{name} {expected.get(name, 'none')} / {actual.get(name, 'none')}" for name in names)
             text = f"{first.name} and {state.name} have different environments: {shown}"
@@ -145,7 +149,7 @@ def checksums(states: Sequence[HostState]) -> list[Finding]:
 
 
 def connectivity(states: Sequence[HostState], ports: Sequence[int], head_port: int) -> list[Finding]:
-    """Check every pair of hosts: the rendezvous port, random high ports, large packets and speed.
+    """Check every pair of hosts: the rendezvous port, random high ports, large packets, speed, and the data directory.
 
     Args:
         states: the hosts that have a `mesh`.
@@ -158,7 +162,7 @@ def connectivity(states: Sequence[HostState], ports: Sequence[int], head_port: i
             remedy = "train.yml takes the next free port; to see what uses this one, run ss -ltnp"
             found.append(Finding("port", state.name, "warning", f"port {head_port} is in use on this host", remedy))
     found += firewalls(states, [port for port in ports if port != head_port], head_port)
-    return [*found, *large_packets(states), *link_speeds(states)]
+    return [*found, *large_packets(states), *link_speeds(states), *data_dirs(states)]
 
 
 def firewalls(states: Sequence[HostState], high_ports: Sequence[int], head_port: int) -> list[Finding]:
@@ -216,7 +220,7 @@ def link_speeds(states: Sequence[HostState]) -> list[Finding]:
     slow = {name: rate for name, rate in rates.items() if rate < SLOW_LINK}
     remedy = "check cable, switch port and NIC (ethtool): every step waits for the slowest link"
     if len(slow) > 1 and len(slow) == len(rates):
-        head = next(state.name for state in states if state.name not in rates)
+        head = next((state.name for state in states if state.name not in rates), states[0].name)
         text = f"all links to it are slow ({min(slow.values()):.0f} to {max(slow.values()):.0f} Mbit/s)"
         return [Finding("link", head, "warning", text, remedy)]
     found = [
@@ -230,6 +234,37 @@ def link_speeds(states: Sequence[HostState]) -> list[Finding]:
             remedy = "use a cable: every all-reduce waits for the round trip"
             found.append(Finding("link", state.name, "warning", text, remedy))
     return found
+
+
+def data_dirs(states: Sequence[HostState]) -> list[Finding]:
+    """Report data directories that several hosts share, one finding per directory, and those that cannot be written to."""
+    found = []
+    groups: list[list[HostState]] = []
+    for state in states:
+        error = _mesh(state)["write_error"]
+        if error and state.facts.get("may_write", True):  # else `environment` reports it
+            text = f"cannot write to {state.host.data_dir}: {error}"
+            found.append(Finding("disk", state.name, "failure", text, "correct the cause, or set cluster_data_dir"))
+        group = next((group for group in groups if any(_share_data_dir(state, other) for other in group)), None)
+        if group:
+            group.append(state)
+        else:
+            groups.append([state])
+    for first, *others in groups:
+        if others:
+            names = ", ".join(other.name for other in others)
+            text = f"shares its data directory {first.host.data_dir} with {names}"
+            remedy = "set cluster_data_dir to a folder on a local disk of each host, for example /srv/trainyard"
+            found.append(Finding("shared", first.name, "failure", text, remedy))
+    return found
+
+
+def _share_data_dir(one: HostState, other: HostState) -> bool:
+    """Return whether two hosts see one data directory, and are not one machine, which `duplicates` reports."""
+    if "boot_id" in one.facts and _identity(one) == _identity(other):
+        return False
+    # The host that ends first has removed its marker by then; the later one may not see it.
+    return other.name in _mesh(one)["shares_with"] or one.name in _mesh(other)["shares_with"]
 
 
 def all_reduce(errors: Mapping[str, str]) -> list[Finding]:

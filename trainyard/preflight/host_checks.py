@@ -8,6 +8,7 @@ from typing import Any
 
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.report import Finding
+from trainyard.python_env.resolve import is_supported_python
 
 RUN_OVERHEAD = (
     200 << 20
@@ -57,6 +58,9 @@ def environment(state: HostState) -> list[Finding]:
     out = _Findings(state.name)
     if not facts["python_exists"]:
         out.failure("python", f"there is no Python at {python}", "run site.yml, or correct cluster_python")
+    elif (version := facts["versions"].get("python")) and not is_supported_python(version):
+        remedy = "set python_base to a supported one, or python_env: conda, and run site.yml"
+        out.failure("python", f"{python} is Python {version}, 3.11 to 3.13 is required", remedy)
     elif "torch" not in facts["versions"]:
         out.failure("torch", f"{python} has no torch", "run site.yml, or correct cluster_python")
     if not facts["may_write"]:
@@ -166,8 +170,8 @@ def network(state: HostState, states: Sequence[HostState]) -> list[Finding]:
 
 def _route(state: HostState, hosts: int) -> list[Finding]:
     out, facts = _Findings(state.name), state.facts
-    if facts["trouble"] or not facts["interface"]:
-        text = facts["trouble"] or f"no network device has the address {facts['source']}"
+    if facts["route_error"] or not facts["interface"]:
+        text = facts["route_error"] or f"no network device has the address {facts['source']}"
         out.failure("nic", text, "correct cluster_address")
     elif facts["source"] != state.address and hosts > 1:
         text = f"connects to the head from {facts['source']} ({facts['interface']}), but its cluster_address is {state.address}"

@@ -47,7 +47,7 @@ class HostState:
     def link_to_head(self) -> dict[str, Any]:
         """The measured link to the head (`mbit`, `latency_ms`); empty if it was not measured."""
         links: dict[str, dict[str, Any]] = (self.mesh or {"lines": {}})["lines"]
-        return next((link for link in links.values() if "mbit" in link), {})
+        return next((link for link in links.values() if {"mbit", "latency_ms"} <= link.keys()), {})
 
     def as_dict(self) -> dict[str, Any]:
         """Return all answers in the form of the JSON report."""

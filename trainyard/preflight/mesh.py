@@ -25,7 +25,12 @@ def high_ports() -> list[int]:
 
 
 def measure_mesh(
-    states: Sequence[HostState], ports: Sequence[int], connect: Connect, *, system_python: bool = False
+    states: Sequence[HostState],
+    ports: Sequence[int],
+    connect: Connect,
+    *,
+    system_python: bool = False,
+    write: bool = False,
 ) -> None:
     """Set `mesh` of every host that answers. All hosts listen and connect to all others at the same time.
 
@@ -36,6 +41,8 @@ def measure_mesh(
         ports: TCP ports on which every host listens and is reached.
         connect: makes the connection to a host; called in this thread.
         system_python: use the interpreter that Ansible uses, instead of the cluster's.
+        write: create a marker file in the data directory of every host for the time of the measurement, to find hosts
+            that share it.
     """
     machines = list({state.address: state for state in reversed(states)}.values())[::-1]
     if len(machines) < 2:
@@ -53,6 +60,7 @@ def measure_mesh(
             "ports": list(ports),
             "token": token,
             "limit": limit,
+            "data_dir": state.host.data_dir if write else "",
         }
         interpreter = state.host.system_python if system_python else state.host.python
         requests[state.name] = functools.partial(connect(state.host).call, "mesh", request, python=interpreter)

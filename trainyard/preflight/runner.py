@@ -12,6 +12,7 @@ from trainyard.preflight.mesh import high_ports, measure_all_reduce, measure_mes
 from trainyard.preflight.report import Finding, Report, by_severity, host_table
 
 MEMORY_MIB = 512  # that one process must be able to allocate: torch imported, and a small model
+NOT_WRITTEN = "data directories shared by hosts: not checked, because check mode writes nothing"
 
 
 def run_preflight(
@@ -21,8 +22,9 @@ def run_preflight(
     *,
     run: str = "",
     all_reduce: bool = True,
+    write: bool = True,
 ) -> Report:
-    """Query all hosts in parallel, measure the network between them, and report problems. Changes nothing on the hosts.
+    """Query all hosts in parallel, measure the network between them, and report problems. Leaves no file on the hosts.
 
     Args:
         hosts: the head first.
@@ -30,10 +32,11 @@ def run_preflight(
         master_port: the rendezvous port.
         run: name of a run whose trainer must be the same on all hosts; empty for none.
         all_reduce: whether to run an all-reduce over all hosts, if no check failed.
+        write: whether to create a temporary file in each data directory, to find hosts that share it.
     """
     ports = [master_port, *high_ports()]
     states = gather(hosts, connect, run, MEMORY_MIB)
-    measure_mesh(responding(states), ports, connect, system_python=True)
+    measure_mesh(responding(states), ports, connect, system_python=True, write=write)
     findings = check(states, ports, master_port)
     summary, reduced = "skipped", None
     if all_reduce and any(finding.level == "failure" for finding in findings):
@@ -49,8 +52,13 @@ def run_preflight(
             f"{reduced['mbit']:.0f} Mbit/s, {reduced['latency_ms']:.2f} ms "
             f"(torch {reduced['torch']}, gloo, {len(hosts)} hosts)"
         )
-    lines = [*host_table(states, findings), f"all-reduce over all hosts: {summary}"]
+    lines = [*host_table(states, findings), f"all-reduce over all hosts: {summary}", *skipped_checks(states, write)]
     return Report(findings, lines, states, reduced)
+
+
+def skipped_checks(states: Sequence[HostState], write: bool) -> list[str]:
+    """Return a line about the check that check mode skips; none if the mesh has one machine only."""
+    return [] if write or len({state.address for state in states}) < 2 else [NOT_WRITTEN]
 
 
 def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -> list[Finding]:
@@ -86,7 +94,7 @@ def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -
 
 
 def check_plan(
-    states: Sequence[HostState], connect: Callable[[Host], HostConnection], master_port: int
+    states: Sequence[HostState], connect: Callable[[Host], HostConnection], master_port: int, *, write: bool = True
 ) -> list[Finding]:
     """Measure the mesh of a run's hosts just before the start, and return the findings.
 
@@ -96,7 +104,8 @@ def check_plan(
         states: the hosts of the plan, the head first, whose `facts` have `interface`.
         connect: makes the connection to a host; called in this thread.
         master_port: the rendezvous port of the run.
+        write: as for `run_preflight`.
     """
     ports = [master_port, *high_ports()]
-    measure_mesh(states, ports, connect)
+    measure_mesh(states, ports, connect, write=write)
     return cluster_checks.connectivity([state for state in states if state.mesh], ports, master_port)

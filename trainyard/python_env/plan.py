@@ -15,7 +15,6 @@ from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wh
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
 from trainyard.tables import table
 
-OLDEST, NEWEST = (3, 11), (3, 13)  # pyproject.toml: requires-python
 UNCHANGED = {"key": "", "todo": "none", "flavour": "", "tag": "", "serves": False, "fetches": False}
 
 Infos = Mapping[str, Mapping[str, Any]]
@@ -137,12 +136,11 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
                 "python_env is conda: set python_conda_lock to a lock file, see roles/python/README.md"
             )
         return
-    version = tuple(int(part) for part in info["version"].split(".")[:2]) if info["version"] else ()
-    if not version:
+    if not info["version"]:
         raise EnvironmentBuildError(
             f"{host}: there is no Python at {info['base']}: apt install python3, or set python_base"
         )
-    if not OLDEST <= version <= NEWEST:
+    if not resolve.is_supported_python(info["version"]):
         raise EnvironmentBuildError(
             f"{host}: {info['base']} is Python {info['version']}, 3.11 to 3.13 is required: set python_base to an "
             "installed one, or set python_env: conda, which installs its own"
@@ -177,9 +175,12 @@ DIFFERENT = "the Python environments of the hosts differ: make them equal (see r
 
 
 def differences(versions: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a table with one row for each package whose version differs between hosts; empty if there is none."""
+    """Return a table with one row for each package whose version differs between hosts; empty if there is none.
+
+    The version of Python may differ: ranks exchange tensors and plain values, which every supported version reads.
+    """
     hosts = list(versions)
-    names = sorted({name for entry in versions.values() for name in entry})
+    names = sorted({name for entry in versions.values() for name in entry} - {"python"})
     rows = [[name, *(versions[host].get(name, "none") for host in hosts)] for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return table([["", *hosts], *rows]) if rows else []

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
+from trainer.inputs import read_regular, user_path
+
+_MAX_LOCK = 64 * 1024 * 1024  # bytes of a file of pinned versions
 # Builds of torch, the preferred one first: oldest driver, first and last compute capability. CUDA 13 needs driver 580 and
 # does not support GPUs before Turing. CUDA 12 needs driver 525; 12.6 does not support Blackwell. Sources: NVIDIA's "CUDA
 # compatibility" and release notes of CUDA 13.0; PyTorch's RELEASE.md.
@@ -16,6 +20,8 @@ BUILDS = (("cu130", 580, 7.5, 99.0), ("cu128", 570, 7.5, 99.0), ("cu126", 525, 5
 CONDA_LINE = re.compile(
     r"^(?P<url>(?:https?|file)://\S+/(?P<file>[^/#\s]+\.(?:conda|tar\.bz2)))#(?:sha256:)?(?P<digest>[0-9a-f]{64})$"
 )
+
+OLDEST, NEWEST = (3, 11), (3, 13)  # pyproject.toml: requires-python
 
 
 class EnvironmentBuildError(Exception):
@@ -46,6 +52,11 @@ class EnvironmentRequest:
         return next((line for line in self.constraints if line.startswith("torch==")), "torch")
 
 
+def is_supported_python(version: str) -> bool:
+    """Return whether an environment of a node can have this version of Python, such as "3.11.2"."""
+    return OLDEST <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) <= NEWEST
+
+
 def requirements(pyproject: Path, extras: Sequence[str], torch: bool) -> tuple[str, ...]:
     """Return the requirements of a node: the project's dependencies, the extra `node` if `torch`, and `extras`.
 
@@ -71,14 +82,19 @@ def read_constraints(lock: Path) -> tuple[str, ...]:
 
 def conda_lock(path: str) -> str:
     """Return the text of a conda lock; empty for an empty path. Raises EnvironmentBuildError."""
-    return _read("python_conda_lock", Path(path).expanduser()) if path else ""
+    try:
+        return _read("python_conda_lock", user_path(path, "python_conda_lock")) if path else ""
+    except UserError as error:
+        raise EnvironmentBuildError(str(error)) from None
 
 
 def _read(option: str, path: Path) -> str:
     try:
-        return path.read_text()
+        return read_regular(path, _MAX_LOCK).decode()
     except OSError as error:
         raise EnvironmentBuildError(f"{option}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise EnvironmentBuildError(f"{option}: {path} is not UTF-8 text") from None
 
 
 def choose_flavour(requested: str, infos: Mapping[str, Mapping[str, Any]]) -> str:

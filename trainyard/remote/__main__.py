@@ -22,6 +22,7 @@ VERBS = {
     "mesh": ("trainyard.remote.mesh", "measure"),
     "all_reduce": ("trainyard.remote.all_reduce", "measure"),
     "receive": ("trainyard.remote.receive", "receive"),
+    "commit": ("trainyard.remote.commit", "commit"),
     "read_files": ("trainyard.remote.read_files", "read_files"),
     "run_status": ("trainer.supervise.status", "status"),
     "run_stop": ("trainer.supervise.stop", "stop"),

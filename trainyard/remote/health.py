@@ -214,7 +214,7 @@ def torchruns(runs: Path) -> list[dict[str, Any]]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            launcher = any(word.endswith("/torchrun") or word == "torch.distributed.run" for word in words[:6])
+            launcher = any(word.endswith(("/torchrun", ".torchrun", "torch.distributed.run")) for word in words[:6])
             if launcher and not any(word.startswith((f"{runs}/", f"--run-dir={runs}/")) for word in words):
                 found.append({"pid": int(folder.name), "command": " ".join(words)[:120].strip()})
     return found

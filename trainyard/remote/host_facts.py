@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import is_alive, read_json
+from trainer.supervise.files import is_alive, other_runs, read_json
+from trainer.supervise.socket_filter import permits_socket_filter
 from trainyard.remote import nvidia_smi
-from trainyard.remote.network import addresses, interface_mbit, interface_of, port_is_free, source_address
+from trainyard.remote.network import (
+    addresses,
+    addresses_v6,
+    interface_mbit,
+    interface_of,
+    port_is_free,
+    source_address,
+)
 from trainyard.remote.package_versions import package_versions
 
 
@@ -23,16 +33,21 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         Among others `source`, the address from which this host reaches the head, `interface` and `link_mbit` of that
-        address; `trouble`, why there is none, or an empty string; `free_ports`; `cpus`; `memory_mib`; `gpus`;
+        address; `route_error`, why there is none, or an empty string; `free_ports`; `cpus`; `memory_mib`; `gpus`;
         `versions` of packages; `free_bytes` below `data_dir`. Of the run: `spec`, the text of its spec if it has
         checkpoints or is alive; `result`; `rows` of its last step; `running`; `part`, the supervisor's state;
-        `stop_wanted`. `busy_with` is another run that is alive on this host.
+        `stop_wanted`. `busy_with` is another run that is alive on this host; `unreadable` are run folders beside it that
+        cannot be read. `firewall` is the name of the active firewall, or an empty string.
     """
     run_dir, data_dir = Path(request["run_dir"]), Path(request["data_dir"])
+    alive, unreadable = other_runs(run_dir)
     return {
         "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "machine_id": first_line(Path("/etc/machine-id")),
         "addresses": addresses(),
+        "addresses_v6": addresses_v6(),
+        "firewall": firewall(),
+        "socket_filter": permits_socket_filter(),
         **route_to(request["head"]),
         "free_ports": [port for port in request["ports"] if port_is_free(port)],
         "cpus": len(os.sched_getaffinity(0)),
@@ -45,19 +60,20 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "free_bytes": shutil.disk_usage(nearest_folder(data_dir)).free,
         "may_write": os.access(nearest_folder(data_dir), os.W_OK | os.X_OK),
         **run_state(run_dir),
-        "busy_with": busy_with(run_dir),
+        "busy_with": next(iter(alive), ""),
+        "unreadable": unreadable,
     }
 
 
 def route_to(head: str) -> dict[str, Any]:
-    """Return `source`, `interface`, `link_mbit` and `trouble` of the route to the head."""
+    """Return `source`, `interface`, `link_mbit` and `route_error` of the route to the head."""
     try:
         source = source_address(head)
     except OSError as error:
         why = f"no route to the head {head}: {error.strerror}"
-        return {"source": "", "interface": "", "link_mbit": 0, "trouble": why}
+        return {"source": "", "interface": "", "link_mbit": 0, "route_error": why}
     interface = interface_of(source)
-    return {"source": source, "interface": interface, "link_mbit": interface_mbit(interface), "trouble": ""}
+    return {"source": source, "interface": interface, "link_mbit": interface_mbit(interface), "route_error": ""}
 
 
 def run_state(run_dir: Path) -> dict[str, Any]:
@@ -87,6 +103,19 @@ def allocator() -> str:
     return str(path) if path.exists() else ""
 
 
+def firewall() -> str:
+    """Return the name of the firewall that is active on this host, as far as a user can see; or an empty string."""
+    with contextlib.suppress(OSError):
+        if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text().split():
+            return "ufw"
+    services = ("firewalld", "nftables")
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["systemctl", "is-active", *services], capture_output=True, text=True, check=False)
+        states = zip(services, done.stdout.split(), strict=False)
+        return next((name for name, state in states if state == "active"), "")
+    return ""
+
+
 def nearest_folder(path: Path) -> Path:
     """Return `path`, or the nearest folder above it that exists."""
     while not path.exists():
@@ -100,12 +129,6 @@ def first_line(path: Path) -> str:
         return path.read_text().split("\n", 1)[0]
     except OSError:
         return ""
-
-
-def busy_with(run_dir: Path) -> str:
-    """Return the name of another run that is alive on this host, or an empty string."""
-    others = sorted(run_dir.parent.iterdir()) if run_dir.parent.is_dir() else []
-    return next((other.name for other in others if other != run_dir and is_alive(other)), "")
 
 
 def last_rows(metrics: Path) -> list[int]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from trainyard.remote.folder_marker import FolderMarker
 from trainyard.remote.network import interface_mtu
 
 TOKEN_SIZE = 64  # bytes that both ends of a connection send first
@@ -30,12 +31,14 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     Args:
         request: `name` and `address` of this host; `device`, its network interface; `names` of all hosts; `head`, one
             of them; `peers`, {name: address} of the other hosts; `ports` to listen on; `token`, known to all hosts;
-            `limit`, the seconds for everything: hosts start within a second or two of each other.
+            `limit`, the seconds for everything: hosts start within a second or two of each other; `data_dir`, the data
+            directory, or an empty string to write nothing.
 
     Returns:
         `mtu` of the interface in bytes; `taken`, the ports on which this host could not listen; `reached`, {peer:
         {port: "" or an error}}; `lines`, {peer: {`latency_ms`, `mbit` (to the head), `ping_small` and `ping_large`,
-        `stalled`: an error}}.
+        `stalled`: an error}}; `shares_with`, the peers that have the same data directory; `write_error`, why this host
+        cannot write to it, or an empty string.
     """
     return Mesh(request).run()
 
@@ -59,9 +62,21 @@ class Mesh:
         self.lines: dict[str, dict[str, Any]] = {name: {} for name in self.peers}
         self.done: set[str] = set()  # peers that no longer need this host
         self.one_stream = threading.Lock()
+        self.marker = FolderMarker(data_dir, request["token"]) if (data_dir := request["data_dir"]) else None
+        self.shares_with: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Measure, serve the peers until they are done or the time is up, and return the result; see `measure`."""
+        if not self.marker:
+            return self.measure_network() | {"shares_with": [], "write_error": ""}
+        try:
+            error = self.marker.create(self.name)
+            return self.measure_network() | {"shares_with": sorted(self.shares_with), "write_error": error}
+        finally:
+            self.marker.remove()
+
+    def measure_network(self) -> dict[str, Any]:
+        """Return the measurements of the network. A marker exists meanwhile, and peers look for it before they are done."""
         self.listen()
         threads = [
             threading.Thread(target=work, args=(name, address), daemon=True)
@@ -141,6 +156,9 @@ class Mesh:
                 connection = opened
             elif opened:
                 opened.close()
+        # After a connection or the time limit of all: the peer has created its marker, and keeps it until the "bye".
+        if self.marker and self.marker.sees(name):
+            self.shares_with.append(name)
         if connection:
             with connection:
                 try:

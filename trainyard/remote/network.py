@@ -86,6 +86,16 @@ def addresses() -> list[str]:
     return sorted({entry["address"] for entry in interfaces() if not entry["address"].startswith("127.")})
 
 
+def addresses_v6() -> list[str]:
+    """Return this host's IPv6 addresses in order, link-local ones included, without loopback."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # IPv6 is disabled
+        return []
+    found = {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in lines}
+    return sorted(found - {"::1"})
+
+
 def port_is_free(port: int) -> bool:
     """Return whether a server can listen on a port of all addresses now, as torch's TCPStore does."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET

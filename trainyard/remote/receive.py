@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -63,13 +64,13 @@ def receive(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `contents`, {path: [mode, content in
-            base64]}; `cache`, the file of known digests; `incoming`, a folder for files to come; `check`, change nothing.
+            base64]}; `modes`, {path: mode of its source}: others may read a file only if they may read its source; `cache`,
+            the file of known digests; `incoming`, a folder for files to come; `check`, change nothing.
 
     Returns:
         `lacking`, the paths that are missing or differ; `changed`, the paths that were (or with `check` would be)
         written, unless files are lacking. `{"error": ...}` for a damaged file, or one that cannot be written.
     """
-    os.umask(0o022)
     try:
         return place(request)
     except OSError as error:
@@ -80,9 +81,10 @@ def receive(request: dict[str, Any]) -> dict[str, Any]:
 
 def place(request: dict[str, Any]) -> dict[str, Any]:
     """Carry out `receive`. Raises ValueError for a damaged file, OSError for one that cannot be written."""
-    digests = Digests(Path(request["cache"]))
+    digests, modes = Digests(Path(request["cache"])), request.get("modes", {})
     changed = []
     for path, temporary in request["arrived"].items():
+        restrict(Path(temporary), modes.get(path, 0o777))
         install(Path(temporary), Path(path), request["files"][path])
         changed.append(path)
     lacking = [path for path, digest in request["files"].items() if digests.of(Path(path)) != digest]
@@ -90,8 +92,13 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
         return {"lacking": lacking, "changed": lacking}
     digests.keep()
     if lacking:
-        Path(request["incoming"]).mkdir(parents=True, exist_ok=True)
+        incoming = Path(request["incoming"])
+        incoming.mkdir(parents=True, exist_ok=True)
+        incoming.chmod(0o700)  # a copy has its mode only after it has arrived
         return {"lacking": lacking}
+    for path, mode in modes.items():
+        with contextlib.suppress(PermissionError):  # another user's file, which has the same contents
+            restrict(Path(path), mode)
     for path, (mode, content) in request["contents"].items():
         if write_if_changed(Path(path), base64.b64decode(content), mode):
             changed.append(path)
@@ -107,6 +114,13 @@ def install(temporary: Path, target: Path, digest: str) -> None:
         raise ValueError(f"{target} arrived damaged; run the same command again")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary.replace(target)
+
+
+def restrict(path: Path, mode: int) -> None:
+    """Remove the permissions of a file that its source does not have. The owner can always read it."""
+    current = path.stat().st_mode & 0o777
+    if surplus := current & ~(mode | 0o600):
+        path.chmod(current & ~surplus)
 
 
 def write_if_changed(target: Path, content: bytes, mode: int) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
+import re
 import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer.files import sha256_file
 from trainyard.connection import FanOut, HostConnection, RemoteError
+from trainyard.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.run.copy_files import copy_artifacts, fetch_file, put_file
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 
@@ -26,6 +27,9 @@ ARTIFACTS = [
     "logs/*.log",
     "tensorboard/*",
 ]
+LOG_LIMIT = 256 << 20  # bytes; a larger log stays on its host
+_STATE = re.compile(r"state/rank(\d{1,6})\.json")
+_LOG = re.compile(r"logs/((?:rank|torchrun\.)\d{1,6}\.log)")
 _DIGESTS = ("adapter_sha256", "model_sha256")
 
 
@@ -44,6 +48,7 @@ def collect_artifacts(entries: list[dict[str, Any]], connect: Connect, copy_to: 
     """
     connections = {entry["host"]: connect(entry["host"]) for entry in entries}
     head = entries[0]
+    run = Path(head["run_dir"]).name  # of the plan, not of a host's result
     results = _read_results(entries, connections)
     entries = [entry for entry in entries if entry["host"] in results]
     result = results[head["host"]]["result"]
@@ -52,15 +57,15 @@ def collect_artifacts(entries: list[dict[str, Any]], connect: Connect, copy_to: 
     _check_weights(entries, results)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            copied = _gather_logs(entries, results, connections, folder)
+            copied = _gather_logs(entries, results, connections, Path(folder))
         if copy_to:
-            target = Path(copy_to).expanduser() / result["run"]
-            copied += _copy_artifacts(connections[head["host"]], head["run_dir"], target)
+            target = Path(copy_to).expanduser() / run
+            copied += copy_artifacts(connections[head["host"]], head["run_dir"], target, ARTIFACTS)
     except RemoteError as error:
         raise RunError(f"{head['host']}: {error}") from None
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from None
-    lines = summary(result, head, len(entries), connections[head["host"]])
+    lines = summary(result | {"run": run}, head, len(entries), connections[head["host"]])
     if copy_to:
         lines.insert(-1, f"  copy here    {target}")
     return {"result": result, "lines": lines, "changed": bool(copied)}
@@ -87,19 +92,22 @@ def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConn
     for host, answer in asked.answers.items():
         sizes = answer["sizes"]
         results[host] = {
-            "result": _parse_json(answer["text"]["result.json"]),
-            "ranks": [Path(name).stem.removeprefix("rank") for name in sizes if name.startswith("state/")],
-            "logs": {Path(name).name: size for name, size in sizes.items() if name.startswith("logs/")},
+            "result": _parse_result(host, answer["text"].get("result.json")),
+            "ranks": [int(match[1]) for name in sizes if (match := _STATE.fullmatch(name))],
+            "logs": {match[1]: size for name, size in sizes.items() if (match := _LOG.fullmatch(name))},
         }
     return results
 
 
-def _parse_json(text: str | None) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text or "")
-    except ValueError:
+def _parse_result(host: str, text: str | None) -> dict[str, Any] | None:
+    """Return a host's result.json, or None if it has none. Raises RunError if it is not valid."""
+    if not text:
         return None
-    return value if isinstance(value, dict) else None
+    try:
+        value = untrusted_json(text)
+        return checked_reply("result.json", value)
+    except ReplyError as error:
+        raise RunError(f"{host}: {error}") from None
 
 
 def _may_be_absent(entry: dict[str, Any]) -> bool:
@@ -129,37 +137,28 @@ def _gather_logs(
     entries: list[dict[str, Any]],
     results: dict[str, dict[str, Any]],
     connections: dict[str, HostConnection],
-    folder: str,
+    folder: Path,
 ) -> list[str]:
     """Copy the other hosts' logs to the head's run folder; return the names that were copied. Raises RemoteError."""
     head = entries[0]
     present = results[head["host"]]["logs"]
+    # A host delivers the logs of its own ranks only, each file once.
+    taken = {f"rank{rank}.log" for rank in results[head["host"]]["ranks"]} | {"torchrun.0.log"}
     copied = []
     for entry in entries[1:]:
         answer = results[entry["host"]]
-        # Ranks are renumbered when hosts leave or return: logs of other ranks belong to earlier starts.
-        current = {f"torchrun.{entry['node_rank']}.log", *(f"rank{rank}.log" for rank in answer["ranks"])}
+        # torchrun renumbers the ranks of an elastic run: logs of other ranks belong to earlier starts.
+        ranks = answer["ranks"] if entry.get("elastic") else entry["ranks"]
+        current = {f"torchrun.{entry['node_rank']}.log", *(f"rank{rank}.log" for rank in ranks)} - taken
+        taken |= current
         for name, size in sorted(answer["logs"].items()):
-            if name in current and present.get(name) != size:
-                connections[entry["host"]].fetch(f"{entry['run_dir']}/logs/{name}", f"{folder}/{name}")
-                connections[head["host"]].put(f"{folder}/{name}", f"{head['run_dir']}/logs/{name}")
+            if name in current and present.get(name) != size and size <= LOG_LIMIT:
+                try:
+                    fetch_file(connections[entry["host"]], f"{entry['run_dir']}/logs/{name}", folder / name, size)
+                except RemoteError as error:
+                    raise RunError(f"{entry['host']}: {error}") from None
+                put_file(connections[head["host"]], folder / name, f"{head['run_dir']}/logs/{name}")
                 copied.append(name)
-    return copied
-
-
-def _copy_artifacts(head: HostConnection, run_dir: str, folder: Path) -> list[str]:
-    """Copy the head's artifacts to the controller; return the names that differed. Raises RemoteError, OSError."""
-    files = head.call("read_files", {"folder": run_dir, "sha256": ARTIFACTS})["sha256"]
-    copied = []
-    for name, digest in sorted(files.items()):
-        target = folder / name
-        if target.is_file() and sha256_file(target) == digest:
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".tmp-{target.name}")
-        head.fetch(f"{run_dir}/{name}", str(aside))
-        aside.replace(target)
-        copied.append(name)
     return copied
 
 
@@ -168,29 +167,29 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
     kind = "adapter" if result.get("adapter") else "model"
     where = f" on {head['host']}" if hosts > 1 else ""
     eval_loss = result.get("eval_loss")
-    first, last = result["loss_first"], result["loss_last"]
+    first, last = result.get("loss_first"), result.get("loss_last")
+    change = f" ({(last / first - 1) * 100:+.0f} %)" if first and last is not None else ""
+    losses = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in (first, last))
     samples = f"{result['tokens']} tokens of {result['samples']} samples (without the eval split)"
     lines = [
         f"run {result['run']} {result['status']}: {result['step']} of {result['steps']} steps on "
         f"{result['world_size']} ranks, {hosts} hosts",
-        f"  loss         {first:.4f} -> {last:.4f} ({(last / first - 1) * 100:+.0f} %)",
+        f"  loss         {losses}{change}",
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
-        f"  speed        {result['tokens_per_second']:.0f} tokens/s, {samples}",
-        f"  {kind:<12} {result[kind]}{where}",
-        *([f"  merged       {result['merged']}{where}"] if result.get("merged") else []),
+        f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
+        f"  {kind:<12} {head['run_dir']}/{kind}{where}",
+        *([f"  merged       {head['run_dir']}/merged{where}"] if result.get("merged") else []),
         f"  logs         {head['run_dir']}/logs",
     ]
     if result.get("tensorboard"):
-        command = tensorboard_command(result["tensorboard"], connection)
-        lines += [f"  TensorBoard  {result['tensorboard']}", f"next: {command}"]
-    lines.append("for another run, change a value in the same command; -e run=NAME names it")
+        folder = f"{head['run_dir']}/tensorboard"
+        lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection)}"]
+    lines.append("to start another run, change an option; -e run=NAME sets its name")
     return lines
 
 
 def tensorboard_command(folder: str, connection: HostConnection) -> str:
     """Return the command that shows a host's TensorBoard folder on the controller."""
     login = connection.host.login
-    if not login.address:
-        return f"tensorboard --logdir {shlex.quote(folder)}"
-    words = ["ssh", *login.ssh_arguments(), "-L", "6006:127.0.0.1:6006", login.destination()]
-    return f"{shlex.join(words)} {connection.host.python} -m tensorboard.main --logdir {shlex.quote(folder)}"
+    words = ["ssh", *login.ssh_arguments(), "-L", "6006:127.0.0.1:6006", login.destination()] if login.address else []
+    return shlex.join([*words, connection.host.python, "-m", "tensorboard.main", "--logdir", folder])

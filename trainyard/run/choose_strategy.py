@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
-from trainer.config import FIELDS, TINY, RunSpec, make_spec
+from trainer.config import FIELDS, TINY, RunSpec, make_spec, parse_mapping
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
 from trainyard.preflight.host_state import HostState
@@ -27,7 +25,7 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
     """
     for host in hosts:
         if host.facts["spec"]:
-            before = RunSpec.model_validate(yaml.safe_load(host.facts["spec"])).strategy
+            before = staged_spec(host).strategy
             return before, f"auto: this run started with {before}"
     model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
     links = link_speeds(hosts)
@@ -51,6 +49,15 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
     slowest = min((link for link in links if link), default=0.0)
     measured = slowest in [host.link_to_head.get("mbit") for host in hosts]
     return strategy, f"{why} (link measured)" if measured else why
+
+
+def staged_spec(host: HostState) -> RunSpec:
+    """Return the spec in the run folder of a host, which started the run before. Raises PlanError if it is damaged."""
+    source = f"{host.name}: spec.yml of the run"
+    try:
+        return make_spec(parse_mapping(host.facts["spec"], source), source)
+    except UserError as error:
+        raise PlanError(f"{error}: choose another run name, or remove its folder on the host") from None
 
 
 def link_speeds(hosts: list[HostState]) -> list[float]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.errors import MAX_MESSAGE
+from trainer.formats import printable
+
 
 class RunError(Exception):
     """A step of the run failed. The message is one line: what is wrong, where, what to do.
@@ -17,7 +20,7 @@ class RunError(Exception):
     retryable = False
 
     def __init__(self, message: str, **details: Any) -> None:
-        super().__init__(message)
+        super().__init__(printable(message, MAX_MESSAGE))  # it may quote what a host sent
         self.details = details
 
     def as_dict(self) -> dict[str, Any]:
@@ -35,10 +38,18 @@ class HostUnreachableError(PlanError):
     retryable = True
 
 
+class PartlyActiveError(PlanError):
+    """The run is active on some of its hosts only, as while another controller starts it."""
+
+
 class StageError(RunError):
     """A file did not reach a host."""
 
     retryable = True
+
+
+class RunClaimedError(RunError):
+    """Another controller is starting the run, or has started it since it was planned."""
 
 
 class LaunchError(RunError):

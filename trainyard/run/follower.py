@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainer.formats import printable
 from trainyard.connection import FanOut
 from trainyard.run.errors import RunFailedError
 from trainyard.run.gather import Connect
@@ -22,6 +23,8 @@ LATE = 10.0  # s after the head's end for other replica groups to reach the last
 SETTLE = 1.5  # s to wait for the cause when only its consequences have been seen
 EVIDENCE_LIMIT = 3.0  # s for a host to return the end of its logs
 TAIL = 20  # lines of a log shown with a failure
+TRACEBACK = 200  # lines of a traceback shown with a failure
+LINE_LIMIT = 1000  # characters of a line of a traceback
 
 
 class Follower:
@@ -77,7 +80,7 @@ class Follower:
             why = next(c.text for c in found if any(p.host == c.host and p.replica == number for p in self.parts))
             self.report(f"{why}: replica {number} is absent, the other replicas continue")
         for number in sorted(self.absent - absent if absent or not found else ()):
-            self.report(f"replica {number} is back")
+            self.report(f"replica {number} has rejoined")
         self.absent = absent
         return [] if absent else found
 
@@ -188,7 +191,8 @@ def evidence(parts: list[Part], cause: Cause, connect: Connect) -> list[str]:
         return []
     part = next(part for part in parts if part.host == cause.host)
     error = part.states.get(cause.rank, {}).get("error") or {}
-    traceback = [] if error.get("plain") else str(error.get("traceback") or "").rstrip().splitlines()
+    text = "" if error.get("plain") else str(error.get("traceback") or "").rstrip()
+    traceback = [printable(line.expandtabs(), LINE_LIMIT) for line in text.splitlines()[-TRACEBACK:]]
     names = [*([f"rank{cause.rank}.log"] if cause.rank >= 0 else []), f"torchrun.{part.node_rank}.log"]
     request = {"run_dir": part.run_dir, "logs_from": dict.fromkeys(names, -TAIL)}
     call: Callable[[], dict[str, Any]] = functools.partial(connect(part.host).call, "run_status", request)
@@ -197,5 +201,5 @@ def evidence(parts: list[Part], cause: Cause, connect: Connect) -> list[str]:
         f"{name} on {part.host}: {logs.get(name, {}).get('path') or f'{part.run_dir}/logs/{name}'}" for name in names
     ]
     shown = next((name for name in names if logs.get(name, {}).get("lines")), None)
-    tail = [f"last lines of {shown}:", *(f"  {line}" for line in logs[shown]["lines"])] if shown else []
+    tail = [f"last lines of {shown}:", *(f"  {line}" for line in logs[shown]["lines"][-TAIL:])] if shown else []
     return [*traceback, *([] if error.get("plain") else tail), *paths]

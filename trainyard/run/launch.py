@@ -77,7 +77,9 @@ def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[
         "hosts": hosts,
         "backend": entry.get("backend") or "auto",
         "attempt": entry.get("attempt") or 0,
+        "claim": entry.get("claim") or "",
         "properties": [*properties, *(entry.get("properties") or [])],
+        "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
         "hold": True,
         "command": [str(word) for word in entry["command"]],
     }
@@ -89,7 +91,7 @@ def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[
 def _begin(connection: HostConnection, entry: dict[str, Any]) -> dict[str, Any]:
     # A shell command, because Python would take longer to start and the ranks would start further apart.
     file = shlex.quote(f"{entry['run_dir']}/state/go")
-    return connection.run(f": >{file} && date '+{{\"now\": %s.%N}}'")
+    return connection.run(f": >{file} && date '+{{\"now\": %s.%N}}'", verb="begin")
 
 
 def stop_parts(
@@ -114,7 +116,7 @@ def stop_parts(
 
 
 def stop_lines(run: str, parts: list[Part], was_alive: bool, request: dict[str, Any]) -> list[str]:
-    """Return what happened to a run that a user stopped. `parts`: as they are afterwards."""
+    """Return what happened to a run that a user stopped. `parts`: their state after the stop."""
     ends = ", ".join(f"{part.host} {part.status}" for part in parts)
     lines = [f"run {run}: {ends}" + ("" if was_alive else " (it was not running)")]
     killed = ", ".join(str(rank) for rank in sorted(rank for part in parts for rank in killed_ranks(part)))

@@ -86,8 +86,9 @@ def sbatch(entries: list[dict[str, Any]], run: str) -> str:
     cases = ["case $SLURMD_NODENAME in"]
     for entry in entries:
         cases.append(f"{shlex.quote(entry['host'])})")
-        cases += _ENVIRONMENT.format(run_dir=shlex.quote(entry["run_dir"])).splitlines()
-        cases += lighthouse(entry).splitlines()
+        # Not splitlines(): a folder's name may contain other characters at which it ends a line.
+        cases += _ENVIRONMENT.format(run_dir=shlex.quote(entry["run_dir"])).rstrip("\n").split("\n")
+        cases += lighthouse(entry).split("\n")[:-1]
         cases.append(f"exec {shlex.join(entry['command'])} ;;")
     cases += ["*)", 'echo "error: no part of the run is planned for $SLURMD_NODENAME" >&2; exit 2 ;;', "esac"]
     return "\n".join([*lines, *(line.replace("'", "'\\''") for line in cases), "'", ""])

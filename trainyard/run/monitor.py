@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.formats import clock, thousands
+from trainer.formats import clock, printable, thousands
 
 ENDED_WELL = ("finished", "stopped")
 ENDED = (*ENDED_WELL, "failed", "lost", "none")
+MESSAGE_LIMIT = 1000  # characters of a rank's error message
 LAG = 5  # steps behind the first rank that are reported
 SLOW = 1.5  # ratio of a rank's step time to the median of the others' that is reported
 SLOW_STEPS = 5  # steps over which step times are averaged
@@ -148,19 +149,18 @@ def rank_cause(part: Part, rank: int) -> Cause | None:
     place = f"rank {rank} on {part.host}"
     failed = next((entry for entry in part.node.get("failures", []) if entry["rank"] == rank), None)
     if error := state.get("error"):
-        message = (str(error.get("message") or "").strip().splitlines() or [""])[0]
+        message = printable((str(error.get("message") or "").strip().splitlines() or [""])[0], MESSAGE_LIMIT)
         text = message if error.get("plain") or not error.get("type") else f"{error['type']}: {message}".rstrip(": ")
         blocked_by = "disk" if error.get("type") == "DiskError" else "user" if error.get("plain") else ""
         return Cause(4 if error.get("secondary") else 0, rank, part.host, f"{place}: {text}", "rank", blocked_by)
     if failed is None:
         return None
-    if failed["signal"]:
-        memory = (
-            ", while its machine was out of memory" if part.node.get("oom") and failed["signal"] == "SIGKILL" else ""
-        )
-        weight = 2 if failed["signal"] in CONSEQUENCES else 0
-        return Cause(weight, rank, part.host, f"{place} was killed by {failed['signal']}{memory}", "rank")
-    how = "died" if failed["exit_code"] is None else f"ended with exit code {failed['exit_code']}"
+    if name := failed.get("signal"):
+        memory = ", while its machine was out of memory" if part.node.get("oom") and name == "SIGKILL" else ""
+        weight = 2 if name in CONSEQUENCES else 0
+        return Cause(weight, rank, part.host, f"{place} was killed by {name}{memory}", "rank")
+    code = failed.get("exit_code")
+    how = "died" if code is None else f"ended with exit code {code}"
     return Cause(2, rank, part.host, f"{place} {how}", "rank")
 
 
@@ -197,7 +197,7 @@ class Progress:
         self.lagging: set[int] = set()
         self.slow: set[int] = set()
         self.times: list[list[float]] = []
-        self.timed_step = 0
+        self.timed_step: int | None = 0
         self.beats: dict[int, tuple[Any, ...]] = {}
         self.moved_at: float | None = None
 
@@ -238,9 +238,11 @@ class Progress:
     def _slow_lines(self, where: dict[int, Part], first: dict[str, Any]) -> list[str]:
         """Report once a rank whose share of a step takes much longer than the other ranks' shares."""
         seconds = first.get("step_seconds") or []
-        if first.get("status") != "training" or len(seconds) < 2 or first["step"] == self.timed_step:
+        if first.get("status") != "training" or len(seconds) < 2 or first.get("step") == self.timed_step:
             return []
-        self.timed_step = first["step"]
+        self.timed_step = first.get("step")
+        if self.times and len(seconds) != len(self.times[-1]):  # the number of ranks has changed
+            self.times.clear()
         self.times.append(seconds)
         if len(self.times) < SLOW_STEPS:
             return []

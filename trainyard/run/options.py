@@ -6,21 +6,53 @@ and the table in the documentation are read off `LaunchOptions`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import Words, declare, expected_value, metadata, names_in
+from trainer.config.fields import (
+    MAX_SECONDS,
+    Words,
+    check_input,
+    declare,
+    expected_value,
+    metadata,
+    names_in,
+)
 from trainer.errors import UserError, nearest
+from trainer.formats import quoted
+from trainer.inputs import user_path
+
+_PATHS = ("spec", "render_to", "collect_to")  # options that name a path on the controller
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# A line of the file `env` ends with a line feed, and a variable ends with NUL. UTF-8 has no surrogates.
+_NOT_IN_VARIABLE = re.compile("[\0\n\ud800-\udfff]")
+_MAX_VARIABLES = 1000
+_MAX_VARIABLE = 64 * 1024  # characters; Linux refuses to start a process with a variable of more than 128 KiB
 
 
 def _text_values(value: Any) -> Any:
-    """Return a mapping with its values as text, because environment variables are text."""
-    if isinstance(value, Mapping):
-        return {str(name): str(content) for name, content in value.items()}
-    return {} if value in (None, "") else value
+    """Return a mapping with its values as text, because environment variables are text. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        return {} if value in (None, "") else value
+    if len(value) > _MAX_VARIABLES:
+        raise ValueError(f"{len(value)} variables, at most {_MAX_VARIABLES} are possible")
+    # The messages name no value, because it may be a secret.
+    found = {}
+    for name, content in value.items():
+        if not _VARIABLE.fullmatch(str(name)):
+            raise ValueError(f"{quoted(name)} is not a name: use letters, digits and '_'")
+        if isinstance(content, Mapping | list | tuple | set):
+            raise ValueError(f"the value of {name} is a {type(content).__name__}, expected text")
+        found[str(name)] = text = str(content)
+        if _NOT_IN_VARIABLE.search(text):
+            raise ValueError(f"the value of {name} has a line break, NUL or a lone surrogate: give it as a file")
+        if len(text) > _MAX_VARIABLE:
+            raise ValueError(f"the value of {name} is longer than {_MAX_VARIABLE // 1024} KiB: give it as a file")
+    return found
 
 
 Environment = Annotated[dict[str, str], BeforeValidator(_text_values)]
@@ -41,15 +73,22 @@ class LaunchOptions(BaseModel):
     )
     head: str = declare("", "host that runs rank 0; empty: the first host of the inventory")
     min_nodes: int = declare(
-        0, "minimum number of hosts to start or continue with; 0 requires all", deprecated_names=["nodes_min"], ge=0
+        0,
+        "minimum number of hosts to start or continue with; 0 requires all",
+        deprecated_names=["nodes_min"],
+        ge=0,
+        le=10_000,
     )
-    max_restarts: int = declare(0, "maximum consecutive restarts without progress", deprecated_names=["retries"], ge=0)
+    max_restarts: int = declare(
+        0, "maximum consecutive restarts without progress", deprecated_names=["retries"], ge=0, le=1_000_000
+    )
     restart_delay: float = declare(
         1.0,
         "delay before the first restart; it doubles with each consecutive restart, up to 60 seconds",
         deprecated_names=["retry_delay"],
         unit="seconds",
         ge=0,
+        le=MAX_SECONDS,
     )
     elastic: bool = declare(False, "let torchrun restart the ranks itself with its c10d rendezvous")
     master_port: Port = declare(
@@ -61,11 +100,20 @@ class LaunchOptions(BaseModel):
     unit_properties: Words = declare(
         (), "properties of the systemd unit that runs a host's ranks, such as `MemoryMax=20G`"
     )
-    progress_interval: float = declare(2.0, "minimum time between two progress lines", unit="seconds", ge=0)
-    stall_limit: float = declare(
-        600.0, "time without progress of any rank after which the run fails", unit="seconds", gt=0
+    isolate: Literal["auto", "always", "never"] = declare(
+        "auto",
+        "filter of the ranks' connections; auto: ranks accept connections of the run's hosts only, and connect to these "
+        "only if the spec needs nothing else; always: also if it does; never: no filter",
     )
-    lost_limit: float = declare(10.0, "time without an answer after which a host is lost", unit="seconds", gt=0)
+    progress_interval: float = declare(
+        2.0, "minimum time between two progress lines", unit="seconds", ge=0, le=MAX_SECONDS
+    )
+    stall_limit: float = declare(
+        600.0, "time without progress of any rank after which the run fails", unit="seconds", gt=0, le=MAX_SECONDS
+    )
+    lost_limit: float = declare(
+        10.0, "time without an answer after which a host is lost", unit="seconds", gt=0, le=MAX_SECONDS
+    )
     render_only: bool = declare(
         False, "stage the run and write its commands as scripts for each host and for Slurm, without starting it"
     )
@@ -76,11 +124,8 @@ class LaunchOptions(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        # Python counts True as 1: `min_nodes: yes` would require one host.
-        if isinstance(value, bool) and OPTIONS[str(info.field_name)].annotation is not bool:
-            raise ValueError("true and false are for switches")
-        return value
+    def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_input(value, OPTIONS[str(info.field_name)])
 
 
 OPTIONS: dict[str, FieldInfo] = dict(LaunchOptions.model_fields)
@@ -109,20 +154,30 @@ def make_options(values: Mapping[str, Any], where: str = "the launch options") -
     for word, value in values.items():
         name = ALIASES.get(word, word)
         if name not in OPTIONS:
-            raise UserError(f"unknown launch option {word!r} in {where}{nearest(word, sorted(names()))}")
+            raise UserError(f"unknown launch option {quoted(word)} in {where}{nearest(word, sorted(names()))}")
         if value is None:
             continue
         if name in given and given[name] != value:
             raise UserError(f"{source[name]} and {word} set the same option in {where}: set only {name}")
         given[name], source[name] = value, word
     try:
-        return LaunchOptions.model_validate(given)
+        options = LaunchOptions.model_validate(given)
     except ValidationError as error:
-        bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
-        # The values of run_env may be secrets.
-        shown = {name: type(given[name]).__name__ if name == "run_env" else repr(given[name]) for name in bad}
-        lines = [f"{source[name]}: expected {expected_value(OPTIONS[name])}, got {shown[name]}" for name in bad]
+        problems = {str(problem["loc"][0]): problem for problem in error.errors()}
+        lines = [f"{source[name]}: {_reason(name, given[name], problem)}" for name, problem in problems.items()]
         raise UserError(f"{'; '.join(lines)} ({where})") from None
+    for name in _PATHS:
+        user_path(getattr(options, name), name)
+    return options
+
+
+def _reason(name: str, value: Any, problem: Mapping[str, Any]) -> str:
+    """Return why an option has no valid value. The values of run_env may be secrets, so they are not shown."""
+    if name != "run_env":
+        return f"expected {expected_value(OPTIONS[name])}, got {quoted(value)}"
+    if isinstance(value, Mapping):
+        return str(problem["msg"]).removeprefix("Value error, ")
+    return f"expected {expected_value(OPTIONS[name])}, got {type(value).__name__}"
 
 
 def table() -> str:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainer.distributed.listeners import PEERS
 from trainer.formats import table
 from trainer.strategy import plan_named
+from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
+from trainyard.run.isolation import NO_ISOLATION, Isolation
 
 # Below 32768, because the kernel assigns higher ports to outgoing connections.
 PORTS = range(29500, 29600)
+LOOPBACK = "127.0.0.1"
+_MAX_ADDRESSES = 64  # of one host: a host states them itself
 _JOIN_TIMEOUT = 120  # s for all hosts of an elastic run to reach the rendezvous
 
 
@@ -31,6 +37,8 @@ class Node:
         allocator: path of a library to load instead of the C library's malloc.
         elastic: whether torchrun restarts its ranks itself.
         stale: whether ranks of an earlier start still run there and must be stopped first.
+        peers: addresses of all hosts of the run, from which its ranks accept connections; empty to accept all.
+        isolated: whether the ranks connect only to these addresses.
     """
 
     host: str
@@ -51,6 +59,8 @@ class Node:
     allocator: str = ""
     elastic: bool = False
     stale: bool = False
+    peers: list[str] = field(default_factory=list)
+    isolated: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -142,6 +152,8 @@ def plan_nodes(
     elastic: int = 0,
     restarts: int = 0,
     replica_hosts: int = 0,
+    identity: str = "",
+    isolation: Isolation = NO_ISOLATION,
 ) -> list[Node]:
     """Plan a run over `hosts`, in order: the rank is the place in the list.
 
@@ -152,44 +164,44 @@ def plan_nodes(
             its ranks up to `restarts` times.
         replica_hosts: 0 for one torchrun over all hosts; else the size of the groups of neighboring hosts that have a
             torchrun each, restarted by the supervisor up to `restarts` times in a row.
+        identity: id of this start at the rendezvous.
+        isolation: which connections of the ranks are filtered.
 
     Raises:
         PlanError: a host cannot take part.
     """
     if not hosts:
         raise PlanError("there is no host to run on: add hosts to the group 'cluster' of the inventory")
-    counts = rank_counts(hosts)
-    on_machine: dict[str, int] = {}
-    for host, count in zip(hosts, counts, strict=True):
-        boot = host.facts["boot_id"]
-        on_machine[boot] = on_machine.get(boot, 0) + count
+    for host in hosts:
         _check_route(host)
+    counts = rank_counts(hosts)
+    threads = _threads_per_rank(hosts, counts)
+    addresses = meeting_addresses(hosts)
+    peers = peer_addresses(hosts) if isolation.incoming else []
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
     nodes: list[Node] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
         facts = host.facts
         first = sum(counts[:place])
-        run_dir = f"{host.host.data_dir}/runs/{run}"
         if replica_hosts:
-            meeting = _replica_rendezvous(hosts, counts, place, ports, replica_hosts)
+            meeting = _replica_rendezvous(addresses, counts, place, ports, replica_hosts)
         elif elastic:
-            meeting = _elastic_rendezvous(hosts, place, port, f"{run}-{attempt}", elastic, restarts)
+            meeting = _elastic_rendezvous(addresses, place, port, elastic, restarts)
         else:
-            meeting = _static_rendezvous(hosts, place, port)
-        command = [host.host.python, "-m", "torch.distributed.run", *meeting.torchrun, f"--nproc-per-node={count}"]
-        command += ["-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}"]
-        command += [f"--data-dir={host.host.data_dir}", *meeting.trainer]
+            meeting = _static_rendezvous(addresses, place, port)
+        meeting.torchrun.append(f"--rdzv-id={identity or f'{run}-{attempt}'}")
+        run_dir = f"{host.host.data_dir}/runs/{run}"
         nodes.append(
             Node(
                 host=host.name,
                 node_rank=place,
                 ranks=list(range(first, first + count)),
-                address=host.address,
-                interface=facts["interface"],
-                threads=max(1, facts["cpus"] // on_machine[facts["boot_id"]]),
+                address=addresses[place],
+                interface="lo" if addresses[place] == LOOPBACK else facts["interface"],
+                threads=threads[place],
                 run_dir=run_dir,
                 data_dir=host.host.data_dir,
-                command=command,
+                command=_command(host.host, run_dir, meeting, count),
                 backend=host.host.backend,
                 attempt=attempt,
                 replica=meeting.replica,
@@ -199,42 +211,87 @@ def plan_nodes(
                 allocator="" if facts["gpus"] else facts.get("allocator", ""),
                 elastic=bool(elastic),
                 stale=facts.get("running", False),
+                peers=peers,
+                isolated=isolation.outgoing,
             )
         )
     return nodes
 
 
+def _threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
+    """Return the CPU threads of each rank of a host. Ranks of all hosts that are one machine share its processors."""
+    on_machine: dict[str, int] = {}
+    for host, count in zip(hosts, counts, strict=True):
+        boot = host.facts["boot_id"]
+        on_machine[boot] = on_machine.get(boot, 0) + count
+    return [max(1, host.facts["cpus"] // on_machine[host.facts["boot_id"]]) for host in hosts]
+
+
+def _command(host: Host, run_dir: str, meeting: _Rendezvous, ranks: int) -> list[str]:
+    """Return the command of the launcher, which is in trainer.zip, to which PYTHONPATH points."""
+    launcher = [host.python, "-m", "trainer.distributed.torchrun", *meeting.torchrun, f"--nproc-per-node={ranks}"]
+    trainer = ["-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}", f"--data-dir={host.data_dir}"]
+    return [*launcher, *trainer, *meeting.trainer]
+
+
+def meeting_addresses(hosts: list[HostState]) -> list[str]:
+    """Return the address at which each host meets the others: loopback if all of them are one machine."""
+    addresses = [host.address for host in hosts]
+    return [LOOPBACK] * len(hosts) if len(set(addresses)) == 1 else addresses
+
+
+def peer_addresses(hosts: list[HostState]) -> list[str]:
+    """Return every address from which a host of the run may connect; only loopback if all hosts are one machine.
+
+    A host with several addresses connects from the one that its routing table selects for a peer's address.
+    """
+    if LOOPBACK in meeting_addresses(hosts):
+        return [LOOPBACK]
+    found = [host.address for host in hosts]
+    for host in hosts:
+        facts = host.facts
+        more = [facts.get(name) for name in ("addresses", "addresses_v6")]
+        listed = [facts["source"], *(address for some in more if isinstance(some, list) for address in some)]
+        found += [address for address in listed if _is_address(address)][:_MAX_ADDRESSES]
+    return list(dict.fromkeys(found))
+
+
+def _is_address(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(ipaddress.ip_address(value))
+    except ValueError:
+        return False
+
+
 def _check_route(host: HostState) -> None:
     facts = host.facts
-    if facts["trouble"] or not facts["interface"]:
-        why = facts["trouble"] or f"no network device there has the address {facts['source']}"
+    if facts["route_error"] or not facts["interface"]:
+        why = facts["route_error"] or f"no network device there has the address {facts['source']}"
         raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
 
 
-def _static_rendezvous(hosts: list[HostState], place: int, port: int) -> _Rendezvous:
-    words = [f"--nnodes={len(hosts)}", f"--node-rank={place}"]
-    return _Rendezvous([*words, f"--master-addr={hosts[0].address}", f"--master-port={port}", "--max-restarts=0"])
+def _static_rendezvous(addresses: list[str], place: int, port: int) -> _Rendezvous:
+    words = [f"--nnodes={len(addresses)}", f"--node-rank={place}"]
+    return _Rendezvous([*words, f"--master-addr={addresses[0]}", f"--master-port={port}", "--max-restarts=0"])
 
 
-def _elastic_rendezvous(
-    hosts: list[HostState], place: int, port: int, identity: str, minimum: int, restarts: int
-) -> _Rendezvous:
+def _elastic_rendezvous(addresses: list[str], place: int, port: int, minimum: int, restarts: int) -> _Rendezvous:
     # Without is_host and --local-addr, no host would serve the store where /etc/hosts maps the host name to 127.0.1.1.
     conf = f"is_host={int(place == 0)},join_timeout={_JOIN_TIMEOUT},last_call_timeout=3"
     conf += ",keep_alive_interval=1,keep_alive_max_attempt=5"
-    words = [f"--nnodes={minimum}:{len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-conf={conf}"]
-    words += [f"--rdzv-endpoint={hosts[0].address}:{port}", f"--rdzv-id={identity}"]
-    return _Rendezvous([*words, f"--local-addr={hosts[place].address}", f"--max-restarts={restarts}"])
+    words = [f"--nnodes={minimum}:{len(addresses)}", "--rdzv-backend=c10d", f"--rdzv-conf={conf}"]
+    words += [f"--rdzv-endpoint={addresses[0]}:{port}", f"--local-addr={addresses[place]}"]
+    return _Rendezvous([*words, f"--max-restarts={restarts}"])
 
 
 def _replica_rendezvous(
-    hosts: list[HostState], counts: list[int], place: int, ports: list[int], size: int
+    addresses: list[str], counts: list[int], place: int, ports: list[int], size: int
 ) -> _Rendezvous:
     number, among = divmod(place, size)
-    group = hosts[place - among : place - among + size]
-    words = [f"--nnodes={len(group)}", f"--node-rank={among}", f"--master-addr={group[0].address}"]
-    lighthouse = f"{hosts[0].address}:{ports[0]}"
-    groups = len(range(0, len(hosts), size))
+    group = addresses[place - among : place - among + size]
+    words = [f"--nnodes={len(group)}", f"--node-rank={among}", f"--master-addr={group[0]}"]
+    lighthouse = f"{addresses[0]}:{ports[0]}"
+    groups = len(range(0, len(addresses), size))
     flags = [f"--replica={number}/{groups}", f"--first-rank={sum(counts[: number * size])}"]
     return _Rendezvous(
         [*words, f"--master-port={ports[1 + number]}", "--max-restarts=0"],
@@ -262,7 +319,12 @@ def environment(node: Node, extra: dict[str, str]) -> str:
         **({"LD_PRELOAD": node.allocator} if node.allocator else {}),
         # Otherwise restarted ranks read their peers' previous addresses from torchrun's store, and wait for those.
         **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if node.elastic else {}),
+        **({PEERS: ",".join(node.peers)} if node.peers else {}),
+        # A library that asks the hub nevertheless would wait for a timeout.
+        **({"HF_HUB_OFFLINE": "1"} if node.isolated else {}),
     } | {name: str(value) for name, value in extra.items()}
+    if PEERS in extra:
+        raise PlanError(f"run_env: {PEERS} is set by the plan: use isolate=never to remove the filter")
     for name, value in values.items():
         if "\n" in value or "\n" in name or "=" in name:
             raise PlanError(f"run_env: {name!r} contains a line break or '=': give it as a file instead")

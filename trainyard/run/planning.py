@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
-from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
+from trainer.config import FIELDS, changed_fields, make_spec
+from trainer.formats import quoted
 from trainer.strategy import AUTO
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.mesh import high_ports, measure_mesh
 from trainyard.preflight.report import Report
-from trainyard.preflight.runner import check_plan
-from trainyard.run.choose_strategy import choose_strategy
-from trainyard.run.errors import PlanError, RunError
+from trainyard.preflight.runner import check_plan, skipped_checks
+from trainyard.remote.commit import start_of
+from trainyard.run.choose_strategy import choose_strategy, staged_spec
+from trainyard.run.errors import PartlyActiveError, PlanError, RunError
 from trainyard.run.gather import (
     Connect,
     check_consistency,
@@ -24,6 +25,7 @@ from trainyard.run.gather import (
     own_torchrun,
     usable_hosts,
 )
+from trainyard.run.isolation import choose_isolation, isolation_lines
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import Node, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.spec_files import PreparedRun
@@ -88,8 +90,8 @@ def plan_run(
     chosen = _resolve_strategy(hosts, connect, spec, prepared)
     check_requirements(hosts, spec, prepared.has_dataset)
     apart = own_torchrun(spec)
-    if apart and options.elastic:
-        raise PlanError("elastic: diloco_membership=torchft restarts torchrun itself: omit elastic")
+    if apart:
+        check_torchft([host.host for host in hosts], options)
     last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
     members = _running_members(hosts, run, last_attempt, options, previous)
     port = 0
@@ -98,6 +100,7 @@ def plan_run(
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     hosts = members or hosts
+    isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, options.run_env)
     nodes = plan_nodes(
         hosts,
         run=run,
@@ -106,18 +109,43 @@ def plan_run(
         elastic=(options.min_nodes or len(hosts)) if options.elastic else 0,
         restarts=options.max_restarts or TORCHRUN_RESTARTS,
         replica_hosts=spec["replica_hosts"] if apart else 0,
+        # Scripts that start the run keep their id, so that rendering them again changes nothing.
+        identity="" if options.render_only else f"{run}-{secrets.token_hex(16)}",
+        isolation=isolation,
     )
     entries = [_entry(node, host, spec, prepared) for node, host in zip(nodes, hosts, strict=True)]
     if members:
+        check_running_spec(members[0], entries[0]["spec"], run)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"])
     if previous.begun and _was_stopped(hosts, last_attempt):
         line = f"run {run} was stopped: train.yml with the same spec continues it"
         return RunPlan(entries, "stopped", port, [line])
     if is_finished(hosts, entries[0]["spec"], run):
         return RunPlan(entries, "finished", port, [])
+    lines = [*_host_lines(hosts, left_out), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
+    lines += [chosen] if chosen else []
+    return RunPlan(entries, "new", port, lines + isolation_lines(isolation, hosts))
+
+
+def _host_lines(hosts: list[HostState], left_out: Mapping[str, str]) -> list[str]:
+    """Return the sentences of the plan about hosts that do not take part, and about folders that cannot be read."""
     lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
-    lines += plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))
-    return RunPlan(entries, "new", port, lines + ([chosen] if chosen else []))
+    return lines + [
+        f"warning: {host.name}: cannot read {', '.join(names)} beside the run's folder: skipped"
+        for host in hosts
+        if (names := host.facts.get("unreadable"))
+    ]
+
+
+def check_torchft(hosts: Collection[Host], options: LaunchOptions) -> None:
+    """Check that torchft can connect the replicas of these hosts. Raises PlanError."""
+    if options.elastic:
+        raise PlanError("elastic: diloco_membership=torchft restarts torchrun itself: omit elastic")
+    if other := next((host for host in hosts if ":" in host.address), None):
+        raise PlanError(
+            f"diloco_membership: torchft requires IPv4, but cluster_address of {other.name} is {other.address}: "
+            "set IPv4 addresses, or diloco_membership=fixed"
+        )
 
 
 def _resolve_strategy(hosts: list[HostState], connect: Connect, spec: dict[str, Any], prepared: PreparedRun) -> str:
@@ -136,7 +164,7 @@ def _running_members(
     """Return the hosts of a start that runs and that this session did not make, by node rank; else an empty list.
 
     Raises:
-        PlanError: only a part of the run is alive, and the session may not restart it.
+        PartlyActiveError: only a part of the run is alive, and the session may not restart it.
     """
     running = [host.name for host in hosts if host.facts["running"]]
     if not running:
@@ -145,7 +173,7 @@ def _running_members(
     if not previous.begun or attempt > previous.attempt:
         members = members_of(hosts, attempt)
     if not members and not (previous.begun or options.max_restarts):
-        raise PlanError(
+        raise PartlyActiveError(
             f"run {run} is only partly alive (on {', '.join(running)}): stop it first: "
             f"ansible-playbook playbooks/stop.yml -e run={run}"
         )
@@ -172,6 +200,7 @@ def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: Prepared
     facts = host.facts
     return node.as_dict() | {
         "spec": host_spec(spec, prepared.files, node.data_dir),
+        "previous": start_of(facts["part"]),
         "versions": facts["versions"],
         "gpus": [gpu["name"] for gpu in facts["gpus"]],
         "memory_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=facts["memory_mib"]),
@@ -184,6 +213,27 @@ def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) 
     return {name: value for name, value in spec.items() if name in FIELDS} | paths
 
 
+def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:
+    """Check that a run that is already running has this spec, so that following it is what the user wants.
+
+    Args:
+        head: the state of the head, with the text of the run's spec.
+        spec: the spec of this plan, with the paths on the head.
+
+    Raises:
+        PlanError: it has another spec.
+    """
+    before = staged_spec(head).model_dump(mode="json")
+    now = make_spec(spec, "the plan").model_dump(mode="json")
+    names = [name for name in FIELDS if name not in ("run", "resume") and before[name] != now[name]]
+    if names:
+        different = "; ".join(f"{name}: is {quoted(before[name])}, wanted {quoted(now[name])}" for name in names)
+        raise PlanError(
+            f"run {run} is running with another spec ({different}): choose another name with -e run=NAME, "
+            f"or stop it first: ansible-playbook playbooks/stop.yml -e run={run}"
+        )
+
+
 def is_finished(hosts: list[HostState], spec: dict[str, Any], run: str) -> bool:
     """Return whether the run has finished on every host.
 
@@ -193,27 +243,32 @@ def is_finished(hosts: list[HostState], spec: dict[str, Any], run: str) -> bool:
     facts = hosts[0].facts
     now = make_spec(spec, "the plan")
     if facts["spec"] is not None:
-        before = RunSpec.model_validate(yaml.safe_load(facts["spec"]))
-        if different := changed_fields(before, now):
+        if different := changed_fields(staged_spec(hosts[0]), now):
             raise PlanError(
-                f"run {run} exists with another spec ({'; '.join(different)}): choose another name with -e run=NAME"
+                f"run {run} exists with another spec ({'; '.join(different)}): repeat the options with which it was started, "
+                "or choose another name with -e run=NAME"
             )
         if now.resume == "never" and (facts["result"] or {}).get("status") != "finished":
             raise PlanError(f"run {run} has checkpoints and resume is never: choose another name with -e run=NAME")
     return all((host.facts["result"] or {}).get("status") == "finished" for host in hosts)
 
 
-def check_plan_mesh(entries: list[dict[str, Any]], hosts: Mapping[str, Host], port: int, connect: Connect) -> list[str]:
-    """Check that every host of a plan reaches every other one; return warnings.
+def check_plan_mesh(
+    entries: list[dict[str, Any]], hosts: Mapping[str, Host], port: int, connect: Connect, *, write: bool = True
+) -> list[str]:
+    """Check that every host of a plan reaches every other one and has its own data directory; return warnings.
 
     A host that does not answer is left for the launch to report.
 
+    Args:
+        write: whether to create a temporary file in each data directory, to find hosts that share it.
+
     Raises:
-        RunError: a connection fails; `lines` hold all findings.
+        RunError: a connection fails, or hosts share a data directory; `lines` hold all findings.
     """
     states = [HostState(hosts[entry["host"]], facts={"interface": entry["interface"]}) for entry in entries]
-    findings = check_plan(states, lambda host: connect(host.name), port)
+    findings = check_plan(states, lambda host: connect(host.name), port, write=write)
     report = Report(findings, [finding.line for finding in findings])
     if report.error:
         raise RunError(report.error, **report.as_dict() | {"lines": report.lines})
-    return report.lines
+    return [*report.lines, *skipped_checks(states, write)]

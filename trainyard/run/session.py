@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
+from trainer.formats import printable
 from trainyard.connection import Host, HostConnection
 from trainyard.run.artifacts import collect_artifacts
-from trainyard.run.errors import PlanError, RunError
+from trainyard.run.errors import PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
 from trainyard.run.launch import start_ranks
@@ -29,9 +31,13 @@ from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run
 from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.spec_files import PreparedRun, Report, prepare
-from trainyard.run.stage import stage_files
+from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.status import planned_parts
 
+CLAIM_POLL = 0.5  # s between two attempts to claim the run
+PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
+CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
+LINE_LIMIT = 2000  # characters of a reported line
 MANY = 1000  # restarts above which the limit is not shown
 _SKIPPED: dict[str, Any] = {"skipped": True}
 
@@ -47,6 +53,7 @@ class SessionState:
         port: rendezvous port.
         failure: message and details of a first start that failed.
         status: how the run ended: finished, stopped, or empty.
+        token: of this session's claims on the run.
     """
 
     prepared: dict[str, Any] | None = None
@@ -55,6 +62,7 @@ class SessionState:
     port: int = 0
     failure: dict[str, Any] | None = None
     status: str = ""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -95,7 +103,7 @@ class RunSession:
         self.options = options
         self.spec = spec
         self.home = home or Path.cwd()
-        self.report = report
+        self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
@@ -147,11 +155,12 @@ class RunSession:
         return {"changed": False, "lines": plan.lines}
 
     def preflight(self) -> dict[str, Any]:
-        """Check that every host reaches every other one."""
+        """Check that every host reaches every other one, and that no two hosts share a data directory."""
         state = self.state
         if state.phase != "new" or self.options.render_only or len(state.plan) < 2:
             return _SKIPPED
-        return {"changed": False, "lines": check_plan_mesh(state.plan, self.hosts, state.port, self.connect)}
+        lines = check_plan_mesh(state.plan, self.hosts, state.port, self.connect, write=not self.check)
+        return {"changed": False, "lines": lines}
 
     def stage(self) -> dict[str, Any]:
         """Copy to every host what differs: trainer, spec, dataset, model."""
@@ -161,6 +170,8 @@ class RunSession:
             files = self._stage()
         except RunError as error:
             return self._postpone(error)
+        if self.state.phase == "running":
+            return {"changed": False, "lines": [f"run {self.run_name} is already running: following it"]}
         return {"changed": any(files.values()), "files": files}
 
     def launch(self) -> dict[str, Any]:
@@ -219,20 +230,54 @@ class RunSession:
     # What a first start and a restart share ---------------------------------------------------------------------------
 
     def _make_plan(self, previous: PreviousStart | None = None) -> RunPlan:
-        hosts = [describe(host) for host in self.hosts.values()]
-        plan = plan_run(hosts, self.connect, self.prepared, self.options, previous)
+        deadline = time.monotonic() + PARTLY_LIMIT
+        while True:
+            hosts = [describe(host) for host in self.hosts.values()]
+            try:
+                plan = plan_run(hosts, self.connect, self.prepared, self.options, previous)
+                break
+            except PartlyActiveError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(CLAIM_POLL)
         self.state.plan, self.state.phase, self.state.port = plan.entries, plan.phase, plan.port
         return plan
 
-    def _stage(self) -> dict[str, list[str]]:
-        return stage_files(self.state.plan, self.prepared, self.connect, self.options.run_env, self.check)
+    def _stage(self, previous: PreviousStart | None = None) -> dict[str, list[str]]:
+        """Copy what differs. If another controller starts the run, plan again; then `phase` is no longer `new`.
+
+        Raises:
+            RunClaimedError: the other controller neither starts the run nor gives up.
+            PlanError: it starts the run with another spec.
+        """
+        state, deadline, waiting = self.state, time.monotonic() + CLAIM_WAIT, False
+        while True:
+            try:
+                return stage_files(
+                    state.plan, self.prepared, self.connect, self.options.run_env, state.token, self.check
+                )
+            except RunClaimedError as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not waiting:
+                    self.report(f"waiting up to {CLAIM_WAIT:.0f} s for another controller: {error}")
+                waiting = True
+                time.sleep(CLAIM_POLL)
+            if self._make_plan(previous).phase != "new":
+                return {}
 
     def _launch(self) -> dict[str, Any]:
-        started = start_ranks(self.state.plan, self.connect, self.report, self.options.unit_properties)
+        try:
+            started = start_ranks(self.state.plan, self.connect, self.report, self.options.unit_properties)
+        except RunError:
+            release_claims(self.state.plan, self.connect, self.state.token)
+            raise
         self.state.phase = "running"
         return started
 
     def _render(self) -> dict[str, Any]:
+        if not self.check:  # the scripts are started by hand, without this session
+            release_claims(self.state.plan, self.connect, self.state.token)
         folder = Path(self.options.render_to or self.home / "runs" / self.run_name / "scripts").expanduser()
         return write_scripts(self.state.plan, folder, self.check)
 
@@ -254,8 +299,9 @@ class RunSession:
         for line in plan.lines:
             self.report(line)
         if plan.phase in ("new", "finished"):
-            self._stage()
-            self._launch()
+            self._stage(previous)
+            if self.state.phase in ("new", "finished"):
+                self._launch()
 
     def _postpone(self, error: RunError) -> dict[str, Any]:
         """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error."""

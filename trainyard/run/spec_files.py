@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import os
 import shutil
 import sys
@@ -20,8 +21,10 @@ from safetensors import safe_open
 import trainer
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
 from trainer.data.samples import Sample, is_hub_id, read_samples
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
+from trainer.formats import printable
+from trainer.inputs import path_kind, user_path
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.receive import Digests
 
@@ -32,6 +35,7 @@ _MODEL_PARTS = (
     (("*.safetensors", "*.bin"), "weights (*.safetensors)"),
     (("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"), "tokenizer"),
 )
+_MAX_NAMES = 10_000  # files of a folder that a suggestion considers
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -43,7 +47,7 @@ class PreparedRun:
         run: name of the run.
         spec: every field of the run spec, and `rows_per_step`.
         files: for each file or folder its `kind` (dataset, model, trainer), `src` on the controller, `dest` below the
-            host's data directory (empty: the run folder), `sha256` by relative name, and `bytes`.
+            host's data directory, `sha256` by relative name, and `bytes`.
         origin: what the spec calls model and dataset, and their checksums, for the model card.
     """
 
@@ -93,7 +97,8 @@ def prepare(spec: RunSpec, work: Path, report: Report) -> PreparedRun:
     files.append(_entry(model, f"store/models/{name}-{identity['model'][:12]}", contents, "model"))
     digests.keep()
     archive = trainer_archive(work)
-    files.append(_entry(archive, "", {"": sha256_file(archive)}, "trainer"))
+    digest = sha256_file(archive)
+    files.append(_entry(archive, f"store/trainers/{digest[:16]}.zip", {"": digest}, "trainer"))
     origin = {"model": spec.model, "dataset": spec.dataset}
     if not spec.run:
         # The name depends on the contents of model and dataset, not on their paths on this controller.
@@ -129,10 +134,13 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
             except (OSError, RuntimeError) as error:
                 raise UserError(f"dataset: cannot create {EMBEDDED_DATASET}: {error}") from None
         return path
-    path = Path(spec.dataset).expanduser()
-    if path.is_dir():
+    path = user_path(spec.dataset, "dataset")
+    kind = path_kind(path)
+    if kind == "folder":
         raise UserError(f"dataset: {path} is a folder: give the JSONL file in it")
-    if not path.exists():
+    if kind == "other":
+        raise UserError(f"dataset: {path} is not a regular file: give a JSONL file")
+    if not kind:
         if is_hub_id(spec.dataset):
             return None
         raise UserError(
@@ -144,7 +152,10 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
 def _suggest_file(path: Path) -> str:
     """Return `` (did you mean 'x'?)`` for a file beside `path` with nearly its name, or an empty string."""
     folder = path.parent
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    try:
+        names = [entry.name for entry in itertools.islice(folder.iterdir(), _MAX_NAMES)]
+    except OSError:
+        names = []
     near = get_close_matches(path.name, names, n=1, cutoff=0.75)
     return f" (did you mean {str(folder / near[0])!r}?)" if near else ""
 
@@ -170,8 +181,8 @@ def model_folder(spec: RunSpec, dataset: Path | None, work: Path, report: Report
                 "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine"
             )
         return _tiny_folder(spec, dataset, work, report)
-    folder = Path(spec.model).expanduser()
-    if not folder.exists():
+    folder = user_path(spec.model, "model")
+    if not path_kind(folder):
         looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
         if looks_like_path or not (is_hub_id(spec.model) or in_hub_cache(spec.model)):
             what = "no folder" if looks_like_path else "no such model:"
@@ -190,17 +201,19 @@ def model_folder(spec: RunSpec, dataset: Path | None, work: Path, report: Report
 
 def _check_model(folder: Path) -> None:
     """Check that a folder holds config, readable weights and tokenizer. Raises UserError."""
-    if not folder.is_dir():
+    if path_kind(folder) != "folder":
         raise UserError(f"model: {folder} is a file: give the folder that holds config.json")
     for patterns, what in _MODEL_PARTS:
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
+        if not any(path_kind(file) == "file" for pattern in patterns for file in folder.glob(pattern)):
             raise UserError(f"model: {folder} has no {what}: give a model folder as transformers saves it")
     for file in sorted(folder.glob("*.safetensors")):
+        if path_kind(file) != "file":
+            raise UserError(f"model: {file} is not a regular file: copy it again")
         try:
             with safe_open(file, framework="numpy"):
                 pass
         except Exception as error:  # the library's own class, or OSError
-            raise UserError(f"model: {file} is damaged ({error}): copy it again") from None
+            raise UserError(f"model: {file} is damaged ({first_line(error)}): copy it again") from None
 
 
 def _fetch_from_hub(name: str, report: Report) -> Path:
@@ -214,7 +227,7 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, "*.bin"]))
     except Exception as error:  # the library's own classes, requests', OSError
-        why = (str(error).strip().splitlines() or [""])[-1].strip()
+        why = printable((str(error).strip().splitlines() or [""])[-1].strip())
         raise UserError(f"model: cannot fetch {name} from the hub: {why}") from None
     return folder
 

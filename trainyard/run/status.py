@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from trainer.formats import clock, table, thousands
 from trainyard.connection import FanOut, Host
+from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.monitor import Part
 
+ROWS_LIMIT = 2000  # ranks of one host in the table
 STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]
 
 
@@ -66,23 +67,41 @@ def find_parts(
     return sorted(found, key=lambda part: part.node_rank), missing
 
 
-def with_absent_replicas(parts: list[Part], connect: Connect) -> list[Part]:
-    """Return the parts and those of absent replica groups, from the plan on the head. Raises RemoteError."""
-    head = connect(parts[0].host)
-    answer = head.call("read_files", {"folder": parts[0].run_dir, "text": ["plan.json"]})
+def with_absent_replicas(
+    run: str, parts: list[Part], hosts: Iterable[Host], connect: Connect, limit: float
+) -> list[Part]:
+    """Return the parts and those of absent replica groups, from the plan on the head.
+
+    The folders come from the inventory: the head must not choose what the controller asks of other hosts.
+
+    Raises:
+        RunError: the head does not answer, or its plan is not valid.
+    """
+    head, request = parts[0].host, {"folder": parts[0].run_dir, "text": ["plan.json"]}
+    asked = FanOut({head: functools.partial(connect(head).call, "read_files", request)}).wait(limit)
+    if head in asked.errors:
+        raise RunError(f"{head}: {asked.errors[head]}")
+    try:
+        text = asked.answers[head]["text"].get("plan.json") or "[]"
+        entries = checked_reply("plan.json", {"entries": untrusted_json(text)})["entries"]
+    except ReplyError as error:
+        raise RunError(f"{head}: {error}") from None
     by_host = {part.host: part for part in parts}
-    for part in planned_parts(json.loads(answer["text"]["plan.json"] or "[]")):
-        by_host.setdefault(part.host, part)
+    folders = {host.name: f"{host.data_dir}/runs/{run}" for host in hosts}
+    for part in planned_parts(entry | {"run_dir": folders.get(entry["host"], "")} for entry in entries):
+        if part.run_dir:
+            by_host.setdefault(part.host, part)
     return sorted(by_host.values(), key=lambda part: part.node_rank)
 
 
 def parts_to_monitor(run: str, hosts: Iterable[Host], connect: Connect, limit: float) -> list[Part]:
     """Find the parts of a run that was started before. Raises RunError if they cannot be monitored."""
+    hosts = list(hosts)
     parts, missing = find_parts(run, hosts, connect, limit)
     if not parts and not missing:
         raise no_such_run(run)
     if missing and parts and parts[0].node_rank == 0 and parts[0].replica is not None:
-        return with_absent_replicas(parts, connect)
+        return with_absent_replicas(run, parts, hosts, connect, limit)
     if missing:
         host, error = next(iter(missing.items()))
         raise RunError(f"{host} does not answer ({error}), so the run cannot be monitored")
@@ -105,20 +124,37 @@ def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = 
         host.name: functools.partial(connect(host.name).call, "run_list", {"data_dir": host.data_dir}) for host in hosts
     }
     asked = FanOut(requests).wait(limit)
-    runs = [
-        {"host": host.name, **answer}
-        for host in hosts
-        for answer in asked.answers.get(host.name, {}).get("runs", [])
-        if run in ("", (answer.get("node") or {}).get("run"))
-    ]
-    rows = [row for answer in runs for row in status_rows(answer["host"], answer)]
+    runs, rows, warnings = [], [], []
+    for host in hosts:
+        answer = asked.answers.get(host.name, {})
+        found, bad = valid_runs(answer.get("runs", []))
+        found = [state for state in found if run in ("", (state.get("node") or {}).get("run"))]
+        runs += [{**state, "host": host.name} for state in found]
+        here = [row for state in found for row in status_rows(host.name, state)]
+        rows += here[:ROWS_LIMIT]
+        skipped = [f"cannot read {name} in {host.data_dir}/runs: skipped" for name in answer.get("skipped", [])]
+        more = [f"{len(here) - ROWS_LIMIT} more ranks are not listed"] if len(here) > ROWS_LIMIT else []
+        warnings += [f"warning: {host.name}: {text}" for text in [*skipped, *bad, *more][:ROWS_LIMIT]]
     rows.sort(key=lambda row: row[0])
     blank = ["-"] * (len(STATUS_HEAD) - 4)
     rows += [["-", host.name, "-", "unreachable", *blank] for host in hosts if host.name in asked.errors]
     lines = table([STATUS_HEAD, *rows])
+    lines += warnings
     if not runs:
-        lines.append(f"no host has a run {run}" if run else "no host has a run yet")
+        where = hosts[0].name if len(hosts) == 1 else f"any of {len(hosts)} hosts"
+        lines.append(f"no run {run} on {where}" if run else f"no run on {where} yet")
     return {"runs": runs, "troubles": asked.errors, "lines": lines}
+
+
+def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the valid states of runs, and why each other one is not valid."""
+    valid, bad = [], []
+    for state in states:
+        try:
+            valid.append(checked_reply("run_status", state))
+        except ReplyError as error:
+            bad.append(str(error))
+    return valid, bad
 
 
 def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:

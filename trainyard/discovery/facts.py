@@ -1,0 +1,99 @@
+"""The variables and groups of a discovered machine.
+
+Every variable has the prefix `discovered_`, which no role, playbook or option uses. A host variable has priority over the
+group variables of an operator, so any other name would let a neighbour change what a role does.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .identity import Machine, Server
+from .replies import MAX_MODELS
+from .report import Report
+from .trust import Trust
+
+PREFIX = "discovered_"
+# Set for machines that no earlier source declares. They say how to log in, and contain no text from the network.
+CONNECTION_VARIABLES = ("ansible_host", "ansible_port", "ansible_connection", "ansible_python_interpreter")
+MAX_GROUPS = 200  # per machine; further models and families have no group
+MAX_GROUP_NAME = 128  # characters; a longer name has no group
+_OLD_NAME = re.compile(
+    r"\bollama_(url|urls|version|models|loaded|vram|response_ms|addresses|this_machine|ready|trust|fingerprint|accept"
+    r"|scanned_at|scan)\b"
+)
+
+
+def machine_facts(machine: Machine, trust: Trust, report: Report) -> dict[str, Any]:
+    """Return the variables of a machine; sizes in bytes, times in milliseconds.
+
+    At most MAX_MODELS models are listed, the first by name.
+    """
+    places = [trust.place, *(p for p in machine.places if p is not trust.place)]
+    servers = [(p.address, s) for p in places for s in p.servers]
+    models = {m.name: m for _, s in reversed(servers) for m in s.models}
+    loaded = {m.name: m for _, s in reversed(servers) for m in s.loaded}
+    facts = {
+        "url": _url(*servers[0]),
+        "urls": [_url(*server) for server in servers],
+        "version": servers[0][1].version,
+        "models": [models[name].model_dump() for name in sorted(models)[:MAX_MODELS]],
+        "loaded": [loaded[name].model_dump() for name in sorted(loaded)[:MAX_MODELS]],
+        "vram": sum(m.vram for m in loaded.values()),
+        "response_ms": servers[0][1].response_ms,
+        "addresses": machine.addresses,
+        "this_machine": machine.local,
+        "ready": trust.ready,
+        "trust": trust.reason,
+        "fingerprint": trust.fingerprint,
+        "accept": trust.accept,
+        "scanned_at": report.scanned_at,
+    }
+    return {PREFIX + name: value for name, value in facts.items()}
+
+
+def scan_facts(report: Report, ready: int, verdict: str) -> dict[str, Any]:
+    """Return the variables of a scan, for the group of all discovered machines.
+
+    Args:
+        report: the scan.
+        ready: number of machines that can be logged in to.
+        verdict: the conclusion in one line.
+    """
+    scan = {
+        "networks": list(report.networks),
+        "addresses": report.addresses,
+        "seconds": report.seconds,
+        "machines": len(report.machines),
+        "ready": ready,
+        "verdict": verdict,
+    }
+    return {f"{PREFIX}scan": scan}
+
+
+def model_groups(models: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the groups for the models and families of one machine, at most MAX_GROUPS, families first.
+
+    Args:
+        models: `discovered_models` of the machine.
+    """
+    families = sorted(_group_names("family", {m["family"] for m in models}))
+    names = sorted(_group_names("model", {m["name"] for m in models}))
+    return [*families, *names][:MAX_GROUPS]
+
+
+def old_names(expressions: Any) -> list[str]:
+    """Return the variables in expressions that had the prefix `ollama_` up to version 0.2, with their present names."""
+    found = dict.fromkeys(match[0] for match in _OLD_NAME.finditer(str(expressions)))
+    return [f"{old} is now {PREFIX}{old.removeprefix('ollama_')}" for old in found]
+
+
+def _url(address: str, server: Server) -> str:
+    host = f"[{address.replace('%', '%25')}]" if ":" in address else address
+    return f"http://{host}:{server.port}"
+
+
+def _group_names(kind: str, words: Iterable[str]) -> set[str]:
+    """Return `ollama_model_qwen2_5_0_5b` for `qwen2.5:0.5b`; none for words without letters and digits, or too long."""
+    safe = {re.sub(r"[^a-z0-9]", "_", word.lower()) for word in words}
+    return {f"ollama_{kind}_{word}" for word in safe if re.search("[a-z0-9]", word) and len(word) <= MAX_GROUP_NAME}

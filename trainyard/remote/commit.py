@@ -1,0 +1,70 @@
+"""The host's side of a start: write the small files of a run folder together, for one controller at a time.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.claim import START_LOCK, claimed_by_another, release_claim, write_claim
+from trainer.supervise.files import hold_lock, is_alive, read_json
+from trainyard.remote.receive import write_if_changed
+
+LOCK_LIMIT = 20.0  # s to wait for another start on this host; longer than a supervisor needs to start
+
+
+def commit(request: dict[str, Any]) -> dict[str, Any]:
+    """Claim a run folder and write its small files, or change nothing.
+
+    Args:
+        request: `run_dir`; `token` of the controller; `trainer`, the staged archive of the trainer; `contents`, {name:
+            [mode, content in base64]}; `previous`, attempt and time of the start that the plan knows, or None; `stale`,
+            whether that start may still run here; `release`, remove the claim of this token and do nothing else.
+
+    Returns:
+        `changed`, the paths that were written; or `claimed`, why another controller has precedence.
+    """
+    run_dir = Path(request["run_dir"])
+    if request.get("release") and not run_dir.is_dir():
+        return {"changed": []}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with hold_lock(run_dir.parent / START_LOCK, wait=LOCK_LIMIT) as locked:
+        if request.get("release"):
+            release_claim(run_dir, request["token"])
+            return {"changed": []}
+        if not locked:
+            return {"error": f"another start on this host has not finished within {LOCK_LIMIT:.0f} s"}
+        if why := claimed(run_dir, request):
+            return {"claimed": why}
+        write_claim(run_dir, request["token"])
+        return {"changed": write_files(run_dir, request)}
+
+
+def claimed(run_dir: Path, request: dict[str, Any]) -> str:
+    """Return why another controller has precedence, or an empty string."""
+    if claimed_by_another(run_dir, request["token"]):
+        return "another controller is starting the run"
+    if is_alive(run_dir) and not request["stale"]:
+        return "the run is active"
+    if start_of(read_json(run_dir / "state/node.json")) != request["previous"]:
+        return "the run was started since it was planned"
+    return ""
+
+
+def start_of(node: dict[str, Any] | None) -> list[Any] | None:
+    """Return attempt and time of a start, from its node.json; None if there was none."""
+    return [node.get("attempt"), node.get("started")] if node else None
+
+
+def write_files(run_dir: Path, request: dict[str, Any]) -> list[str]:
+    """Write the files that differ; return their paths. Raises OSError."""
+    contents = {name: (mode, base64.b64decode(content)) for name, (mode, content) in request["contents"].items()}
+    contents["trainer.zip"] = (0o644, Path(request["trainer"]).read_bytes())
+    return [
+        str(run_dir / name)
+        for name, (mode, content) in contents.items()
+        if write_if_changed(run_dir / name, content, mode)
+    ]

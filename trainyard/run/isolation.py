@@ -1,0 +1,83 @@
+"""Which connections of a run's ranks are filtered: those from other machines, and those to other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.preflight.host_state import HostState
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """The filter of a run.
+
+    Attributes:
+        incoming: whether the ranks accept connections of the run's hosts only.
+        outgoing: whether the ranks connect to the run's hosts only. Only a system unit of systemd enforces it.
+        reason: what the ranks need outside the cluster; empty if nothing or if the user decides.
+    """
+
+    incoming: bool = True
+    outgoing: bool = False
+    reason: str = ""
+
+
+NO_ISOLATION = Isolation(incoming=False)
+
+
+def choose_isolation(wanted: str, spec: Mapping[str, Any], has_dataset: bool, run_env: Mapping[str, str]) -> Isolation:
+    """Return the filter for the launch option `isolate`.
+
+    Args:
+        wanted: `auto`, `always` or `never`.
+        spec: the run spec.
+        has_dataset: whether the controller stages the dataset; otherwise every host fetches it from the hub.
+        run_env: environment variables for the ranks.
+    """
+    if wanted == "never":
+        return NO_ISOLATION
+    reason = "" if wanted == "always" else outside_need(spec, has_dataset, run_env)
+    return Isolation(outgoing=not reason, reason=reason)
+
+
+def outside_need(spec: Mapping[str, Any], has_dataset: bool, run_env: Mapping[str, str]) -> str:
+    """Return the setting for which the ranks connect to machines outside the run, or an empty string.
+
+    Models need no such connection, because the controller stages them.
+    """
+    if "wandb" in spec["loggers"]:
+        return "loggers=wandb"
+    if spec["backend"] == "unsloth":
+        return "backend=unsloth"
+    if not has_dataset and not spec["fake_data"]:
+        return f"dataset={spec['dataset']}"
+    for name, value in run_env.items():
+        # A proxy or a server; or another network, whose addresses are unknown here.
+        if "://" in value or name.lower().endswith(("_proxy", "_host", "_endpoint", "_socket_ifname")):
+            return f"{name} in run_env"
+    return ""
+
+
+def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[str]:
+    """Return the sentences of the plan about the filter: what remains open, and a warning where nothing protects."""
+    if isolation.reason:
+        lines = [f"outgoing connections of the ranks are not limited to these hosts, because of {isolation.reason}"]
+        bare = [h.name for h in hosts if h.facts.get("socket_filter") is False and not h.facts.get("firewall")]
+        if bare and len({host.address for host in hosts}) > 1:
+            lines.append(
+                f"warning: nothing keeps other machines from the ports of the run on {', '.join(bare)}: the kernel permits "
+                "no socket filter, and no firewall is active; run site.yml --tags firewall, or set isolate=always"
+            )
+        return lines
+    if isolation.incoming or len({host.address for host in hosts}) == 1:
+        return []
+    open_hosts = [host.name for host in hosts if not host.facts.get("firewall")]
+    if not open_hosts:
+        return []
+    return [
+        f"warning: isolate=never, and no firewall is active on {', '.join(open_hosts)}: every machine that reaches "
+        "the ports of the run can read its weights and run code on the hosts; omit isolate, or run "
+        "site.yml --tags firewall"
+    ]
