@@ -19,7 +19,8 @@ class ActionModule(ClusterAction):
             hosts = play_hosts(task_vars or {})
             for host in hosts:
                 host.check()
-            report = run_preflight(hosts, connect, port, run=arguments["run"], all_reduce=not arguments["quick"])
+            options = {"all_reduce": not arguments["quick"], "write": not self._task.check_mode}
+            report = run_preflight(hosts, connect, port, run=arguments["run"], **options)
         except InventoryError as error:
             return failure(str(error))
         answer = {"lines": report.output(arguments["json"]), **report.as_dict()}

@@ -16,7 +16,7 @@ ARGUMENTS = {
     "state": {"choices": ["listed", "stopped", "followed"], "required": True},
     "run": {"type": "str", "default": ""},
     "grace": {"type": "float", "default": GRACE},
-    "now": {"type": "bool", "default": False},
+    "force": {"type": "bool", "default": False},
 }
 
 
@@ -29,7 +29,7 @@ class ActionModule(ClusterAction):
         try:
             options = options_from_variables(variables, resolve)
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
-            stop = {"grace": a["grace"], "now": a["now"], "check": self._task.check_mode}
+            stop = {"grace": a["grace"], "now": a["force"], "check": self._task.check_mode}
             return manage_runs(a["state"], a["run"], hosts, connect, options, Display().display, **stop)
         except (RunError, UserError, InventoryError) as error:
             return failure(str(error), **getattr(error, "details", {}))

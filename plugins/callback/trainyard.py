@@ -31,6 +31,7 @@ from ansible.plugins.callback.default import CallbackModule as Default
 
 try:
     import trainyard  # noqa: F401  the action and filter plugins import it; this plugin is loaded before them
+    from trainer.formats import printable
 except ModuleNotFoundError as error:
     raise AnsibleError(
         f"Ansible's Python ({sys.executable}) does not have the package {error.name}: "
@@ -38,6 +39,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 MESSAGE_ONLY = ("fail", "assert")  # their message is written for the user
+ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
 LIVE = ("trainyard_run", "trainyard_runs")
 
 
@@ -81,7 +83,8 @@ class CallbackModule(Default):
     def v2_runner_on_unreachable(self, result: Any) -> None:
         self._handle_warnings(result.result)
         reason = (str(result.result.get("msg", "")).strip().splitlines() or [""])[-1].strip()
-        line = f"error: {self.host_label(result)} does not answer: {reason}"
+        reason = reason.removeprefix("Task failed: ")
+        line = f"error: {self.host_label(result)} does not answer: {shown(reason)}"
         self._display.display(line, color=C.COLOR_UNREACHABLE, stderr=self.get_option("display_failed_stderr"))
         if result.task.ignore_unreachable:
             self._display.display("...ignoring", color=C.COLOR_SKIP)
@@ -95,8 +98,9 @@ class CallbackModule(Default):
         task = result.task
         host = "" if task.run_once or action_name(task) in LIVE else f"{self.host_label(result)}: "
         stderr = self.get_option("display_failed_stderr")
-        self._display.display(f"error: {host}{' '.join(message.split())}", color=C.COLOR_ERROR, stderr=stderr)
-        if lines := table_lines(result.result) or table.splitlines():
+        text = shown(" ".join(message.split()))
+        self._display.display(f"error: {host}{text}", color=C.COLOR_ERROR, stderr=stderr)
+        if lines := table_lines(result.result) or printable_lines(table.splitlines()):
             self._display.display("\n".join(lines), stderr=stderr)
 
 
@@ -113,4 +117,14 @@ def is_plain(task: Any, result: dict[str, Any]) -> bool:
 def table_lines(result: dict[str, Any]) -> list[str]:
     """Return the `lines` of a result; empty if it has none."""
     lines = result.get("lines")
-    return [str(line) for line in lines] if isinstance(lines, list) else []
+    return printable_lines(lines) if isinstance(lines, list) else []
+
+
+def printable_lines(lines: list[Any]) -> list[str]:
+    """Return lines without control characters: they may quote what a host sent."""
+    return [shown(str(line).expandtabs()) for line in lines]
+
+
+def shown(text: str) -> str:
+    """Return a line without control characters, and otherwise whole."""
+    return printable(text, len(text) + ESCAPES)

@@ -57,15 +57,28 @@ def peer_host_keys(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
     return lines
 
 
-def peer_keys(hostvars: Any, hosts: list[str], controller_key: str = "") -> dict[str, list[str]]:
+def peer_keys(
+    hostvars: Any, hosts: list[str], controller_key: str = "", command: str | None = ""
+) -> dict[str, list[str]]:
     """Return the authorized_keys lines of the hosts that reported their keys in this play, and of the controller.
 
     The key of a peer is valid from cluster addresses only, and permits no forwarding: man sshd, AUTHORIZED_KEYS FILE FORMAT.
+
+    Args:
+        command: the only command that the key of a peer runs. "" permits a shell; with None no host has a line.
     """
     addresses = ",".join(dict.fromkeys(cluster_addresses(hostvars, hosts).values()))
     limits = f'from="{addresses}",no-agent-forwarding,no-port-forwarding,no-X11-forwarding'
-    lines = {host: [f"{limits} {_key(key)}" for key in _public_keys(hostvars, host, "key")] for host in hosts}
-    lines = {host: keys for host, keys in lines.items() if keys}
+    if command:
+        limits = f'restrict,from="{addresses}",command="{command}"'
+    lines: dict[str, list[str]] = {}
+    for host in hosts:
+        keys = _public_keys(hostvars, host, "key")
+        # A fact of the role ssh; an empty list for a host that copies nothing.
+        if command is None or (command and hostvars[host].get("_ssh_copies") == []):
+            lines[host] = []
+        elif keys:
+            lines[host] = [f"{limits} {_key(key)}" for key in keys]
     if controller_key:
         lines["(controller)"] = [_key(controller_key)]
     return lines

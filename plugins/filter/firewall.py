@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from typing import Any
 
 from trainyard.ufw import allow_rules
 
 
-def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], allow: list[dict[str, Any]]) -> list[str]:
+def firewall_problems(
+    peers: dict[str, str],
+    openings: list[dict[str, Any]],
+    allow: list[dict[str, Any]],
+    controller_ports: Iterable[Any] = (),
+) -> list[str]:
     """Return one line for each address, port or source that is not valid."""
     problems = []
     for host, address in peers.items():
@@ -18,7 +24,12 @@ def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], all
             problems.append(
                 f"cluster_address of {host} is {address!r}, expected the IP address at which its peers reach it"
             )
-    for name, entries in (("firewall_openings", openings), ("firewall_allow", allow)):
+    controller = [{"port": port} for port in controller_ports]
+    for name, entries in (
+        ("firewall_openings", openings),
+        ("firewall_allow", allow),
+        ("firewall_controller_ports", controller),
+    ):
         for entry in entries:
             try:
                 allow_rules(str(entry["port"]), entry.get("proto", "tcp"), str(entry.get("source", "any")), "")
@@ -28,11 +39,16 @@ def firewall_problems(peers: dict[str, str], openings: list[dict[str, Any]], all
 
 
 def firewall_rules(
-    peers: dict[str, str], host: str, openings: list[dict[str, Any]], allow: list[dict[str, Any]]
+    peers: dict[str, str],
+    host: str,
+    openings: list[dict[str, Any]],
+    allow: list[dict[str, Any]],
+    controller_ports: Iterable[Any] = (),
 ) -> list[dict[str, str]]:
     """Return the rules of `host` for M(ufw_rules): all TCP ports and the UDP openings for every peer, and `allow`.
 
-    All TCP ports are open to peers, because gloo and NCCL listen on random high ports. This includes TCP openings.
+    All TCP ports are open to peers, because gloo and NCCL listen on random high ports. This includes TCP openings. The TCP ports
+    `controller_ports` are open to the controller, whose address the host takes from its SSH connection.
     """
     rules = []
     for peer, address in peers.items():
@@ -44,6 +60,9 @@ def firewall_rules(
             for opening in openings
             if opening.get("proto") == "udp"
         ]
+    rules += [
+        {"port": str(port), "proto": "tcp", "source": "controller", "why": "controller"} for port in controller_ports
+    ]
     for entry in allow:
         source = {"port": str(entry["port"]), "source": str(entry.get("source", "any"))}
         rules.append(

@@ -9,6 +9,7 @@ description:
   - Scans private networks for Ollama servers, groups the answers by machine, and adds the machines to the cluster.
   - A machine whose SSH host key is not in known_hosts is added to the group C(untrusted), with the command that accepts
     the key. All other machines are added to C(cluster), and there to C(head) or C(workers).
+  - Sets variables with the prefix C(discovered_). An untrusted machine joins no group of O(groups) and O(keyed_groups).
   - A machine that an earlier inventory source declares, by address or by a name that resolves to it, is the same host.
     Sources are read in the given order, and those in a folder by name, so this file comes last.
   - The groups C(discovered), C(cluster), C(head), C(workers) and C(untrusted) always exist and may be empty.
@@ -132,10 +133,10 @@ passes: 2
 # a group for each quantisation, a group for large models, and a cache of 60 s
 plugin: ollama
 keyed_groups:
-  - key: ollama_models | map(attribute='quantisation') | unique | list
+  - key: discovered_models | map(attribute='quantisation') | unique | list
     prefix: quantisation
 groups:
-  large: ollama_models | selectattr('size', 'gt', 20000000000) | list | length > 0
+  large: discovered_models | selectattr('size', 'gt', 20000000000) | list | length > 0
 cache: true
 cache_plugin: jsonfile
 cache_connection: ~/.cache/trainyard
@@ -156,6 +157,7 @@ from ansible.plugins.inventory import BaseInventoryPlugin, Cacheable, Constructa
 try:
     from trainyard.discovery import networks
     from trainyard.discovery.engine import discover
+    from trainyard.discovery.facts import machine_facts, model_groups, old_names, scan_facts
     from trainyard.discovery.identity import Machine
     from trainyard.discovery.report import Report, advice, summary, verdict
     from trainyard.discovery.settings import Settings, SettingsError
@@ -248,6 +250,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         checked = [(machine, check_trust(machine, known, names, file)) for machine in report.machines]
         checked.sort(key=lambda pair: networks.address_order(_login_address(pair[0], pair[1], report)))
         ready: list[str] = []
+        trusted: list[str] = []
         untrusted: list[tuple[str, Trust]] = []
         for machine, trust in checked:
             declared = self.declared.hosts_of(machine, report.own_addresses)
@@ -255,6 +258,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             for host in hosts:
                 self._add(host, machine, trust, report, bool(declared))
             if trust.ready:
+                trusted += hosts
                 ready += [h for h in hosts if not self.declared.in_cluster(h)]
                 continue
             untrusted.append((hosts[0], trust))
@@ -265,13 +269,13 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             for m in report.machines
         )
         self._assign_roles(ready)
-        self._construct()
+        self._construct(trusted)
         self._print_report(report, untrusted, missing)
 
     def _add(self, host: str, machine: Machine, trust: Trust, report: Report, declared: bool) -> None:
         """Add a host and its variables. Variables that earlier sources declare about the host have priority."""
         self.inventory.add_host(host, group="discovered")
-        variables = _variables(machine, trust, report)
+        variables = machine_facts(machine, trust, report)
         if not declared:
             variables["ansible_host"] = _login_address(machine, trust, report)
             if machine.local:
@@ -282,13 +286,10 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         for name, value in variables.items():
             # Text from the network must not be marked as a template.
             self.inventory.set_variable(host, name, value)
-        for kind, words in (
-            ("model", {m["name"] for m in variables["ollama_models"]}),
-            ("family", {m["family"] for m in variables["ollama_models"]}),
-        ):
-            for group in sorted(filter(None, (_group_name(kind, word) for word in words))):
-                self.inventory.add_group(group)
-                self.inventory.add_child(group, host)
+        # A machine that is not trusted does not choose the groups, and with them the group variables, of a host.
+        for group in model_groups(variables["discovered_models"]) if trust.ready else ():
+            self.inventory.add_group(group)
+            self.inventory.add_child(group, host)
 
     def _assign_roles(self, ready: list[str]) -> None:
         """Assign hosts to `head` and `workers`: declared hosts first, then the others by address."""
@@ -307,22 +308,28 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             return candidates[0]
         for host in candidates:
             variables = self.inventory.get_host(host).vars
-            if host == rule or rule in variables.get("ollama_addresses", []):
+            if host == rule or rule in variables.get("discovered_addresses", []):
                 return host
-            if rule == "this_machine" and variables.get("ollama_this_machine"):
+            if rule == "this_machine" and variables.get("discovered_this_machine"):
                 return host
         self._warn(f"head: {rule} is not among the machines that are ready; {candidates[0]} is the head")
         return candidates[0]
 
-    def _construct(self) -> None:
+    def _construct(self, trusted: list[str]) -> None:
+        """Evaluate `compose` for all discovered hosts, and `groups` and `keyed_groups` for the trusted ones."""
+        compose, groups, keyed_groups = (self.get_option(name) for name in ("compose", "groups", "keyed_groups"))
+        for change in old_names([compose, groups, keyed_groups]):
+            self._warn(f"compose, groups or keyed_groups: {change}; change the expression")
         strict = self.get_option("strict")
+        may_join = set(trusted)
         for host in self.inventory.groups["discovered"].get_hosts():
-            self._set_composite_vars(self.get_option("compose"), host.get_vars(), host.name, strict)
-            self._add_host_to_composed_groups(self.get_option("groups"), host.get_vars(), host.name, strict)
-            self._add_host_to_keyed_groups(self.get_option("keyed_groups"), host.get_vars(), host.name, strict)
+            self._set_composite_vars(compose, host.get_vars(), host.name, strict)
+            if host.name in may_join:
+                self._add_host_to_composed_groups(groups, host.get_vars(), host.name, strict)
+                self._add_host_to_keyed_groups(keyed_groups, host.get_vars(), host.name, strict)
 
     def _print_report(self, report: Report, untrusted: list[tuple[str, Trust]], missing: int) -> None:
-        """Print what was found and what the user can do, and keep the summary as the variable `ollama_scan`.
+        """Print what was found and what the user can do, and keep the summary as the variable `discovered_scan`.
 
         Args:
             report: the scan.
@@ -331,18 +338,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         """
         ready = len(report.machines) - len(untrusted)
         conclusion = verdict(len(report.machines), ready, missing)
-        self.inventory.set_variable(
-            "discovered",
-            "ollama_scan",
-            {
-                "networks": list(report.networks),
-                "addresses": report.addresses,
-                "seconds": report.seconds,
-                "machines": len(report.machines),
-                "ready": ready,
-                "verdict": conclusion,
-            },
-        )
+        for name, value in scan_facts(report, ready, conclusion).items():
+            self.inventory.set_variable("discovered", name, value)
         self._print(summary(report))
         for line in (*report.skipped, *report.warnings[:20]):
             self.display.warning(f"ollama: {line}")
@@ -435,38 +432,3 @@ def _login_address(machine: Machine, trust: Trust, report: Report) -> str:
 def _host_name(address: str) -> str:
     """Return an address as an inventory name, without characters that have a meaning in host patterns."""
     return re.sub(r"[:%]+", "-", address).strip("-")
-
-
-def _variables(machine: Machine, trust: Trust, report: Report) -> dict[str, Any]:
-    """Return the variables of a machine; sizes in bytes, times in milliseconds."""
-    places = [trust.place, *(p for p in machine.places if p is not trust.place)]
-    servers = [(p.address, s) for p in places for s in p.servers]
-    models = {m.name: m for _, s in reversed(servers) for m in s.models}
-    loaded = {m.name: m for _, s in reversed(servers) for m in s.loaded}
-    return {
-        "ollama_url": _url(*servers[0]),
-        "ollama_urls": [_url(*server) for server in servers],
-        "ollama_version": servers[0][1].version,
-        "ollama_models": [models[name].model_dump() for name in sorted(models)],
-        "ollama_loaded": [loaded[name].model_dump() for name in sorted(loaded)],
-        "ollama_vram": sum(m.vram for m in loaded.values()),
-        "ollama_response_ms": servers[0][1].response_ms,
-        "ollama_addresses": machine.addresses,
-        "ollama_this_machine": machine.local,
-        "ollama_ready": trust.ready,
-        "ollama_trust": trust.reason,
-        "ollama_fingerprint": trust.fingerprint,
-        "ollama_accept": trust.accept,
-        "ollama_scanned_at": report.scanned_at,
-    }
-
-
-def _url(address: str, server: Any) -> str:
-    host = f"[{address.replace('%', '%25')}]" if ":" in address else address
-    return f"http://{host}:{server.port}"
-
-
-def _group_name(kind: str, word: str) -> str:
-    """Return `ollama_model_qwen2_5_0_5b` for `qwen2.5:0.5b`; empty if the word has neither letters nor digits."""
-    safe = re.sub(r"[^a-z0-9]", "_", word.lower())
-    return f"ollama_{kind}_{safe}" if re.search("[a-z0-9]", safe) else ""

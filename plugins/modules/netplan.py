@@ -170,7 +170,8 @@ class AddressChange:
                 )
                 self.fail(f"netplan_nic is {self.params['nic']}: {len(found)} NICs match; this host has {names}")
             return found[0]
-        current = (ssh_session() or ("", 0))[0]
+        session = ssh_session()
+        current = session.address if session else ""
         found = [link for link in links if current and any(a.get("local") == current for a in link["addr_info"])]
         if not found:
             self.fail(f"no NIC has the address {current or 'of the connection'}: set netplan_nic")
@@ -223,7 +224,8 @@ class AddressChange:
 
     def plan(self) -> dict[str, Any]:
         """Return the pending change: files, NIC, current and new address, and the diff."""
-        current = (ssh_session() or ("", 0))[0]
+        session = ssh_session()
+        current = session.address if session else ""
         if self.params["state"] == "absent":
             saved = self.saved()
             files = self.former_files()

@@ -75,6 +75,7 @@ from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+BLOB = re.compile(r"blobs/sha256-[0-9a-f]{64}")
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -114,10 +115,26 @@ def read_model(store: Path, name: str) -> dict[str, Any] | None:
     return {"manifest": path, "digest": hashlib.sha256(content).hexdigest(), "blobs": sorted(set(blobs))}
 
 
+def is_valid(name: str, model: Any) -> bool:
+    """Return whether what another host reports about a model names only the manifest and blobs of a model."""
+    try:
+        blobs = all(BLOB.fullmatch(blob) for blob in model["blobs"])
+        return blobs and model["manifest"] == manifest_path(name) and isinstance(model["digest"], str)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
 def missing_files(store: Path, models: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return the paths of the blobs and manifests of `models` that the store does not have."""
+    """Return the paths of the blobs and manifests of `models` that the store does not have.
+
+    Raises ValueError: `models` comes from another host, and a path in it is not that of a blob or of the model's manifest.
+    """
     blobs, manifests = set(), []
-    for model in models.values():
+    for name, model in models.items():
+        if not is_valid(name, model):
+            raise ValueError(
+                f"the head reports invalid paths for the model {name!r}: check the Ollama store of the head"
+            )
         try:
             digest = hashlib.sha256((store / model["manifest"]).read_bytes()).hexdigest()
         except OSError:
@@ -147,6 +164,8 @@ def main() -> None:
     try:
         models = {name: read_model(store, name) for name in params["models"]}
         damaged = damaged_blobs(store, params["verify"])
+        wanted = {name: model for name, model in (params["compare_to"] or {}).items() if name in params["models"]}
+        missing = missing_files(store, wanted)
     except (ValueError, OSError) as error:
         module.fail_json(msg=str(error), plain=True)
     for blob in damaged:
@@ -159,7 +178,7 @@ def main() -> None:
         "missing": [name for name, model in models.items() if not model],
     }
     if params["compare_to"] is not None:
-        result["missing_blobs"], result["missing_manifests"] = missing_files(store, params["compare_to"])
+        result["missing_blobs"], result["missing_manifests"] = missing
     module.exit_json(changed=False, **result)
 
 

@@ -8,7 +8,8 @@ short_description: Check all hosts of a cluster before a run
 description:
   - Collects facts and health of all hosts at once. Lets every host listen on the rendezvous port and on random high ports,
     and connect to every other host. Runs an all-reduce over all hosts. Reports each problem with its remedy.
-  - Fails if a run would fail. A problem that only makes a run slower is a warning. Changes nothing on the hosts.
+  - Fails if a run would fail. A problem that only makes a run slower is a warning. Changes nothing on the hosts, apart from
+    a temporary file in each data directory, which shows whether hosts share it.
 options:
   run:
     description: Name of a run whose trainer must be the same on all hosts.
@@ -28,7 +29,7 @@ options:
 attributes:
   check_mode:
     support: full
-    description: The same in check mode.
+    description: Does not check whether hosts share a data directory, because this check creates a temporary file on every host.
 author: trainyard
 """
 

@@ -25,7 +25,7 @@ options:
     description: Seconds that the ranks have to save a checkpoint and exit.
     type: float
     default: 60.0
-  now:
+  force:
     description: Kill the ranks at once, without a checkpoint.
     type: bool
     default: false

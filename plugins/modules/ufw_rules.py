@@ -11,6 +11,7 @@ description:
     stay unchanged; a rule that exists without the mark is not marked.
   - Before ufw is enabled, the port of the current SSH connection and every port of sshd's configuration are opened to
     any address. These rules come first. Incoming connections that no rule allows are then denied.
+  - If ufw is enabled, but the kernel does not have its rules, ufw is enabled again.
   - The former state of ufw is stored in O(backup_dir), and O(state=absent) restores it.
 options:
   rules:
@@ -28,7 +29,9 @@ options:
         type: str
         default: tcp
       source:
-        description: An address, a network, or C(any).
+        description: >-
+          An address, a network, C(any), or C(controller) for the peer of the current SSH connection as this host sees it. Without
+          an SSH connection, the rule for the controller is left out.
         type: str
         default: any
       why:
@@ -96,8 +99,19 @@ def setting(path: Path, name: str, default: str) -> str:
     return found[-1] if found else default
 
 
+def loaded(module: AnsibleModule, state: dict[str, Any]) -> bool:
+    """Return whether the kernel applies ufw's rules: another program may have flushed them (`nft flush ruleset`)."""
+    tables = [("iptables", "ufw-before-input"), *([("ip6tables", "ufw6-before-input")] if state["ipv6"] else [])]
+    for command, chain in tables:
+        rules = module.run_command([command, "-S", "INPUT"], handle_exceptions=False)[1].splitlines()
+        denies = "-P INPUT DROP" in rules or state["incoming"] == "allow"
+        if not denies or f"-A INPUT -j {chain}" not in rules:
+            return False
+    return True
+
+
 def current_state() -> dict[str, Any]:
-    """Return ufw's settings `enabled`, `incoming` (the default policy) and `ipv6` from its files."""
+    """Return ufw's settings: `enabled`, `incoming` (the default policy) and `ipv6` from its files."""
     return {
         "enabled": setting(CONFIG, "ENABLED", "no") == "yes",
         "incoming": POLICIES.get(setting(DEFAULTS, "DEFAULT_INPUT_POLICY", "DROP"), "deny"),
@@ -115,7 +129,7 @@ def ssh_ports(module: AnsibleModule) -> list[int]:
     session = ssh_session()
     out = module.run_command([str(SSHD), "-T"], handle_exceptions=False)[1] if SSHD.exists() else ""
     configured = [int(port) for port in re.findall(r"^port (\d+)$", out, re.M)]
-    return sorted({*([session[1]] if session else []), *configured}) or [22]
+    return sorted({*([session.port] if session else []), *configured}) or [22]
 
 
 def show(state: dict[str, Any], managed: list[Rule]) -> str:
@@ -146,6 +160,12 @@ class Firewall:
         """Add a rule, with `first` before all other rules."""
         self.ufw(*(["prepend"] if first else []), *command_words(rule), "comment", rule.comment)
 
+    def enable(self) -> None:
+        """Enable ufw and load its rules, with a rollback timer."""
+        if self.module.params["rollback_timeout"] and not self.module.check_mode:
+            start_rollback_timer(self.module)
+        self.ufw("--force", "enable")
+
     def set_ipv6(self, value: str) -> None:
         """Write IPV6=yes or IPV6=no to ufw's settings."""
         if not self.module.check_mode:
@@ -159,12 +179,15 @@ def desired_rules(module: AnsibleModule) -> tuple[list[Rule], list[Rule]]:
     mark = module.params["mark"]
     ssh: list[Rule] = []
     rules: list[Rule] = []
+    session = ssh_session()
     try:
         for port in ssh_ports(module):
             ssh += allow_rules(str(port), "tcp", "any", f"{mark}: SSH")
         for entry in module.params["rules"]:
             comment = f"{mark}: {entry['why']}".replace("'", "")
-            rules += allow_rules(entry["port"], entry["proto"], entry["source"], comment)
+            source = session.peer if session and entry["source"] == "controller" else entry["source"]
+            if source != "controller":
+                rules += allow_rules(entry["port"], entry["proto"], source, comment)
     except ValueError as error:
         module.fail_json(msg=f"firewall: {error}", plain=True)
     return ssh, rules
@@ -203,11 +226,15 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     # Of two equal rules the last one wins. Without IPv6 in ufw there are no IPv6 rules.
     desired = list({rule.identity: rule for rule in [*rules, *ssh] if rule.family == 4 or target["ipv6"]}.values())
     delete, add = plan_changes(current, mark, desired)
-    changed = bool(delete or add or target != state)
+    start = not state["enabled"] or not loaded(module, state)
+    changed = bool(delete or add or target != state or start)
     if changed:
         save_state(module, state)
     if target["ipv6"] != state["ipv6"]:
         firewall.set_ipv6("yes")
+    if start and state["enabled"]:
+        # ufw cannot change rules of chains that the kernel does not have.
+        firewall.enable()
     # ufw does not move an existing rule that gets a new comment, so only new rules for SSH are prepended.
     first = {rule.identity for rule in ssh} - {rule.identity for rule in current}
     # SSH comes first, so that an interruption at any point leaves the host reachable.
@@ -217,10 +244,8 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
         firewall.delete(rule)
     if target["incoming"] != state["incoming"]:
         firewall.ufw("default", target["incoming"], "incoming")
-    if target["enabled"] != state["enabled"]:
-        if module.params["rollback_timeout"] and not module.check_mode:
-            start_rollback_timer(module)
-        firewall.ufw("--force", "enable")
+    if not state["enabled"]:
+        firewall.enable()
     elif target["ipv6"] != state["ipv6"]:
         firewall.ufw("reload")
     managed = [rule for rule in current if rule.comment.startswith(mark)]
@@ -229,7 +254,7 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     return {
         "changed": changed,
         "rollback_pending": rollback_pending(module),
-        "diff": {"before": show(state, managed), "after": show(target, after)},
+        "diff": {"before": show({**state, "enabled": not start}, managed), "after": show(target, after)},
     }
 
 

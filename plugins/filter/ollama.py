@@ -1,0 +1,14 @@
+"""Filter `ollama_problems`: errors in the variables of the role ollama. The logic is in trainyard/ollama_parameters.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainyard.ollama_parameters import ollama_problems
+
+
+class FilterModule:
+    """For Ansible."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"ollama_problems": ollama_problems}
