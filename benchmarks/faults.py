@@ -53,12 +53,12 @@ def main() -> None:
                     )
             resumed = sorted(fault.resumed for fault in done)
             print(
-                f"trained again after {resumed[0]:.1f} to {resumed[-1]:.1f} s, median {resumed[len(resumed) // 2]:.1f} (limit 60)"
+                f"training resumed after {resumed[0]:.1f} to {resumed[-1]:.1f} s, median {resumed[len(resumed) // 2]:.1f} (limit 60)"
             )
             print(f"left on the hosts: {trial.leftovers() or 'no process, no port'}")
             wrong = trial.wrong_samples()
             print(
-                f"samples: {wrong[:3] or 'each one once, in its step'}; metrics complete: {trial.metrics_steps() == list(range(1, steps + 1))}"
+                f"samples: {wrong[:3] or 'each sample once, in its step'}; metrics complete: {trial.metrics_steps() == list(range(1, steps + 1))}"
             )
             final_loss, reference_loss = trial.result()["loss_last"], straight.result()["loss_last"]
             print(

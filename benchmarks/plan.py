@@ -10,13 +10,12 @@ differs by more than 25 %, or memory by more than 10 %. Requires root. Takes abo
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from typing import Any
 
-from benchmarks.inputs import SIZES, build_inputs, model_of
-from benchmarks.two_hosts import planned, run, two_hosts
+from benchmarks.inputs import build_inputs, model_of
+from benchmarks.two_hosts import parse, planned, run, two_hosts
 from trainer.planner.hosts import BASE
 
 STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging")
@@ -25,19 +24,12 @@ STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging")
 def main() -> int:
     """Print one row per strategy and link; return 1 if a prediction is outside its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["tiny"], choices=["tiny", *SIZES])
-    parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=16, help="rows per step over all hosts")
     parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 100])
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--steps", type=int, default=30, help="steps, counted from the tenth")
     parser.add_argument("--fields", nargs="*", default=[], help="run spec fields, for example lora_r=0")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--share", type=int, default=0, help="percent of a core per host; 0: one core each")
-    a = parser.parse_args()
-    if os.geteuid():
-        print("error: this benchmark requires root for network namespaces: run it with sudo", file=sys.stderr)
-        return 2
+    a = parse(parser)
     _, dataset = build_inputs()
     print(
         "| model | Mbit/s | strategy | tokens/s planned | tokens/s measured | measured / planned | relative to one host ",

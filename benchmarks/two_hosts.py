@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -14,11 +15,24 @@ from typing import Any
 
 from testbed import machine
 
+from benchmarks.inputs import SIZES
 from trainyard.remote.host_facts import allocator
 
 TOP = Path(__file__).resolve().parents[1]
 ONE = Path(__file__).with_name("speed_one.py")
 PORT = 29500
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Add the options that benchmarks of two hosts share, and return the parsed options. Exits with 2 without root."""
+    parser.add_argument("--models", nargs="+", default=["tiny"], choices=["tiny", *SIZES])
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=16, help="rows per step over all hosts")
+    parser.add_argument("--share", type=int, default=0, help="percent of a core per host; 0: one core each")
+    options = parser.parse_args()
+    if os.geteuid():
+        parser.error("this benchmark requires root for network namespaces: run it with sudo")
+    return options
 
 
 def _do(command: str) -> None:

@@ -9,12 +9,11 @@ each host has that percentage of the same core (see two_hosts.run). Requires roo
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 
-from benchmarks.inputs import SIZES, build_inputs, model_of
-from benchmarks.two_hosts import run, two_hosts
+from benchmarks.inputs import build_inputs, model_of
+from benchmarks.two_hosts import parse, run, two_hosts
 from trainer.config import make_spec
 from trainer.planner.model_shape import shape_of
 
@@ -22,18 +21,11 @@ from trainer.planner.model_shape import shape_of
 def main() -> int:
     """Print one row per variant and link."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["tiny"], choices=["tiny", *SIZES])
-    parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=16, help="rows per step over all hosts")
     parser.add_argument("--mbit", type=int, nargs="+", default=[0, 1000, 100], help="0: not shaped")
     parser.add_argument("--variants", nargs="+", default=["ddp", "ddp:gradient_comm_dtype=bf16"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1, help="alternating rounds; speeds are their medians")
-    parser.add_argument("--share", type=int, default=0, help="percent of a core per host; 0: one core each")
-    a = parser.parse_args()
-    if os.geteuid():
-        print("error: this benchmark requires root for network namespaces: run it with sudo", file=sys.stderr)
-        return 2
+    a = parse(parser)
     _, dataset = build_inputs()
     print(
         "| model | Mbit/s | variant | MB sent per step | relative to 4 B x trained parameters | tokens/s | relative to one host | loss |"

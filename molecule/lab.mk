@@ -1,12 +1,15 @@
 # The lab: hosts on this machine to try the cluster on (docs/lab.md). Requires root on Debian or Ubuntu.
+# N: number of hosts. RELEASE: code names that the hosts take in turns. LAB_NAME: several labs can run side by side.
 VENV ?= .venv
 N ?= 3
-LAB = PYTHONPATH=molecule/resources $(VENV)/bin/python -m testbed
+RELEASE ?=
+LAB_NAME ?= lab
+LAB = PYTHONPATH=molecule/resources $(VENV)/bin/python -m testbed --name '$(LAB_NAME)'
 
 .PHONY: lab lab-down lab-clean lab-status lab-ssh lab-reboot lab-fault lab-undo lab-faults
 
 lab: $(READY)
-	@$(LAB) up --hosts $(N) --venv $(VENV) --inventory inventory/lab.yml
+	@$(LAB) up --hosts $(N) --release '$(RELEASE)' --venv $(VENV) --inventory inventory/lab.yml
 	@echo "next: ansible-playbook -i inventory/lab.yml site.yml    (make lab-down stops the lab)"
 
 lab-down:

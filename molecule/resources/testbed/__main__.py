@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 def up(lab: Lab, options: argparse.Namespace) -> None:
     """Start the lab, or change its number of hosts, and print its hosts."""
     start = time.monotonic()
-    lab.up(options.hosts, options.kind, options.venv and options.venv.absolute())
+    lab.up(options.hosts, options.kind, options.venv and options.venv.absolute(), releases=options.release)
     if options.inventory:
         # A copy, not a link: the user may not read the cache.
         shutil.copy(lab.inventory, options.inventory)
@@ -103,6 +104,13 @@ def list_faults(lab: Lab, options: argparse.Namespace) -> None:
         print(f"{name + ' ' + fault.usage:<32} {fault.description}")
 
 
+def _code_names(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(","))) if text else []
+    if not all(re.fullmatch(r"[a-z]{2,20}", name) for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of code names such as bookworm,trixie")
+    return names
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="testbed", description="Hosts on this machine, each with systemd, sshd, an address and a disk."
@@ -114,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("-n", "--hosts", type=int, default=3, help="number of hosts (%(default)s)")
     one.add_argument(
         "--kind", choices=["light", "metal"], default="light", help="light: namespaces; metal: qemu (%(default)s)"
+    )
+    one.add_argument(
+        "--release",
+        type=_code_names,
+        default=[],
+        metavar="NAME[,NAME]",
+        help="code names that the hosts take in turns, such as bookworm,trixie (default: the release of this machine)",
     )
     one.add_argument("--venv", type=Path, help="Python environment that light hosts mount read-only at the same path")
     one.add_argument("--inventory", type=Path, help="also write the inventory to this file")

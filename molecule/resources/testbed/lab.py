@@ -11,8 +11,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -62,6 +62,7 @@ class State:
     hosts: int
     holder: int  # its PID on this machine
     started: int  # start time of the holder in clock ticks since boot: a PID may be reused
+    releases: list[str] = field(default_factory=list)  # code names; the hosts take turns
 
 
 class Lab:
@@ -80,7 +81,9 @@ class Lab:
         file = self.folder / "state.json"
         if not file.exists():
             return None
-        state = State(**json.loads(file.read_text()))
+        # Another version of this program may have written other fields.
+        known = {field.name for field in fields(State)}
+        state = State(**{name: value for name, value in json.loads(file.read_text()).items() if name in known})
         return state if start_time(state.holder) == state.started else None
 
     @property
@@ -164,26 +167,38 @@ class Lab:
         options += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"]
         return ["ssh", "-F", "none", "-i", self.key, *options, f"{root.USER}@{host.address}"]
 
-    def up(self, hosts: int = 3, kind: str = "light", venv: Path | None = None, persistent: bool = True) -> None:
+    def up(
+        self,
+        hosts: int = 3,
+        kind: str = "light",
+        venv: Path | None = None,
+        persistent: bool = True,
+        releases: Sequence[str] = (),
+    ) -> None:
         """Start the lab with this number of hosts, or change a running lab to it; hosts that are off are booted.
 
-        Light hosts mount `venv` read-only at its own path. A `persistent` lab outlives this process once it is up; until then, and
-        otherwise, it ends with it. Raises LabError, and removes what it created, if the lab cannot start.
+        `releases` are code names that the hosts take in turns; by default the release of this machine. Light hosts mount `venv` read-only
+        at its own path, if all of them have the Python of this machine. A `persistent` lab outlives this process once it is up; until
+        then, and otherwise, it ends with it. Raises LabError, and removes what it created, if the lab cannot start.
         """
         machine.require(kind)
         if not 1 <= hosts <= 200:
             raise LabError(f"a lab has 1 to 200 hosts, not {hosts}")
-        self._check_kind(kind)
+        own = machine.os_release()["VERSION_CODENAME"]
+        names = list(releases) or [own]
+        self._check_running(kind, names)
         LABS.mkdir(parents=True, exist_ok=True)
-        lower = root.build(kind)
+        roots = [root.build(kind, name) for name in names]
         if kind == "metal":
-            metal.image(lower)
+            for lower in roots:
+                metal.image(lower)
+        if kind == "metal" or (venv and set(names) != {own} and machine.python_binds(venv) == [venv]):
             venv = None
         with root.locked(LABS / f"{self.name}.lock"):
-            self._check_kind(kind)
+            self._check_running(kind, names)
             state = self.state
             try:
-                self._up(hosts, kind, lower, venv)
+                self._up(hosts, kind, dict(zip(names, roots, strict=True)), venv)
                 if persistent:
                     self._detach()
             except BaseException:
@@ -225,15 +240,16 @@ class Lab:
                 raise LabError(f"{message} within {seconds:.0f} s (lab {self.name!r}){self._log_tails()}")
             time.sleep(0.05)
 
-    def _check_kind(self, kind: str) -> None:
-        if (state := self.state) and state.kind != kind:
-            raise LabError(f"lab {self.name!r} is running with {state.kind} hosts: take it down first")
+    def _check_running(self, kind: str, releases: list[str]) -> None:
+        if (state := self.state) and (state.kind, state.releases) != (kind, releases):
+            running = f"{state.kind} hosts of {', '.join(state.releases)}"
+            raise LabError(f"lab {self.name!r} is running with {running}: take it down first (make lab-down)")
 
-    def _up(self, hosts: int, kind: str, lower: Path, venv: Path | None) -> None:
+    def _up(self, hosts: int, kind: str, roots: dict[str, Path], venv: Path | None) -> None:
         state = self.state
         if not state:
             self._down()
-            state = self._start(kind, hosts)
+            state = self._start(kind, hosts, list(roots))
             host_files.create_key(self.key, f"lab {self.name}")
             host_files.write_shared(self, kind, venv)
         for index in range(hosts + 1, state.hosts + 1):
@@ -241,8 +257,8 @@ class Lab:
         (self.folder / "boot.json").write_text(
             json.dumps(
                 {
-                    "lower": str(lower),
-                    "accel": metal.accel(lower) if kind == "metal" else "",
+                    "lowers": [str(lower) for lower in roots.values()],
+                    "accels": [metal.accel(lower) if kind == "metal" else "" for lower in roots.values()],
                     "binds": [str(path) for path in host_files.binds(kind, venv)],
                     "python": str(venv / "bin/python") if venv else "/usr/bin/python3",
                 }
@@ -262,7 +278,7 @@ class Lab:
         for host in self.hosts:
             self._wait_for_login(host, kind)
 
-    def _start(self, kind: str, hosts: int) -> State:
+    def _start(self, kind: str, hosts: int, releases: list[str]) -> State:
         """Create the cgroups, the namespaces, the switch, the cable to this machine and NAT."""
         self.folder.mkdir()
         machine.raise_limits()
@@ -278,7 +294,7 @@ class Lab:
             holder = network.start_holder(self, owner)
         finally:
             os.close(owner)
-        state = State(kind=kind, net=0, hosts=0, holder=holder, started=start_time(holder) or 0)
+        state = State(kind=kind, net=0, hosts=0, holder=holder, started=start_time(holder) or 0, releases=releases)
         self._write_state(state)
         state.net = network.connect_machine(holder)
         state.hosts = hosts
@@ -308,8 +324,8 @@ class Lab:
             "NAME": host.name,
             "NIC": host.nic,
             "MAC": host.mac,
-            "LOWER": boot["lower"],
-            "ACCEL": boot["accel"],
+            "LOWER": boot["lowers"][(host.index - 1) % len(boot["lowers"])],
+            "ACCEL": boot["accels"][(host.index - 1) % len(boot["accels"])],
             "CGROUPS": " ".join(str(group) for group in self.cgroups(host)),
             "BINDS": " ".join(boot["binds"]),
         }
@@ -410,11 +426,6 @@ class Lab:
         self.wait(lambda: not loop_files(self.folder), "the kernel does not detach the disks of the hosts")
         shutil.rmtree(self.folder, ignore_errors=True)
         machine.restore_limits()
-
-
-def names() -> list[str]:
-    """Return every lab that is running or left files behind."""
-    return sorted(path.name for path in LABS.iterdir() if path.is_dir()) if LABS.exists() else []
 
 
 def lab_names() -> list[str]:

@@ -144,7 +144,11 @@ def resolvers() -> list[str]:
 
 
 def apt_sources(codename: str) -> str:
-    """Return the distribution's own entries of this machine's apt sources, in their format."""
+    """Return the distribution's own entries of this machine's apt sources, in their format, for the release `codename`.
+
+    Raises LabError if there are none.
+    """
+    own = os_release()["VERSION_CODENAME"]
     folder = Path("/etc/apt/sources.list.d")
     kept = []
     for file in [Path("/etc/apt/sources.list"), *sorted(folder.glob("*.list")), *sorted(folder.glob("*.sources"))]:
@@ -155,10 +159,11 @@ def apt_sources(codename: str) -> str:
         for entry in entries:
             signer = re.search(r"signed-by[:=]\s*(\S+)", entry, re.I)
             # A stock server has no third-party repository, and its key would be missing.
-            if re.search(rf"\s{codename}\b", entry) and (not signer or "archive-keyring" in signer[1]):
-                kept.append(entry.strip())
+            if re.search(rf"\s{own}\b", entry) and (not signer or "archive-keyring" in signer[1]):
+                # Another release of the same distribution: its suites have the same names.
+                kept.append(re.sub(rf"\b{own}\b", codename, entry.strip()))
     if not kept:
-        raise LabError(f"/etc/apt has no sources for {codename}: add them, the hosts of the lab are built from them")
+        raise LabError(f"/etc/apt has no sources for {own}: add sources, from which the lab builds its hosts")
     return "\n\n".join(kept) + "\n"
 
 

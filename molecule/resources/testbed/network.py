@@ -25,17 +25,7 @@ def start_holder(lab: Lab, owner_fd: int) -> int:
     argv = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     argv += ["--propagation", "private", sys.executable, "-m", "testbed.holder", str(owner_fd), str(lab.folder)]
     log_file = lab.folder / "holder.log"
-    with log_file.open("w") as log:
-        outer = subprocess.Popen(
-            [*argv, *(str(top) for top in lab.cgroup_tops)],
-            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-            pass_fds=[owner_fd],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-        )
+    outer = _start([*argv, *(str(top) for top in lab.cgroup_tops)], owner_fd, log_file)
     children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
     lab.wait(
         lambda: outer.poll() is not None or children.read_text().strip() != "", "the holder of the lab did not start"
@@ -43,6 +33,21 @@ def start_holder(lab: Lab, owner_fd: int) -> int:
     if outer.poll() is not None:
         raise LabError(f"the holder of the lab exited: {log_file.read_text()[-400:]}")
     return int(children.read_text())
+
+
+def _start(argv: list[str], descriptor: int, log_file: Path) -> subprocess.Popen[bytes]:
+    """Start a process that outlives this one, inherits the file descriptor, and writes its output to `log_file`."""
+    with log_file.open("w") as log:
+        return subprocess.Popen(
+            argv,
+            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+        )
 
 
 def connect_machine(holder: int) -> int:
@@ -118,16 +123,7 @@ def start_nat(lab: Lab, holder: int) -> None:
     argv += ["--disable-host-loopback", f"--ready-fd={write}", "--netns-type=path"]
     argv += [f"/proc/{holder}/ns/net", "tap0"]
     log_file = lab.folder / "nat.log"
-    with log_file.open("w") as log:
-        subprocess.Popen(
-            argv,
-            pass_fds=[write],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-        )
+    _start(argv, write, log_file)
     os.close(write)
     started = os.read(ready, 1)
     os.close(ready)

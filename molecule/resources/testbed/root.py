@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .machine import CACHE, LabError, apt_options, apt_sources, os_release
+from .machine import CACHE, LabError, apt_options, apt_sources
 
 USER = "tester"  # the user that Ansible logs in as, with sudo
 DATA_DIR = f"/home/{USER}/trainyard"  # cluster_data_dir of every host
@@ -24,7 +24,7 @@ PACKAGES = """
 # The image includes NFS, not started: installing it inside an emulated machine takes minutes.
 METAL = "linux-image-cloud-amd64 initramfs-tools nfs-kernel-server nfs-common"
 
-RECIPE = "2"  # increment after a change of the build that the other parts of the digest do not show
+RECIPE = "3"  # increment after a change of the build that the other parts of the digest do not show
 
 CUSTOMIZE = f"""
 set -eu
@@ -40,6 +40,8 @@ inside "$1" 'systemctl enable systemd-networkd'
 # A lab host downloads nothing on its own.
 inside "$1" 'systemctl mask apt-daily.timer apt-daily-upgrade.timer systemd-timesyncd.service'
 inside "$1" 'systemctl set-default multi-user.target'
+# Debian 13 mounts a tmpfs, which would hide what the lab mounts below /tmp.
+inside "$1" 'systemctl mask tmp.mount'
 if [ -e "$1/usr/sbin/exportfs" ]; then inside "$1" 'systemctl disable nfs-server.service rpcbind.service rpcbind.socket'; fi
 """
 
@@ -49,12 +51,11 @@ def packages(kind: str) -> str:
     return ",".join(f"{PACKAGES} {METAL if kind == 'metal' else ''}".split())
 
 
-def build(kind: str) -> Path:
-    """Return the folder of the root file system for hosts of this kind; build it if it is missing (30 s).
+def build(kind: str, codename: str) -> Path:
+    """Return the folder of the root file system of the release `codename` for hosts of this kind; build it if it is missing (30 s).
 
     Raises LabError with the last lines of mmdebstrap if the build fails.
     """
-    codename = os_release()["VERSION_CODENAME"]
     sources = apt_sources(codename)
     options = apt_options()
     recipe = "\n".join([RECIPE, codename, sources, *options, packages(kind), CUSTOMIZE])
@@ -91,8 +92,7 @@ def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, r
     if done.returncode:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise LabError(f"mmdebstrap cannot build the root file system of the hosts: {done.stdout.strip()[-800:]}")
-    # The root has no package lists. Ansible's cache_valid_time uses this time stamp, which must not be recent.
-    os.utime(unfinished / "var/lib/apt/lists", (0, 0))
+    # Without package lists, and as new as it is: a role that trusts the age of the lists fails on a new host.
     unfinished.rename(root)
 
 
