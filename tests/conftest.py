@@ -25,6 +25,8 @@ ansible.module_utils.__path__.append(str(Path(__file__).resolve().parent.parent 
 
 # SIGTERM raises KeyboardInterrupt, so that fixtures remove what they created.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
+# Tests end playbooks by SIGHUP, which nohup ignores for all processes below it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The duration of an example depends on the machine, not on the code.
 hypothesis.settings.register_profile(
@@ -43,10 +45,26 @@ SERIAL = (
     "test_ranks_systemd.py",
     "test_session.py",
 )
+# The files that take longest, which begin first, so that no worker process is left alone with one at the end.
+LONGEST = (
+    "test_torchrun.py",
+    "test_train_playbook.py",
+    "test_replicas.py",
+    "test_sharded.py",
+    "test_finite.py",
+    "test_ranks.py",
+    "test_run_session.py",
+    "test_site.py",
+    "test_train.py",
+    "test_login.py",
+    "test_metal.py",
+    "test_isolation_hosts.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the lab tests that must run alone: those of SERIAL, and those in network namespaces, which measure times."""
+    """Move LONGEST to the front, and mark the lab tests that run alone: SERIAL, and those that measure times in network namespaces."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         if item.get_closest_marker("lab") and (item.path.name in SERIAL or item.path.parent.name != "lab"):
             item.add_marker(pytest.mark.serial)

@@ -35,12 +35,12 @@ def errors(said: str) -> list[str]:
 def test_a_run_is_followed_to_its_end(bed: Bed) -> None:
     bed.make_run(3)
     playbook = bed.ranks(bed.plan(3, steps=12, pause=0.1, torchrun=True), "-f", "1")
-    assert playbook.wait(120) == 0, bed.said()
-    said = bed.said()
+    assert playbook.wait(120) == 0, bed.output_text()
+    said = bed.output_text()
     assert "following r: 3 ranks on node1, node2, node3" in said
     assert "step 12/12  loss 5.31  1.9k tok/s  (3 ranks)" in said
     assert "ETA 0:42" in said
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_hosts_do_not_wait_for_each_other_to_start(bed: Bed) -> None:
         run = f"r{attempt}"
         bed.make_run(3, run)
         playbook = bed.ranks(bed.plan(3, steps=2, pause=0.1, run=run), "-f", "1")
-        assert playbook.wait(120) == 0, bed.said()
+        assert playbook.wait(120) == 0, bed.output_text()
         starts = [bed.node(host, run)["started"] for host in range(3)]
         skews.append(max(starts) - min(starts))
         if skews[-1] < 0.5:
@@ -75,32 +75,32 @@ def test_kill_9_ends_the_playbook(bed: Bed, victim: str, says: str) -> None:
     pid = {"worker": worker, "torchrun": parent_of(worker), "supervisor": bed.node(1)["pid"]}[victim]
     began = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    assert end_of(playbook, began) == 2, bed.said()
-    assert errors(bed.said()) == [says]
-    assert f"torchrun.1.log on node2: {bed.run_dir(1)}/logs/torchrun.1.log" in bed.said()
+    assert end_of(playbook, began) == 2, bed.output_text()
+    assert errors(bed.output_text()) == [says]
+    assert f"torchrun.1.log on node2: {bed.run_dir(1)}/logs/torchrun.1.log" in bed.output_text()
     if victim == "worker":
-        assert "  rank 1 step 2" in bed.said(), "the end of its own log"
-    assert not bed.left()
+        assert "  rank 1 step 2" in bed.output_text(), "the end of its own log"
+    assert not bed.live_processes()
 
 
 def test_the_rank_that_raised_is_named_not_those_that_lost_it(bed: Bed) -> None:
     bed.make_run(3, environment=f"FAKE=1:3:raise\nPEERS={bed.folder}/broken\n")
     assert bed.ranks(bed.plan(3)).wait(60) == 2
-    said = bed.said()
+    said = bed.output_text()
     assert errors(said) == ["error: rank 1 on node2: ZeroDivisionError: the loss is not a number"]
     assert 'raise ZeroDivisionError("the loss is not a number")' in said, "its own traceback"
     assert "  just before the end" in said, "the last lines of its log"
     assert f"rank1.log on node2: {bed.run_dir(1)}/logs/rank1.log" in said
     assert "Connection closed" not in said
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_a_plain_error_has_no_traceback(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=0:2:plain\n")
     assert bed.ranks(bed.plan(2)).wait(60) == 2
-    assert errors(bed.said()) == ["error: rank 0 on node1: dataset.jsonl:3 is not JSON"]
-    assert "Traceback" not in bed.said()
-    assert "fatal" not in bed.said()
+    assert errors(bed.output_text()) == ["error: rank 0 on node1: dataset.jsonl:3 is not JSON"]
+    assert "Traceback" not in bed.output_text()
+    assert "fatal" not in bed.output_text()
 
 
 def test_when_all_only_lost_their_peers_that_is_said(bed: Bed) -> None:
@@ -109,16 +109,16 @@ def test_when_all_only_lost_their_peers_that_is_said(bed: Bed) -> None:
     bed.at_step(1)
     (bed.folder / "broken").touch()
     assert end_of(playbook, time.monotonic()) == 2
-    assert "Connection closed by peer" in errors(bed.said())[0]
+    assert "Connection closed by peer" in errors(bed.output_text())[0]
 
 
 def test_a_hung_rank_is_noticed(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=1:3:hang\n")
     playbook = bed.ranks(bed.plan(2, steps=6), stall_limit=2)  # rank 0 finishes, rank 1 never does
     assert playbook.wait(60) == 2
-    (error,) = errors(bed.said())
+    (error,) = errors(bed.output_text())
     assert error.startswith("error: no progress for 2 s: rank 1 on node2 is the slowest rank, at step 2")
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_a_halted_rank_is_named(bed: Bed) -> None:
@@ -126,16 +126,16 @@ def test_a_halted_rank_is_named(bed: Bed) -> None:
     playbook = bed.ranks(bed.plan(2, steps=20, pause=0.05), stall_limit=2)
     os.kill(bed.at_step(0)["pid"], signal.SIGSTOP)
     assert playbook.wait(60) == 2
-    assert "rank 0 on node1 is halted (SIGSTOP or a debugger)" in errors(bed.said())[0]
-    assert not bed.left()
+    assert "rank 0 on node1 is halted (SIGSTOP or a debugger)" in errors(bed.output_text())[0]
+    assert not bed.live_processes()
 
 
 def test_a_rank_that_lags_is_worth_a_word(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=1:3:hang\n")
     bed.write_env(0, "")
     playbook = bed.ranks(bed.plan(2, steps=30))
-    until(lambda: "rank 1 on node2 is" in bed.said(), 30, "the word")
-    assert "steps behind the first rank" in bed.said()
+    until(lambda: "rank 1 on node2 is" in bed.output_text(), 30, "the word")
+    assert "steps behind the first rank" in bed.output_text()
     assert playbook.poll() is None
 
 
@@ -145,9 +145,9 @@ def test_if_one_host_refuses_nothing_runs(bed: Bed) -> None:
     assert bed.ranks(bed.plan(2, run="other", steps=1)).wait(60) == 0
     (bed.run_dir(1) / "env").chmod(0o644)
     assert bed.ranks(bed.plan(3)).wait(60) == 2
-    (error,) = errors(bed.said())
+    (error,) = errors(bed.output_text())
     assert error.startswith("error: node2: ") and "chmod 600" in error
-    assert not bed.left()
+    assert not bed.live_processes()
     assert bed.node(0)["status"] == "stopped"
 
 
@@ -158,7 +158,7 @@ def test_a_busy_host_is_refused_by_name(bed: Bed) -> None:
     bed.at_step(1)
     second = bed.ranks(bed.plan(2, run="other"))
     assert second.wait(60) == 2
-    assert errors(bed.said()) == ["error: node1: busy: run r is running here"]
+    assert errors(bed.output_text()) == ["error: node1: busy: run r is running here"]
     assert first.poll() is None, "and the first goes on"
 
 
@@ -173,7 +173,7 @@ def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
     bed.make_run(2)
     playbook = bed.ranks(bed.plan(2))
     bed.at_step(1)
-    until(lambda: "Ctrl-C leaves it running" in bed.said(), 30)
+    until(lambda: "Ctrl-C leaves it running" in bed.output_text(), 30)
     os.killpg(playbook.pid, signal.SIGINT)
     playbook.wait(30)
     step = bed.state(1)["step"]
@@ -181,7 +181,7 @@ def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
 
     status = bed.playbook("playbooks/status.yml", 2)
     assert status.wait(60) == 0
-    assert [line.split()[:4] for line in bed.said().splitlines() if line.startswith("r ")] == [
+    assert [line.split()[:4] for line in bed.output_text().splitlines() if line.startswith("r ")] == [
         ["r", "node1", "0", "training"],
         ["r", "node2", "1", "training"],
     ]
@@ -191,23 +191,23 @@ def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
     until(lambda: "step " in following.read_text(), 30)
 
     stopped = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
-    assert stopped.wait(60) == 0, bed.said()
-    assert "node1 stopped" in bed.said()
+    assert stopped.wait(60) == 0, bed.output_text()
+    assert "node1 stopped" in bed.output_text()
     assert attached.wait(30) == 0, following.read_text()
     assert "following r: 2 ranks on node1, node2" in following.read_text()
     assert [bed.state(rank)["status"] for rank in (0, 1)] == ["stopped", "stopped"], "with a checkpoint"
-    assert not bed.left()
+    assert not bed.live_processes()
 
     again = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
     assert again.wait(60) == 0
-    assert "ok: [node1]" in bed.said(), "nothing is left to stop"
+    assert "ok: [node1]" in bed.output_text(), "nothing is left to stop"
 
 
 def test_who_follows_ends_with_the_playbook_and_the_run_does_not(bed: Bed) -> None:
     """Ansible's workers are in sessions of their own: the terminal's SIGHUP does not come to them."""
     bed.make_run(1)
     playbook = bed.ranks(bed.plan(1))
-    until(lambda: "Ctrl-C leaves it running" in bed.said(), 60)
+    until(lambda: "Ctrl-C leaves it running" in bed.output_text(), 60)
     step = bed.at_step(0)["step"]
     workers = descendants(playbook.pid)
     assert workers
@@ -222,30 +222,30 @@ def test_stop_now_and_wrong_names(bed: Bed) -> None:
     bed.ranks(bed.plan(2))
     bed.at_step(1)
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=nosuch").wait(60) == 2
-    assert errors(bed.said()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
+    assert errors(bed.output_text()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
     assert bed.playbook("playbooks/stop.yml", 2).wait(60) == 2
-    assert errors(bed.said()) == ["error: name the run: -e run=NAME"]
-    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "now=true", "--check").wait(60) == 0
-    assert bed.left(), "check mode stops nothing"
+    assert errors(bed.output_text()) == ["error: name the run: -e run=NAME"]
+    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "force=true", "--check").wait(60) == 0
+    assert bed.live_processes(), "check mode stops nothing"
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "now=true").wait(60) == 0
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_stop_says_who_had_to_be_killed(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=1:2:deaf\n")
     bed.ranks(bed.plan(2))
     bed.at_step(1)
-    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "grace=0.5").wait(60) == 0, bed.said()
-    assert "run r: node1 stopped, node2 stopped" in bed.said()
+    assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "grace=0.5").wait(60) == 0, bed.output_text()
+    assert "run r: node1 stopped, node2 stopped" in bed.output_text()
     assert (
         "killed, because their checkpoint took longer than 0.5 s: ranks 1; the run continues from the previous checkpoint"
-        in bed.said()
+        in bed.output_text()
     )
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
-def test_stop_reaches_what_others_went_on_without(bed: Bed) -> None:
-    """node2 runs on in a start that node1 gave up: what is followed is the newer one, what is stopped are both."""
+def test_stop_ends_the_older_and_the_newer_start(bed: Bed) -> None:
+    """node2 still runs a start that node1 has left. The controller follows the newer start, and a stop ends both."""
     bed.make_run(2)
     first = bed.ranks(bed.plan(2))
     bed.at_step(1)
@@ -258,15 +258,15 @@ def test_stop_reaches_what_others_went_on_without(bed: Bed) -> None:
     until(lambda: bed.node(0).get("attempt") == 2, 60, "node1's start alone")
     bed.at_step(0)
     stopped = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")
-    assert stopped.wait(60) == 0, bed.said()
-    assert "run r: node1 stopped, node2 stopped" in bed.said()
-    assert not bed.left()
+    assert stopped.wait(60) == 0, bed.output_text()
+    assert "run r: node1 stopped, node2 stopped" in bed.output_text()
+    assert not bed.live_processes()
 
 
 def test_check_mode_starts_nothing(bed: Bed) -> None:
     bed.make_run(2)
-    assert bed.ranks(bed.plan(2), "--check").wait(60) == 0, bed.said()
-    assert not bed.left()
+    assert bed.ranks(bed.plan(2), "--check").wait(60) == 0, bed.output_text()
+    assert not bed.live_processes()
     assert not bed.node(0)
 
 
@@ -274,12 +274,14 @@ def test_logs_are_gathered(bed: Bed) -> None:
     bed.make_run(2)
     assert bed.ranks(bed.plan(2, steps=2)).wait(60) == 0
     gathered = bed.folder / "gathered"
-    assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=r", "-e", f"logs_to={gathered}").wait(60) == 0, bed.said()
+    assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=r", "-e", f"logs_to={gathered}").wait(60) == 0, (
+        bed.output_text()
+    )
     found = {str(path.relative_to(gathered)) for path in gathered.rglob("*") if path.is_file()}
     assert found >= {"node1/rank0.log", "node1/torchrun.0.log", "node2/rank1.log", "node2/node.json"}
     assert "env" not in {Path(name).name for name in found}, "secrets stay where they are"
     assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=nosuch").wait(60) == 2
-    assert errors(bed.said()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
+    assert errors(bed.output_text()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
 
 
 @pytest.mark.parametrize("module", ["trainyard_run", "trainyard_runs"])

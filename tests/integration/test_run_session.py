@@ -65,7 +65,7 @@ def test_a_plan_is_launched_and_followed_to_its_end(bed: Bed, connect: Connect) 
     assert session.follow()["status"] == "finished"
     assert lines[0] == "following r: 2 ranks on node1, node2"
     assert any(line.startswith("step 6/6  loss 5.31") for line in lines)
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_the_first_failure_stops_all_ranks_and_is_named(bed: Bed, connect: Connect) -> None:
@@ -77,7 +77,7 @@ def test_the_first_failure_stops_all_ranks_and_is_named(bed: Bed, connect: Conne
     details = raised.value.details
     assert details["cause"] == {"host": "node2", "rank": 1, "kind": "rank", "blocked_by": ""}
     assert any('raise ZeroDivisionError("the loss is not a number")' in line for line in details["lines"])
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_nothing_starts_if_a_host_refuses(bed: Bed, connect: Connect) -> None:
@@ -86,7 +86,7 @@ def test_nothing_starts_if_a_host_refuses(bed: Bed, connect: Connect) -> None:
     with pytest.raises(LaunchError, match=r"^node2: .*chmod 600") as raised:
         session_of_plan(bed, connect, bed.plan(2), []).launch()
     assert list(raised.value.details["troubles"]) == ["node2"]
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_check_mode_launches_nothing(bed: Bed, connect: Connect) -> None:
@@ -95,7 +95,7 @@ def test_check_mode_launches_nothing(bed: Bed, connect: Connect) -> None:
     session.check = True
     assert session.launch()["msg"] == "would start r on node1, node2"
     assert session.follow()["skipped"] and session.collect()["skipped"]
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> None:
@@ -126,7 +126,7 @@ def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> Non
         manage("stopped", "nosuch")
     with pytest.raises(RunError, match=r"^name the run: -e run=NAME$"):
         manage("followed", "")
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def dataset(folder: Path) -> Path:
@@ -161,7 +161,7 @@ def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect
     assert any("40 of 40 steps on 2 ranks, 2 hosts" in line for line in lines)
     assert (bed.folder / "copy/whole/adapter/adapter_model.safetensors").exists()
     assert bed.node(0, "whole")["attempt"] == 2
-    assert not bed.left()
+    assert not bed.live_processes()
 
     again = RunSession(hosts(bed.folder), connect, options, spec=session.spec, home=bed.folder, report=lines.append)
     assert again.run()["lines"][0] == "run whole is finished: nothing to do"

@@ -53,7 +53,7 @@ def stop(bed: Bed, **how: Any) -> dict[str, Any]:
 
 def ended(bed: Bed) -> dict[str, Any]:
     until(lambda: bed.node(0).get("ended"), what="the end")
-    until(lambda: not bed.left(), 5, what="the end of all processes")
+    until(lambda: not bed.live_processes(), 5, what="the end of all processes")
     return status(bed)
 
 
@@ -121,6 +121,13 @@ def test_a_start_that_fails_reports_why(bed: Bed) -> None:
     assert "there is no run folder" in ask("start", run_dir=str(bed.folder / "nothing"), command=["true"])["error"]
 
 
+def test_a_run_has_no_way_to_new_privileges(bed: Bed) -> None:
+    bed.make_run(1)
+    start(bed, ["/bin/grep", "NoNewPrivs", "/proc/self/status"])
+    ended(bed)
+    assert "NoNewPrivs:\t1" in (bed.run_dir(0) / "logs/torchrun.0.log").read_text()
+
+
 @pytest.mark.slow
 def test_sigkill_of_a_worker(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:3:child\n")
@@ -143,7 +150,7 @@ def test_a_dead_worker_is_noticed_while_torchrun_waits_for_other_workers(bed: Be
     began = time.monotonic()
     assert stop(bed, now=True)["status"] == "failed"
     assert time.monotonic() - began < 3
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 @pytest.mark.slow
@@ -171,7 +178,7 @@ def test_sigkill_of_the_supervisor_ends_all_processes(bed: Bed) -> None:
     pid = start(bed, torchrun())["pid"]
     bed.at_step(0)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not bed.left(), 5, what="the end of all processes")
+    until(lambda: not bed.live_processes(), 5, what="the end of all processes")
     assert status(bed)["status"] == "lost"
     assert stop(bed, now=True) == {"status": "failed", "killed": 0}
     start(bed, plain_rank(steps=1))
@@ -182,12 +189,12 @@ def test_stop_kills_processes_that_outlived_their_supervisor(bed: Bed) -> None:
     bed.make_run(1)
     # A shell that does not end with its parent, as a data loader may not.
     pid = start(bed, ["/bin/sh", "-c", "setsid sleep 3600 & sleep 3600"])["pid"]
-    until(lambda: len(bed.left()) >= 4)
+    until(lambda: len(bed.live_processes()) >= 4)
     os.kill(pid, signal.SIGKILL)
     until(lambda: status(bed)["status"] == "lost")
     assert "still running" in start(bed, plain_rank())["error"]
     assert stop(bed, now=True)["killed"] >= 1
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_a_clean_stop_lets_the_rank_end_by_itself(bed: Bed) -> None:
@@ -206,7 +213,7 @@ def test_a_rank_that_ignores_stop_gets_sigterm(bed: Bed) -> None:
     start(bed, plain_rank())
     bed.at_step(0, 1)
     assert stop(bed, grace=0.3)["status"] == "stopped"
-    assert not bed.left()
+    assert not bed.live_processes()
 
 
 def test_stop_now_kills_at_once(bed: Bed) -> None:
@@ -216,7 +223,10 @@ def test_stop_now_kills_at_once(bed: Bed) -> None:
     began = time.monotonic()
     assert stop(bed, now=True)["status"] == "stopped"
     assert time.monotonic() - began < 3
-    assert not bed.left()
+    assert not status(bed)["stop_wanted"], "the controller stops a run that it restarts"
+    stop(bed, wanted=True)
+    assert status(bed)["stop_wanted"]
+    assert not bed.live_processes()
 
 
 def test_stop_of_a_run_that_never_started(bed: Bed) -> None:
@@ -255,6 +265,15 @@ def test_ranks_that_torchrun_restarts_may_be_renumbered(bed: Bed) -> None:
     assert ended(bed)["status"] == "finished"
 
 
+def test_torchrun_does_not_restart_ranks_that_fail_because_of_the_run(bed: Bed) -> None:
+    bed.make_run(1, environment="FAKE=0:2:plain\n")
+    rank = " ".join(plain_rank())
+    start(bed, ["/bin/sh", "-c", f"{rank}; sleep 3; {rank}; exit 1", "--max-restarts=3"])
+    final = ended(bed)
+    assert final["status"] == "failed" and final["ranks"]["0"]["error"]["plain"]
+    assert bed.run_dir(0).joinpath("logs/rank0.log").read_text().count("rank 0 step 1\n") == 1
+
+
 def test_the_environment_is_clean_and_argv_has_no_secrets(bed: Bed) -> None:
     bed.make_run(1, environment="# a comment\nSECRET=hunter2=x y\nFAKE=0:1:secret\n")
     start(bed, plain_rank(), environment={"LOGIN_ONLY": "1"})
@@ -263,7 +282,7 @@ def test_the_environment_is_clean_and_argv_has_no_secrets(bed: Bed) -> None:
     assert values["SECRET"] == "hunter2=x y"
     assert values["HOME"] and values["PATH"].startswith(str(Path(sys.executable).parent))
     assert "LOGIN_ONLY" not in values
-    for process in bed.left():
+    for process in bed.live_processes():
         assert b"hunter2" not in Path(f"/proc/{process}/cmdline").read_bytes()
     assert "hunter2" not in json.dumps(status(bed))
 

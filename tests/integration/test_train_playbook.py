@@ -23,6 +23,7 @@ from lab_hosts import Played, run_playbook
 from run_hosts import until
 from safetensors.numpy import load_file
 
+from trainer.supervise.environment import run_environment
 from trainer.supervise.processes import run_processes
 
 SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 8, "checkpoint_interval": 2, "eval_interval": 4}
@@ -98,6 +99,17 @@ SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
         ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "expected messages"]),
         ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
         ({"hosts": "nobody"}, ["no host matches nobody", "node1"]),
+        ({"dataset": "~nosuchuser/x"}, ["dataset: '~nosuchuser/x'", "unknown user"]),
+        pytest.param(
+            {"collective_timeout": 1e300},
+            ["collective_timeout: expected a number of seconds", "got 1e+300"],
+            marks=pytest.mark.slow,
+        ),
+        ({"run_env": {"TOKEN": "secret\nA=b"}}, ["run_env: the value of TOKEN has a line break"]),
+        pytest.param(
+            {"dataset": "@escapes"}, ["escapes.jsonl:1", r"\x1b[2J", "expected messages"], marks=pytest.mark.slow
+        ),
+        pytest.param({"spec": "@bomb"}, ["bomb.yml:2", "an alias"], marks=pytest.mark.slow),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -109,6 +121,8 @@ def test_bad_input_is_one_line_before_any_host(
         "broken.jsonl": BROKEN,
         "shapeless.jsonl": SHAPELESS,
         "spec.yml": "model: tiny\n lr: [1\n",
+        "escapes.jsonl": '{"\\u001b[2J' + "x" * 100_000 + '": 1}\n',
+        "bomb.yml": "a: &a [1]\nb: [*a]\n",
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -138,6 +152,8 @@ def test_a_run_from_one_command(inventory: Path, dataset: Path) -> None:
     said = {"run": "first", "dataset": str(dataset), "lr": "1e-2", "max_steps": 20, "epochs": 20} | {
         name: value for name, value in SMALL.items() if name != "max_steps"
     }
+    said |= {"run_env": {"NOTE": "one\u2028line"}}
+    dataset.chmod(0o600)
     played = run_playbook("train.yml", inventory, said)
     assert played.rc == 0, played.stdout
     assert "/20  loss" in played.stdout and "node2  1     1" in played.stdout
@@ -154,6 +170,9 @@ def test_a_run_from_one_command(inventory: Path, dataset: Path) -> None:
     assert {path.name for path in (head / "logs").iterdir()} >= {"rank0.log", "rank1.log"}
     assert list((head / "tensorboard").glob("events.*"))
     assert (head / "env").stat().st_mode & 0o777 == 0o600
+    assert run_environment(head)["NOTE"] == "one\u2028line"
+    private = [path for name in ("datasets", "cache") for path in (head.parents[1] / "store" / name).iterdir()]
+    assert len(private) == 2 and {path.stat().st_mode & 0o777 for path in private} == {0o600}
     assert [json.loads(line)["step"] for line in (head / "metrics.jsonl").read_text().splitlines()] == list(
         range(1, 21)
     )
@@ -275,7 +294,7 @@ def test_a_first_start_that_fails_is_restarted(inventory: Path, dataset: Path) -
         python.chmod(0o755)
         told("failed: node2: cannot write")
         store.unlink()
-        told("failed: node2: another start on this host has not finished within 15 s")
+        told("failed: node2: another start on this host has not finished within 20 s")
     assert playing.wait(300) == 0, output.read_text()
     assert "4 of 4 steps on 2 ranks" in output.read_text()
     assert [line for line in output.read_text().splitlines() if "restarting in" in line][:3] == [
@@ -324,7 +343,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
         "a resume",
     )
     subprocess.run(
-        ["ansible-playbook", "-i", str(inventory), "playbooks/stop.yml", "-e", "run=full", "-e", "now=true"],
+        ["ansible-playbook", "-i", str(inventory), "playbooks/stop.yml", "-e", "run=full", "-e", "force=true"],
         cwd=Path(__file__).parents[2], capture_output=True, check=True,
     )  # fmt: skip
     playing.wait()

@@ -24,7 +24,7 @@ from ssh_server import Server, control_folder, server
 
 from trainyard import openssh
 from trainyard.ansible_adapter import AnsibleTransport, inventory_hosts
-from trainyard.connection import FanOut, Host, HostConnection, InventoryError, Login, RemoteError, Transport
+from trainyard.connection import TOO_MUCH, FanOut, Host, HostConnection, InventoryError, Login, RemoteError, Transport
 from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote_archive import remote_archive, remote_command, remote_input
 
@@ -108,6 +108,31 @@ def test_a_failed_copy_is_reported_in_one_line(transport: Transport, tmp_path: P
     assert "\n" not in str(error.value)
 
 
+def test_a_pending_command_can_be_ended(transport: Transport) -> None:
+    """As for a host that never ends its answer."""
+    pending = FanOut({"node1": lambda: {"code": transport.execute("sleep 40")[0]}}).wait(0.7)
+    assert "no answer" in pending.errors["node1"]
+    # On a loaded machine, the command may not have started yet.
+    until(lambda: transport.abort() or not pending.threads["node1"].is_alive(), 20, "the end of the command")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["local", "ssh", "ansible-ssh"], indirect=True)
+def test_endless_output_does_not_fill_the_memory(transport: Transport) -> None:
+    connection = HostConnection(Host("node1", "127.0.0.1", "/nonexistent", sys.executable), transport)
+    before = resident_mib()
+    asked = FanOut({"node1": lambda: connection.run("exec cat /dev/zero")}).wait(3.0)
+    assert asked.errors["node1"] in (TOO_MUCH, "no answer within 3 s")
+    grown = resident_mib() - before
+    transport.abort()
+    asked.threads["node1"].join(10)
+    assert not asked.threads["node1"].is_alive() and grown < 500
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def test_a_verb_answers_and_leaves_no_file(connection: HostConnection, tmp_path: Path) -> None:
     run = tmp_path / "runs/r"
     (run / "logs").mkdir(parents=True)
@@ -139,7 +164,7 @@ def test_a_request_is_not_in_any_command_line(connection: HostConnection, tmp_pa
     """`mesh` waits for its peer, so its process can be inspected in the meantime."""
     request = {
         "name": "a", "names": ["a", "b"], "address": "127.0.0.1", "head": "a", "ports": [free_port()],
-        "peers": {"b": "127.0.0.1"}, "token": "hunter2hunter2", "limit": 3.0, "device": "lo",
+        "peers": {"b": "127.0.0.1"}, "token": "hunter2hunter2", "limit": 3.0, "device": "lo", "data_dir": "",
     }  # fmt: skip
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(connection.call("mesh", request)))
@@ -273,6 +298,9 @@ def test_many_hosts_at_once() -> None:
     start = time.monotonic()
     asked = FanOut({"lost": answer(30), "answers": answer(0.2)}).wait(20, doubtful=["lost"], grace=0.3)
     assert time.monotonic() - start < 2 and set(asked.errors) == {"lost"}
+    # The grace begins when the others have answered, wherever the doubtful host is in the order.
+    asked = FanOut({"lost": answer(30), "slow": answer(0.8)}).wait(20, doubtful=["lost"], grace=0.1)
+    assert set(asked.answers) == {"slow"} and set(asked.errors) == {"lost"}
 
 
 def test_the_archive_is_reproducible_and_needs_only_the_standard_library() -> None:

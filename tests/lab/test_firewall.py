@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
+from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -102,6 +105,13 @@ def reach(lab: Lab, source: str, target: str, ports: list[str], host: Host | Non
     return {int(port) for port in output.split()}
 
 
+def reach_as_controller(host: Host, ports: list[str]) -> set[int]:
+    """Return the ports of a host that accept a connection from this machine, the controller."""
+    controller = f"10.231.{host.net}.254"
+    argv = [sys.executable, "-c", CONNECT, controller, host.address, *ports]
+    return {int(port) for port in subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()}
+
+
 def test_peers_reach_all_ports_and_other_hosts_only_ssh(
     lab: Lab, hosts: list[Host], inventory: Any, stock: dict[str, str], tmp_path: Path
 ) -> None:
@@ -121,6 +131,7 @@ def test_peers_reach_all_ports_and_other_hosts_only_ssh(
     complete = inventory(names, node2={"cluster_address": six["node2"]})
     shown = firewall(complete, "--check", "--diff")
     assert shown.rc == 0, shown.stdout
+    assert f"+allow 11434/tcp from 10.231.{one.net}.254  # trainyard: controller" in shown.stdout
     assert "+allow any tcp from fd79::2 (v6)  # trainyard: peer node2" in shown.stdout
     assert lab.inside(two, STOCK) == stock["node2"]
     for changed in (3, 0):
@@ -129,6 +140,7 @@ def test_peers_reach_all_ports_and_other_hosts_only_ssh(
         assert played.count("changed") == changed, played.stdout
 
     assert reach(lab, outsider, one.address, ports) == {22, 8080}  # the rule for 8080 is not trainyard's
+    assert reach_as_controller(one, ports) == {22, 8080, 11434}
     assert reach(lab, "fd79::ff", six["node1"], ports) == {22, 8080}
     assert reach(lab, outsider, two.address, listen(lab, two)) == {22}
     assert reach(lab, three.address, one.address, ports, three) >= {22, 11434, 29500, HIGH}
@@ -152,6 +164,71 @@ def test_peers_reach_all_ports_and_other_hosts_only_ssh(
     lab.inside(two, "rmdir /var/lib/trainyard")
     assert {host.name: lab.inside(host, STOCK) for host in hosts[:2]} == {n: stock[n] for n in names[:2]}
     lab.inside(one, f"ufw delete allow 8080/tcp; ufw delete allow proto tcp from {two.address}")
+
+
+SERVER = r"""
+import http.server
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"version": "0.12.3"}' if self.path.endswith("version") else b'{"models": []}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.ThreadingHTTPServer(("0.0.0.0", 11434), Answer).serve_forever()
+"""
+
+
+def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_hosts(
+    lab: Lab, hosts: list[Host], inventory: Any, tmp_path: Path
+) -> None:
+    """ufw was active with a default policy that allows everything (node1), or another program flushed its rules (node2)."""
+    one, two, three = hosts
+    outsider, names = f"10.231.{one.net}.1", [host.name for host in hosts]
+    lab.in_lab("ip", "address", "replace", "fd79::ff/64", "dev", "br0", "nodad")
+    for host in hosts:
+        lab.inside(host, f"ip address replace fd79::{host.index}/64 dev {host.nic} nodad")
+    lab.inside(one, "ufw allow 22/tcp; ufw default allow incoming; ufw --force enable")
+    try:
+        assert firewall(inventory(names[1:])).rc == 0
+        lab.inside(two, "nft flush ruleset; iptables -P INPUT ACCEPT; ip6tables -P INPUT ACCEPT")
+        ports = {host.name: listen(lab, host) for host in (one, two)}
+        for host in (one, two):
+            for source, target in ((outsider, host.address), ("fd79::ff", f"fd79::{host.index}")):
+                assert reach(lab, source, target, ports[host.name]) >= {22, 29500, HIGH}
+        played = firewall(inventory(names))
+        assert played.rc == 0, played.stdout
+        for host in (one, two):
+            for source, target in ((outsider, host.address), ("fd79::ff", f"fd79::{host.index}")):
+                assert reach(lab, source, target, ports[host.name]) == {22}, (source, target)
+            assert reach(lab, three.address, host.address, ports[host.name], three) >= {22, 11434, 29500, HIGH}
+            assert reach_as_controller(host, ports[host.name]) == {22, 11434}
+        assert firewall(inventory(names)).count("changed") == 0
+
+        lab.inside(one, "systemctl stop test-listener")
+        lab.inside(
+            one,
+            f"cat > /run/server.py <<'P'{SERVER}P\nsystemd-run -q --collect --unit=test-ollama /usr/bin/python3 /run/server.py",
+        )
+        source = tmp_path / "ollama.yml"
+        source.write_text(f"plugin: ollama\nnetworks: []\nthis_machine: false\nhosts: [{one.address}]\n")
+        found = discovered(source)
+        assert one.address in found, found
+
+        assert remove(lab, tmp_path, lab.inventory).rc == 0
+        assert "Default: allow (incoming)" in lab.inside(one, "ufw status verbose")
+    finally:
+        lab.inside(
+            one,
+            "systemctl stop test-ollama || :; ufw default deny incoming; ufw delete allow 22/tcp; ufw --force disable",
+        )
+
+
+def discovered(source: Path) -> str:
+    """Return what ansible-inventory prints for a configuration of the inventory plugin."""
+    argv = [Path(sys.executable).with_name("ansible-inventory"), "-i", source, "--list"]
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg")}
+    return subprocess.run(argv, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60).stdout
 
 
 def test_firewall_that_blocks_ssh_is_rolled_back(lab: Lab, hosts: list[Host], inventory: Any) -> None:

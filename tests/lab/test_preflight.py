@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, inventory_with
-from testbed import faults
+from testbed import faults, machine
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -31,6 +31,38 @@ def unit(name: str, command: str) -> Callable[[Lab, Host], Any]:
     return inside(f'systemd-run --quiet --collect --unit={name} --uid=tester /bin/bash -c "{command}"')
 
 
+SHARED = "shared.img"  # in the folder of the lab
+DATA = "/home/tester/trainyard"
+MARKERS = "find /home/tester -maxdepth 3 -name '.trainyard-preflight-*'"
+
+
+def share(lab: Lab, host: Host) -> None:
+    """Mount one file system as the data directory of `host` and of the host before it, as NFS does for a home.
+
+    It holds the marker of a preflight that was killed.
+    """
+    image = lab.folder / SHARED
+    machine.run("truncate", "--size=16M", image)
+    machine.run("mke2fs", "-q", "-t", "ext4", "-E", "root_owner=1000:1000", image)
+    device = machine.run("losetup", "--find", "--show", image).strip()
+    for each in (lab.hosts[host.index - 2], host):
+        lab.inside(
+            each,
+            f"""mknod /dev/shared b 7 {device.removeprefix("/dev/loop")}
+            runuser -u tester mkdir -p {DATA}; mount /dev/shared {DATA}""",
+        )
+    lab.inside(host, f"touch -d '1 day ago' {DATA}/.trainyard-preflight-killed")
+
+
+def unshare(lab: Lab) -> None:
+    """Undo `share`."""
+    for host in lab.hosts:
+        lab.inside(host, f"! mountpoint -q {DATA} || umount {DATA}; rm -f /dev/shared")
+    for line in machine.run("losetup", "--associated", lab.folder / SHARED).splitlines():
+        machine.run("losetup", "--detach", line.partition(":")[0])
+    (lab.folder / SHARED).unlink(missing_ok=True)
+
+
 # Faults that do not hide one another are injected together, and one run of preflight reports them all.
 # (fault, its host, the check that reports it, a part of the text)
 TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
@@ -43,6 +75,8 @@ TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
         ("port", fault("port", "29500"), 1, "port", "29500"),
         ("block", fault("block", "32768-60999"), 2, "firewall", "high TCP ports"),
         ("memory", fault("memory", "300"), 3, "memory", "512 MiB"),
+        ("second host with the data directory", share, 2, "", ""),
+        ("shared data directory", lambda lab, host: None, 1, "shared", f"data directory {DATA} with node2"),
     ],
     [
         ("version", fault("skew", "peft", "0.0.7"), 2, "versions", "peft"),
@@ -99,10 +133,14 @@ def named(lab: Lab) -> Iterator[Callable[[int], dict[str, Any]]]:
                     inject(lab, lab.hosts[host - 1])
                 code, reports[group] = preflight(lab.inventory, "-e", "quick=true")
                 assert code == reports[group]["exit"] == 2
+                for name, answer in reports[group]["hosts"].items():
+                    if "mesh" in answer:
+                        assert not lab.inside(lab.host(name), MARKERS), f"{name} keeps a marker"
             finally:
                 for host in lab.hosts:
                     faults.undo(lab, host)
                     lab.inside(host, UNDO)
+                unshare(lab)
         return reports[group]
 
     yield run

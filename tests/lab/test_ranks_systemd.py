@@ -239,7 +239,7 @@ def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) ->
     assert re.match(r"error: node2 has not answered for 1\d s", site.error())
     site.check_no_processes([lab.hosts[0], lab.hosts[2]])
     faults.FAULTS[fault].undo(lab, lost)
-    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "now=true").wait(60) == 0, site.read_output()
+    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()
     site.check_no_processes()
 
 
@@ -275,3 +275,79 @@ def test_end_of_a_supervisor_ends_its_unit(lab: Lab, site: Site) -> None:
     site.check_no_processes()
     again = site.run(site.plan(steps=3))  # a failed unit does not prevent the next start
     assert again.wait(60) == 0, site.read_output()
+
+
+# What code in a rank may do: it prints the outcome of each attempt.
+PROBE = """
+import json, pathlib, socket, subprocess, sys
+
+def attempt(action):
+    try:
+        return str(action() or "works")
+    except (OSError, subprocess.SubprocessError) as error:
+        return type(error).__name__
+
+def connect(address):
+    socket.create_connection((address, 22), 3).close()
+
+home = pathlib.Path.home()
+print(json.dumps({
+    "sudo": attempt(lambda: subprocess.run(["sudo", "-n", "true"], capture_output=True, check=True) and ""),
+    "keys": attempt(lambda: list((home / ".ssh").iterdir()) and ""),
+    "profile": attempt(lambda: (home / ".profile").touch()),
+    "cache": attempt(lambda: (home / ".cache/probe").touch()),
+    "data": attempt(lambda: pathlib.Path("probe").touch()),
+    "bus": attempt(lambda: list(pathlib.Path("/run/dbus").iterdir()) and ""),
+    "shm": attempt(lambda: pathlib.Path("/dev/shm/probe").touch()),
+    "peer": attempt(lambda: connect(sys.argv[1])),
+    "outside": attempt(lambda: connect(sys.argv[2])),
+}))
+"""
+CLOSED = {
+    "sudo": "CalledProcessError",
+    "keys": "PermissionError",
+    "profile": "OSError",
+    "cache": "works",
+    "data": "works",
+}
+CLOSED |= {"bus": "PermissionError", "shm": "works", "peer": "works", "outside": "TimeoutError"}
+
+
+@pytest.mark.parametrize(
+    ("isolated", "properties", "changed"),
+    [
+        (True, [], {}),
+        (False, [], {"outside": "ConnectionRefusedError"}),  # a run with loggers=wandb
+        (True, ["ProtectHome=no", "IPAddressDeny="], {"profile": "works", "outside": "ConnectionRefusedError"}),
+    ],
+    ids=["isolated", "open", "unit_properties"],
+)
+def test_what_a_rank_may_do(
+    lab: Lab, site: Site, isolated: bool, properties: list[str], changed: dict[str, str]
+) -> None:
+    addresses = [host.address for host in lab.hosts]
+    outside = addresses[0].rpartition(".")[0] + ".1"  # the switch, where nothing listens
+    plan = [
+        entry
+        | {"command": [sys.executable, "-c", PROBE, addresses[1 - place], outside]}
+        | {"peers": addresses, "isolated": isolated}
+        for place, entry in enumerate(site.plan()[:2])
+    ]
+    assert site.run(plan, unit_properties=properties).wait(90) == 0, site.read_output()
+    for host, rank in zip(lab.hosts[:2], (0, 1), strict=True):
+        log = lab.inside(host, f"cat {RUN_DIR}/logs/torchrun.{rank}.log").splitlines()
+        assert json.loads(log[-1]) == CLOSED | changed
+
+
+@pytest.mark.parametrize(("isolated", "limit"), [(True, 3.0), (False, 3.5)])
+def test_exposure_of_a_unit(lab: Lab, site: Site, isolated: bool, limit: float) -> None:
+    plan = [site.plan()[0] | {"peers": [lab.hosts[0].address], "isolated": isolated}]
+    site.run(plan)
+    site.at_step(0)
+    found = lab.inside(
+        lab.hosts[0],
+        f"systemd-analyze security --no-pager $(systemctl list-units --plain --no-legend {UNIT} | cut -d' ' -f1)",
+    )
+    exposure = re.search(r"Overall exposure level for .*: ([0-9.]+)", found)
+    assert exposure and float(exposure[1]) < limit, found
+    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -23,8 +24,10 @@ OLLAMA = shutil.which("ollama")
 
 @pytest.fixture(scope="module")
 def keys(lab: Lab) -> None:
-    """Install SSH keys between the hosts, as site.yml does."""
-    made = run_playbook("site.yml", lab.inventory, None, "--tags ssh")
+    """Install the keys with which the hosts copy files from the head, as site.yml does."""
+    made = run_playbook(
+        "site.yml", lab.inventory, {"nfs_dataset_delivery": "copy", "ollama_state": "present"}, "--tags ssh"
+    )
     assert made.rc == 0, made.stdout
 
 
@@ -147,6 +150,86 @@ def state(lab: Lab, host: Host) -> str:
            done
            getent passwd ollama || getent group ollama || systemctl list-unit-files --no-legend 'ollama*' || :""",
     )
+
+
+# Answers like Ollama, and says what the unit allows: its environment, and where it can write.
+STAND_IN = r"""#!/usr/bin/python3
+import http.server, json, os, socket, subprocess
+def allowed(work):
+    try:
+        work()
+    except OSError as error:
+        return error.strerror
+    return "ok"
+def write(path):
+    with open(os.path.join(path, "written"), "w") as file:
+        file.write("x")
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        places = {"models": os.environ["OLLAMA_MODELS"], "tmp": "/tmp", "home": "/home", "var": "/var/tmp/..", "etc": "/etc"}
+        reply = {
+            "version": "stand-in", "models": [], "environment": dict(os.environ), "homes": os.listdir("/home"),
+            "write": {name: allowed(lambda path=path: write(path)) for name, path in places.items()},
+            "packets": allowed(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW)),
+            "child": subprocess.run(["/bin/echo", "ok"], capture_output=True, text=True).stdout.strip(),
+            "null": allowed(lambda: open("/dev/null", "w").close()),
+            "disks": allowed(lambda: os.open("/dev/fuse", os.O_RDWR)) if os.path.exists("/dev/fuse") else "",
+        }
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+host, _, port = os.environ["OLLAMA_HOST"].rpartition(":")
+http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
+"""
+HOSTILE = {
+    "QUOTED": 'say "hi" LD_PRELOAD=/tmp/evil.so',
+    "LINES": "two\nExecStartPre=/usr/bin/touch /evil\n[Unit]",
+    "SIGNS": "100 %n $HOME ${HOME} back\\slash",
+    "END": "a\\",
+    "WORDS": "日本語 \u2028 # ; '",
+}
+
+
+def test_ollama_runs_in_a_sandbox(lab: Lab, hosts: list[Host], keys: None, tmp_path: Path) -> None:
+    """The unit has an exposure below 5, a server works in it, and values of the operator are only values."""
+    (tmp_path / "ollama").write_text(STAND_IN)
+    (tmp_path / "ollama").chmod(0o755)
+    with tarfile.open(tmp_path / "ollama.tgz", "w:gz") as tar:
+        tar.add(tmp_path / "ollama", "./bin/ollama")
+    store = "/home/models of 100%/$ollama"
+    made = run_playbook(
+        "site.yml",
+        lab.inventory,
+        {
+            "ollama_state": "present",
+            "ollama_version": "0.0.1",
+            "ollama_archive": str(tmp_path / "ollama.tgz"),
+            "ollama_sha256": hashlib.sha256((tmp_path / "ollama.tgz").read_bytes()).hexdigest(),
+            "ollama_models": store,
+            "ollama_environment": HOSTILE,
+        },
+        "--tags ollama --limit node1",
+    )
+    try:
+        assert made.rc == 0, made.stdout
+        exposure = lab.inside(hosts[0], "systemd-analyze security --no-pager ollama.service | tail -1")
+        level = re.search(r"exposure level for ollama.service: ([0-9.]+)", exposure)
+        assert level and float(level[1]) < 3, exposure
+        with urllib.request.urlopen(f"http://{hosts[0].address}:11434/", timeout=10) as answer:
+            seen = json.load(answer)
+        assert {name: seen["environment"].get(name) for name in HOSTILE} == HOSTILE
+        assert "LD_PRELOAD" not in seen["environment"] and seen["environment"]["OLLAMA_MODELS"] == store
+        assert seen["write"]["models"] == seen["write"]["tmp"] == seen["null"] == seen["child"] == "ok", seen
+        denied = (seen["write"]["var"], seen["write"]["etc"], seen["packets"], seen["disks"])
+        assert "ok" not in denied, seen
+        # The service has a temporary /home of its own, with the store and what an earlier request wrote there.
+        assert set(seen["homes"]) <= {"models of 100%", "written"}, seen
+        written = lab.inside(hosts[0], "ls -d /*/written /home/*/*/written /evil 2>/dev/null || :").split("\n")[:-1]
+        assert written == [f"{store}/written"]
+    finally:
+        gone = run_playbook("site.yml", lab.inventory, {"ollama_state": "absent"}, "--tags ollama --limit node1")
+        lab.inside(hosts[0], "rm -rf '/home/models of 100%'")
+    assert gone.rc == 0, gone.stdout
 
 
 def test_unmanaged_ollama_is_not_changed(lab: Lab, hosts: list[Host], archive: Path) -> None:

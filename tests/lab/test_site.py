@@ -98,6 +98,12 @@ def changed_by(packages: set[str]) -> set[str]:
         lab.down()
 
 
+def login_between(lab: Lab, source: Host, target: Host) -> str:
+    """Return what `hostname` on `target` prints to the user of `source`; "refused" without a login."""
+    command = f"runuser -u tester -- ssh -o BatchMode=yes {target.name} hostname"
+    return lab.inside(source, f"timeout 20 {command} </dev/null 2>/dev/null || echo refused").strip()
+
+
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that differ, with both values."""
     return {
@@ -147,10 +153,8 @@ def check_cluster(lab: Lab) -> None:
         # From the host itself: the firewall rejects other sources.
         ask = f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{OLLAMA.format(host.address)}\").read())'"
         assert "stand-in" in lab.inside(host, ask)
-        for peer in lab.hosts:
-            if peer != host:
-                word = f"runuser -u tester -- ssh -o BatchMode=yes {peer.name} hostname"
-                assert lab.inside(host, word).strip() == peer.name
+        # The keys of the workers copy folders of the head, and open no shell.
+        assert all(login_between(lab, host, peer) != peer.name for peer in lab.hosts)
 
 
 @pytest.mark.long
@@ -277,9 +281,9 @@ def test_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
 
     joined = run_playbook("playbooks/add_host.yml", bare.inventory, {"host": "node3"})
     assert joined.rc == 0, joined.stdout
-    assert (
-        bare.inside(bare.host("node3"), "runuser -u tester -- ssh -o BatchMode=yes node1 hostname").strip() == "node1"
-    )
+    # The names and host keys of the peers: the login reaches authentication, which fails without a key.
+    ask = "runuser -u tester -- ssh -o BatchMode=yes node1 hostname 2>&1 || :"
+    assert "Permission denied (publickey)" in bare.inside(bare.host("node3"), ask)
 
     left = run_playbook("playbooks/remove_host.yml", bare.inventory, {"host": "node3"})
     assert left.rc == 0, left.stdout

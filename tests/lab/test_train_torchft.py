@@ -76,7 +76,7 @@ def test_disconnected_host_rejoins(provisioned: Lab, hosts: list[Host], variable
         trial.wait_line(".*node2.*replica 1 is absent, the other replicas continue", cut)
         restored = time.time()
         faults.undo(provisioned, hosts[1], "cut")
-        trial.wait_line(".*replica 1 is back", restored)
+        trial.wait_line(".*replica 1 has rejoined", restored)
         at_step(provisioned, hosts[1], 1, state(provisioned, hosts[0], "rank0", "cut")["step"] + 1, "cut")
         print(f"rejoined {time.time() - restored:.1f} s after the network was restored")
         stopped = run_playbook("playbooks/stop.yml", provisioned.inventory, {"run": "cut"})

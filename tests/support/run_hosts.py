@@ -146,7 +146,8 @@ class Bed:
         file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
         return self.playbook(file, max(int(entry["host"].removeprefix("node")) for entry in plan), *arguments)
 
-    def said(self) -> str:
+    def output_text(self) -> str:
+        """Return the output of the newest playbook so far."""
         return self.output.read_text()
 
     # The state of a run
@@ -168,7 +169,7 @@ class Bed:
 
         return until(there, what=f"step {step} of rank {rank}")
 
-    def left(self) -> list[int]:
+    def live_processes(self) -> list[int]:
         """Return every live process of any run of these hosts, by the variable in its environment."""
         found = []
         for entry in Path("/proc").iterdir():
@@ -187,7 +188,7 @@ class Bed:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        for pid in self.left():
+        for pid in self.live_processes():
             os.kill(pid, signal.SIGKILL)
 
 

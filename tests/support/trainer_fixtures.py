@@ -52,6 +52,20 @@ def tokenizer(model_folder: Path) -> Any:
     return load_tokenizer(str(model_folder))
 
 
+@pytest.fixture(scope="module")
+def corpus(tokenizer: Any) -> Any:
+    """24 encoded samples, with token ids below 256 for models with a vocabulary of 256."""
+    import numpy as np
+
+    from trainer.data.encode import Encoder, encode_all
+    from trainer.data.samples import to_sample
+
+    samples = [to_sample(row) for row in records(24)]
+    made = encode_all(samples, Encoder(tokenizer, seq_length=64, train_on="answer"))
+    np.mod(made.tokens, 256, out=made.tokens)
+    return made
+
+
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl", records(120))

@@ -131,3 +131,18 @@ def test_a_host_that_does_not_answer_is_unreachable() -> None:
     host = FakeHost(unreachable)
     host.address = ""
     assert change(host, None) == {"unreachable": True, "msg": "ssh: connect to host 10.0.0.9 port 22: No route to host"}
+
+
+def test_only_keys_of_the_host_itself_are_copied_to_its_new_address(tmp_path: Path) -> None:
+    """Not the keys of certificate authorities, revoked keys, or keys of other hosts and ports."""
+    keys = {name: f"ssh-ed25519 AAAA{name}" for name in ("own", "ca", "gone", "port", "peer")}
+    own, other = tmp_path / "known_hosts", tmp_path / "global"
+    own.write_text(
+        f"# a comment\n{OLD} {keys['own']} a comment\n@cert-authority {OLD} {keys['ca']}\n@revoked {OLD} {keys['gone']}\n"
+        f"[{OLD}]:2222 {keys['port']}\n10.0.0.77 {keys['peer']}"
+    )
+    known = KnownHosts(OLD, 22, (own, other))
+    assert known.keys(OLD) == {keys["own"]}
+    assert known.add_address("10.0.0.9") and not known.add_address("10.0.0.9")
+    assert own.read_text().splitlines()[-2:] == [f"10.0.0.77 {keys['peer']}", f"10.0.0.9 {keys['own']}"]
+    assert not other.exists()

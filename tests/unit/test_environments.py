@@ -121,6 +121,7 @@ def test_requirements_of_a_node() -> None:
 def test_differences_are_a_table_of_different_packages() -> None:
     same = {"python": "3.11.2", "torch": "2.13.0"}
     assert differences({"a": same, "b": dict(same)}) == []
+    assert differences({"a": same, "b": {**same, "python": "3.13.5"}}) == [], "distributions have different Pythons"
     lines = differences({"a": same, "b": {**same, "torch": "2.12.1", "nccl": "2.27"}})
     assert [line.split() for line in lines] == [["a", "b"], ["nccl", "none", "2.27"], ["torch", "2.13.0", "2.12.1"]]
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from ansible.vars.reserved import get_reserved_names
+from hostile import HOSTILE_STRINGS, UNENCODABLE_STRINGS
 
 from trainer.config import FIELDS
 from trainer.errors import UserError
+from trainer.supervise.environment import run_environment
 from trainyard.extra_vars import known_variables, plain_data, read_run_spec
 from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables, table
+from trainyard.run.plan import Node, environment
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -50,11 +53,11 @@ def test_values_may_be_text() -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"min_nodes": "two"}, "min_nodes: expected an integer >= 0, got 'two' (-e)"),
-        ({"retries": -1}, "retries: expected an integer >= 0, got -1 (-e)"),
-        ({"max_restarts": True}, "max_restarts: expected an integer >= 0, got True (-e)"),
+        ({"min_nodes": "two"}, "min_nodes: expected an integer >= 0 and <= 10000, got 'two' (-e)"),
+        ({"retries": -1}, "retries: expected an integer >= 0 and <= 1000000, got -1 (-e)"),
+        ({"max_restarts": True}, "max_restarts: expected an integer >= 0 and <= 1000000, got True (-e)"),
         ({"master_port": 70000}, "master_port: expected an integer >= 1 and <= 65535, got 70000 (-e)"),
-        ({"stall_limit": "inf"}, "stall_limit: expected a number of seconds > 0, got 'inf' (-e)"),
+        ({"stall_limit": "inf"}, "stall_limit: expected a number of seconds > 0 and <= 2592000, got 'inf' (-e)"),
         ({"elastic": "maybe"}, "elastic: expected true or false, got 'maybe' (-e)"),
         ({"max_restart": 1}, "unknown launch option 'max_restart' in -e; did you mean 'max_restarts'?"),
     ],
@@ -69,6 +72,32 @@ def test_a_secret_is_not_in_an_error() -> None:
     with pytest.raises(UserError) as raised:
         make_options({"run_env": "HF_TOKEN=secret"}, "-e")
     assert str(raised.value) == "run_env: expected names and values, got str (-e)"
+
+
+def test_any_text_in_run_env_reaches_the_ranks_unchanged_or_is_refused(tmp_path: Path) -> None:
+    node = Node("h", 0, [0], "10.0.0.1", "lo", 1, str(tmp_path), "/data", ["python3"])
+    refused = set()
+    for number, text in enumerate([*HOSTILE_STRINGS, *UNENCODABLE_STRINGS]):
+        try:
+            given = make_options({"run_env": {"TOKEN": text, "AFTER": "x"}}).run_env
+        except UserError as error:
+            assert str(error).isprintable() and "the value of TOKEN" in str(error)
+            assert not text[:20].strip() or text[:20] not in str(error), "it may be a secret"
+            refused.add(text)
+            continue
+        (tmp_path / "env").touch(mode=0o600)
+        (tmp_path / "env").write_bytes(environment(node, given).encode())
+        found = run_environment(tmp_path)
+        assert (found["TOKEN"], found["AFTER"]) == (text, "x"), number
+    assert refused == {
+        text for text in [*HOSTILE_STRINGS, *UNENCODABLE_STRINGS] if set(text) & set("\n\0\ud800\udfff\udc80")
+    }
+
+
+def test_names_in_run_env_are_names_of_variables() -> None:
+    for name in ("a b", "A=B", "1A", "", "A\x1b[2J", "É"):
+        with pytest.raises(UserError, match="is not a name: use letters, digits and '_'"):
+            make_options({"run_env": {name: "secret"}})
 
 
 def test_options_come_from_variables_of_the_inventory() -> None:

@@ -88,3 +88,20 @@ def test_names_and_keys_of_hosts() -> None:
 def test_hosts_outside_the_play_have_no_keys() -> None:
     assert peer_host_keys(HOSTS, list(HOSTS)) == {}
     assert peer_keys(HOSTS, list(HOSTS)) == {}
+
+
+def test_a_peer_key_runs_only_the_command_of_the_role() -> None:
+    copies = {"node1": [], "node2": ["/srv/data"], "10.0.0.3": ["/srv/data"]}
+    hosts = {name: values | {"__ssh_info": SSH_INFO, "_ssh_copies": copies[name]} for name, values in HOSTS.items()}
+    # By default no host has a line, and the lines of earlier versions are removed.
+    assert peer_keys(hosts, list(hosts), command=None) == {"node1": [], "node2": [], "10.0.0.3": []}
+    lines = peer_keys(hosts, list(hosts), command="rsync --server")
+    assert lines["node1"] == []
+    assert lines["node2"] == ['restrict,from="10.0.0.1,10.0.0.2,10.0.0.3",command="rsync --server" ssh-ed25519 AAAA']
+
+
+def test_lines_of_absent_hosts_stay_only_with_the_prefix() -> None:
+    before = update_text("", {"a": ["restrict key"], "b": ["from=x key"]}, ["a", "b"], False)
+    assert before is not None
+    after = update_text(before, {}, ["a", "b"], False, "restrict")
+    assert after == update_text("", {"a": ["restrict key"]}, ["a", "b"], False)

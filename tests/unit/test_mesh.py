@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import sys
 import threading
@@ -10,9 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
+from trainyard.preflight.runner import NOT_WRITTEN
 from trainyard.remote import health
+from trainyard.remote.folder_marker import FolderMarker
+from trainyard.remote.mesh import Mesh
+from trainyard.run.errors import RunError
+from trainyard.run.options import LaunchOptions
+from trainyard.run.session import RunSession, SessionState
 
 HERE = Host("here", "127.0.0.1", "/nonexistent", sys.executable)
 CONNECTION = HostConnection(HERE, LocalTransport())
@@ -28,16 +37,22 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def pair(ports: list[int], tokens: tuple[str, str] = ("secret", "secret"), limit: float = 8.0) -> list[dict[str, Any]]:
+def pair(
+    ports: list[int],
+    tokens: tuple[str, str] = ("secret", "secret"),
+    limit: float = 8.0,
+    data_dirs: tuple[Path | str, Path | str] = ("", ""),
+) -> list[dict[str, Any]]:
     """Run both hosts' parts at the same time; return their answers."""
     started = []
-    for (name, address), token in zip(NAMES.items(), tokens, strict=True):
+    for (name, address), token, data_dir in zip(NAMES.items(), tokens, data_dirs, strict=True):
         about = {"name": name, "names": list(NAMES), "address": address, "head": "node1", "ports": ports}
         about |= {
             "peers": {n: a for n, a in NAMES.items() if n != name},
             "token": token,
             "limit": limit,
             "device": "lo",
+            "data_dir": str(data_dir),
         }
         started.append(functools.partial(CONNECTION.call, "mesh", about))
     with ThreadPoolExecutor(len(started)) as pool:
@@ -82,9 +97,125 @@ def test_another_server_on_a_port() -> None:
 
 def test_a_host_that_does_not_listen() -> None:
     about = {"name": "node1", "names": list(NAMES), "address": NAMES["node1"], "head": "node1", "ports": free_ports(1)}
-    about |= {"peers": {"node2": NAMES["node2"]}, "token": "secret", "limit": 2.0, "device": "lo"}
+    about |= {"peers": {"node2": NAMES["node2"]}, "token": "secret", "limit": 2.0, "device": "lo", "data_dir": ""}
     answer = CONNECTION.call("mesh", about)
     assert answer["reached"]["node2"] == {str(about["ports"][0]): "connection refused"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "exist", "shared"),
+    [
+        ("one", "two", "one two", False),
+        ("one", "one", "one", True),
+        ("one", "link", "one", True),
+        ("one", "one", "", True),  # the folder above is shared
+        ("one", "two", "", False),  # neither exists, and both have the same folder above
+        ("one", "one/two", "", False),
+        ("one", "two", "one/shared two", True),  # a folder for the runs of both is mounted
+    ],
+)
+def test_a_shared_data_dir_is_seen(tmp_path: Path, first: str, second: str, exist: str, shared: bool) -> None:
+    for name in exist.split():
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("one")
+    if "shared" in exist:
+        for name in (first, second):
+            (tmp_path / name / "runs").symlink_to(tmp_path / "one/shared")
+    before = sorted(tmp_path.rglob("*"))
+    markers = [FolderMarker(str(tmp_path / data_dir), "secret") for data_dir in (first, second)]
+    for marker, name in zip(markers, NAMES, strict=True):
+        assert marker.create(name) == ""
+    assert [marker.sees(peer) for marker, peer in zip(markers, reversed(NAMES), strict=True)] == [shared, shared]
+    assert not FolderMarker(str(tmp_path / first), "another secret").sees("node1")
+    for marker in markers:
+        marker.remove()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def sharing(answers: list[dict[str, Any]]) -> bool:
+    """Return whether a host has seen the marker of the other one. The host that ends first has removed its marker."""
+    assert all(answer["write_error"] == "" for answer in answers)
+    assert all(set(answer["shares_with"]) <= set(NAMES) - {name} for name, answer in zip(NAMES, answers, strict=True))
+    return any(answer["shares_with"] for answer in answers)
+
+
+def test_hosts_of_a_mesh_see_a_shared_data_dir(tmp_path: Path) -> None:
+    assert sharing(pair(free_ports(1), data_dirs=(tmp_path, tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shared_data_dir_is_seen_although_no_port_is_open(tmp_path: Path) -> None:
+    ports = free_ports(1)
+    with socket.socket() as first, socket.socket() as second:
+        for taken, address in zip((first, second), NAMES.values(), strict=True):
+            taken.bind((address, ports[0]))
+        answers = pair(ports, limit=3.0, data_dirs=(tmp_path, tmp_path))
+    assert all(answer["taken"] == ports for answer in answers)
+    assert sharing(answers) and not list(tmp_path.iterdir())
+
+
+def test_markers_of_a_killed_preflight_are_ignored_and_removed(tmp_path: Path) -> None:
+    old, new = (FolderMarker(str(tmp_path), secret) for secret in ("old", "new"))
+    for marker in (old, new):
+        for name in NAMES:
+            assert marker.create(name) == ""
+    for path in tmp_path.iterdir():
+        if path != new.path:
+            os.utime(path, (1e9, 1e9))
+    answer, _ = pair(free_ports(1), data_dirs=(tmp_path, tmp_path.parent))
+    assert not answer["shares_with"]
+    # The recent one may belong to a preflight that runs now.
+    assert list(tmp_path.iterdir()) == [new.path]
+
+
+def test_the_marker_is_removed_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {
+        "name": "node1",
+        "names": list(NAMES),
+        "address": NAMES["node1"],
+        "head": "node1",
+        "ports": [],
+        "peers": {},
+    }
+    about |= {"token": "secret", "limit": 1.0, "device": "lo", "data_dir": str(tmp_path)}
+    seen = []
+
+    def fail(mesh: Mesh) -> None:
+        seen.extend(tmp_path.iterdir())
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(Mesh, "listen", fail)
+    with pytest.raises(OSError, match="too many"):
+        Mesh(about).run()
+    assert len(seen) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_data_dir_without_write_access_is_reported(tmp_path: Path) -> None:
+    first, second = pair(free_ports(1), data_dirs=("/proc/self", tmp_path))
+    assert first["write_error"] and not second["write_error"]
+    assert first["reached"]["node2"] == dict.fromkeys(second["reached"]["node1"], "")
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_run_on_hosts_that_share_a_data_dir_is_refused(tmp_path: Path, check: bool) -> None:
+    """In check mode nothing is written, so nothing is found."""
+    hosts = [Host(name, address, str(tmp_path), sys.executable) for name, address in NAMES.items()]
+    entries = [{"host": host.name, "interface": "lo", "node_rank": rank} for rank, host in enumerate(hosts)]
+    session = RunSession(
+        hosts,
+        lambda host: HostConnection(host, LocalTransport()),
+        LaunchOptions(),
+        check=check,
+        state=SessionState(plan=entries, port=free_ports(1)[0]),
+    )
+    before = tmp_path.stat().st_mtime_ns
+    if check:
+        assert session.preflight()["lines"] == [NOT_WRITTEN]
+        assert tmp_path.stat().st_mtime_ns == before
+        return
+    with pytest.raises(RunError, match=f"node1: shares its data directory {tmp_path} with node2: set cluster_data_dir"):
+        session.preflight()
+    assert tmp_path.stat().st_mtime_ns != before and not list(tmp_path.iterdir())
 
 
 def test_health_of_this_machine(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ def test_a_stall_needs_all_ranks_to_make_no_progress() -> None:
 def test_waiting_for_a_rank_that_hangs_is_no_progress() -> None:
     """A DiLoCo replica that waits updates its heartbeat repeatedly."""
     said = (Path(__file__).parents[2] / "trainer/train.py").read_text()
-    assert f'"{monitor.WAITING}"' in said, "the note of the trainer and the one of the monitor are the same"
+    start, _, awaited = monitor.WAITING.partition("slower")
+    assert f'"slower{awaited}"' in said and f'note=f"{start}{{awaited}}"' in said, (
+        "the note of the trainer and the one of the monitor are the same"
+    )
     progress = Progress(2, 2.0, stall_limit=60)
     for now in (0.0, 30.0, 61.0):
         waiting = part("a", 0, state={"step": 10, "note": monitor.WAITING, "time": now})

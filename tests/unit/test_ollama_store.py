@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,6 +58,28 @@ def test_complete_and_incomplete_models(tmp_path: Path) -> None:
     assert read_model(tmp_path, "tiny") is None
     (tmp_path / found["manifest"]).write_text('{"config": {"digest": "sha256:../../etc", "size": 1}, "layers": []}')
     assert read_model(tmp_path, "tiny") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"manifest": "manifests/../../../etc/cron.d/evil"},
+        {"manifest": "manifests/registry.ollama.ai/library/other/latest"},
+        {"blobs": ["blobs/../../../root/.ssh/authorized_keys"]},
+        {"blobs": ["/etc/shadow"]},
+        {"blobs": [1]},
+        {"digest": None},
+        {"blobs": None},
+    ],
+)
+def test_a_head_names_only_files_of_the_model(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Root copies these files from the head, so another path would let the head write anywhere on its peers."""
+    model(tmp_path, "tiny", b"config", b"weights")
+    reported = {"tiny": {**(read_model(tmp_path, "tiny") or {}), **change}}
+    with pytest.raises(ValueError, match="the head reports invalid paths for the model 'tiny'"):
+        missing_files(tmp_path, reported)
+    with pytest.raises(ValueError):
+        missing_files(tmp_path, {"../../etc": {"manifest": "manifests/../../etc", "digest": "", "blobs": []}})
 
 
 def test_missing_files(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def healthy_host(place: int) -> HostState:
             "addresses": [address],
             "source": address,
             "interface": "eth0",
-            "trouble": "",
+            "route_error": "",
             "cpus": 8,
             "gpus": [],
             "versions": {"python": "3.12.1", "torch": "2.13.0"},
@@ -60,6 +60,8 @@ def healthy_host(place: int) -> HostState:
         mesh={
             "mtu": 1500,
             "taken": [],
+            "shares_with": [],
+            "write_error": "",
             "reached": {peer: {"29500": "", "40000": "", "50000": ""} for peer in peers},
             "lines": {
                 peer: {"latency_ms": 0.2, "ping_small": True, "ping_large": True}
@@ -112,10 +114,11 @@ def clock(off: float) -> dict[str, Any]:
         ("health", {"inodes_free": 0}, "disk", "failure", "inode"),
         ("facts", {"free_bytes": 5 * GB}, "disk", "warning", "5.4 GB"),
         ("facts", {"source": "192.168.1.7"}, "nic", "failure", "192.168.1.7"),
-        ("facts", {"trouble": "no route to the head"}, "nic", "failure", "no route"),
+        ("facts", {"route_error": "no route to the head"}, "nic", "failure", "no route"),
         ("facts", {"busy_with": "other"}, "busy", "failure", "run other"),
         ("facts", {"may_write": False}, "disk", "failure", "cannot write"),
         ("facts", {"python_exists": False}, "python", "failure", "no Python"),
+        ("facts", {"versions": {"python": "3.10.12", "torch": "2.13.0"}}, "python", "failure", "is Python 3.10.12"),
         ("facts", {"boot_id": "boot1", "machine_id": "machine1", "addresses": ["10.0.0.1"]}, "twice", "failure", "one machine"),
         ("facts", {"machine_id": "machine1"}, "twice", "warning", "clones of one image"),
     ],
@@ -128,6 +131,40 @@ def test_a_single_problem_has_one_finding(part: str, values: dict[str, Any], che
     assert named and named[0].level == level and named[0].remedy, found
     if check != "gpu" or word != "no GPU":  # there, the finding is for the hosts without a GPU
         assert {finding.host for finding in named} == {"node2"}
+
+
+def test_hosts_that_share_a_data_dir_have_one_finding() -> None:
+    states = [healthy_host(place) for place in (1, 2, 3, 4, 5)]
+    mesh(states[1])["shares_with"] = ["node4"]  # node4 has not seen node2: its marker was removed before
+    mesh(states[4])["shares_with"] = ["node4", "unknown"]
+    (finding,) = [finding for finding in findings(states) if finding.check == "shared"]
+    assert (finding.host, finding.level) == ("node2", "failure")
+    assert "/srv/trainyard with node4, node5" in finding.text
+    assert "cluster_data_dir" in finding.remedy and "local disk" in finding.remedy
+
+
+def test_one_machine_under_two_names_is_reported_once() -> None:
+    states = healthy_hosts()
+    for name in ("boot_id", "machine_id", "addresses"):
+        states[1].facts[name] = states[0].facts[name]
+    mesh(states[1])["shares_with"] = ["node1"]
+    assert [finding.check for finding in findings(states)] == ["twice"]
+
+
+def test_a_data_dir_that_takes_no_file_has_one_finding() -> None:
+    states = healthy_hosts()
+    mesh(states[1])["write_error"] = "Disk quota exceeded"
+    (finding,) = findings(states)
+    assert (finding.check, finding.level, finding.host) == ("disk", "failure", "node2")
+    assert finding.text == "cannot write to /srv/trainyard: Disk quota exceeded"
+    states[1].facts["may_write"] = False
+    assert len(findings(states)) == 1
+
+
+def test_hosts_of_different_distributions_have_different_pythons() -> None:
+    states = healthy_hosts()
+    states[1].facts["versions"] = {"python": "3.13.5", "torch": "2.13.0"}
+    assert findings(states) == []
 
 
 def test_a_slow_answer_is_not_a_clock_error() -> None:

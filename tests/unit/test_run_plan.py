@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.run_state import RunHistory
+from trainer.supervise.files import SupervisorError, other_runs
+from trainer.supervise.start import check_idle
+from trainer.supervise.status import list_runs
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.receive import Digests, receive
 from trainyard.run.errors import PlanError
 from trainyard.run.launch_scripts import sbatch, script
+from trainyard.run.options import make_options
 from trainyard.run.plan import Node, environment, head_first, plan_nodes
+from trainyard.run.planning import check_torchft
 from trainyard.run.restart_policy import RestartPolicy
 
 
@@ -26,7 +33,7 @@ def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> HostStat
     found = {
         "gpus": [{"name": "A"}] * gpus,
         "boot_id": name,
-        "trouble": "",
+        "route_error": "",
         "interface": f"{name}0",
         "source": "10.0.0.1",
     }
@@ -42,7 +49,8 @@ def test_ranks_count_over_heterogeneous_hosts(shapes: list[tuple[int, int]]) -> 
     for place, (node, (gpus, processes)) in enumerate(zip(nodes, shapes, strict=True)):
         assert len(node.ranks) == (processes or gpus or 1)
         assert f"--nproc-per-node={len(node.ranks)}" in node.command and f"--node-rank={place}" in node.command
-        assert f"--master-addr={hosts[0].address}" in node.command
+        # The ranks of a single host meet at loopback, which no other machine reaches.
+        assert f"--master-addr={hosts[0].address if len(hosts) > 1 else '127.0.0.1'}" in node.command
 
 
 def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
@@ -251,3 +259,81 @@ def test_receive_requests_missing_files_and_rejects_damaged_ones(tmp_path: Path)
     assert placed == {"lacking": [], "changed": [str(target), str(tmp_path / "env")]}
     assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
     assert receive(question) == {"lacking": [], "changed": []}
+    # The file may hold secrets, so its mode is corrected although its content is the same.
+    (tmp_path / "env").chmod(0o644)
+    assert receive(question) == {"lacking": [], "changed": [str(tmp_path / "env")]}
+    assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
+
+
+def unreadable_siblings(runs: Path) -> None:
+    """Make run folders that cannot be read: a symbolic link to itself, a FIFO as lock, and a broken state."""
+    for name in ("fifo", "json", "list"):
+        (runs / name / "state").mkdir(parents=True)
+    (runs / "loop").symlink_to("loop")
+    os.mkfifo(runs / "fifo/lock")
+    os.mkfifo(runs / "fifo/state/node.json")
+    (runs / "json/state/node.json").write_text("{half")
+    (runs / "list/state/node.json").write_text("[1]")
+
+
+def test_unreadable_siblings_are_skipped_and_named(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    unreadable_siblings(runs)
+    (runs / "r").mkdir()
+    assert other_runs(runs / "r") == ([], ["fifo", "loop"])
+    check_idle(runs / "r")
+    listed = list_runs({"data_dir": str(tmp_path)})
+    assert listed["runs"] == [] and listed["skipped"] == ["fifo", "json", "list", "loop"]
+    (runs / "good").mkdir()
+    with (runs / "good/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert other_runs(runs / "r")[0] == ["good"]
+        with pytest.raises(SupervisorError, match="busy: run good is running here"):
+            check_idle(runs / "r")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_a_run_folder_of_another_user_is_skipped() -> None:
+    # Every user reaches this folder, unlike `tmp_path`.
+    with tempfile.TemporaryDirectory(prefix="trainyard-test-") as name:
+        data_dir = Path(name)
+        data_dir.chmod(0o755)
+        (data_dir / "runs/r").mkdir(parents=True)
+        (data_dir / "runs/theirs").mkdir(mode=0)
+        os.seteuid(65534)
+        try:
+            assert other_runs(data_dir / "runs/r") == ([], ["theirs"])
+            assert list_runs({"data_dir": name})["skipped"] == ["theirs"]
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(("mode", "staged"), [(0o600, 0o600), (0o640, 0o640), (0o644, 0o644), (0o400, 0o600)])
+def test_a_private_dataset_stays_private(tmp_path: Path, mode: int, staged: int) -> None:
+    """Others may read a staged file only if they may read its source, also if an earlier release staged it."""
+    wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
+    target, aside = tmp_path / "store/file", tmp_path / "store/incoming/x"
+    question = {"files": {str(target): wanted}, "arrived": {}, "contents": {}, "modes": {str(target): mode}}
+    question |= {"cache": str(tmp_path / "store/digests.json"), "incoming": str(aside.parent), "check": False}
+    before = os.umask(0o022)
+    try:
+        assert receive(question) == {"lacking": [str(target)]}
+        assert aside.parent.stat().st_mode & 0o777 == 0o700
+        aside.write_text("foo")
+        receive(question | {"arrived": {str(target): str(aside)}})
+        assert target.stat().st_mode & 0o777 == staged
+        target.chmod(0o644)
+        receive(question)
+        assert target.stat().st_mode & 0o777 == staged
+        os.umask(0o077)
+        assert receive(question | {"files": {str(tmp_path / "new/file"): wanted}, "incoming": str(tmp_path / "in")})
+        assert os.umask(0o077) == 0o077, "the umask of the host is not changed"
+    finally:
+        os.umask(before)
+
+
+def test_torchft_with_ipv6_is_refused_before_a_start() -> None:
+    hosts = [Host(name, address, "/d", "/p") for name, address in (("one", "10.0.0.1"), ("two", "fd00::2"))]
+    check_torchft(hosts[:1], make_options({}))
+    with pytest.raises(PlanError, match="torchft requires IPv4, but cluster_address of two is fd00::2"):
+        check_torchft(hosts, make_options({}))

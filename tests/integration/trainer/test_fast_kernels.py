@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from run_hosts import free_port
-from test_numerics import assert_equal_work, batch, corpus, loss_and_gradient, small_model  # noqa: F401
+from small_models import assert_equal_work, batch, loss_and_gradient, small_model
 from trainer_runs import TOP, WIDE, Here, llama
 
 from trainer.config import make_spec
@@ -27,7 +27,7 @@ from trainer.strategy import plan_of
 CPU = torch.device("cpu")
 
 
-def test_the_head_computes_only_tokens_with_loss(corpus: Any) -> None:  # noqa: F811
+def test_the_head_computes_only_tokens_with_loss(corpus: Any) -> None:
     model = small_model("llama", spread=0.2)
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[:-1].numel()))
@@ -37,7 +37,7 @@ def test_the_head_computes_only_tokens_with_loss(corpus: Any) -> None:  # noqa: 
     assert seen == [int((packed.labels[:, 1:] != -100).sum())]
 
 
-def test_a_model_without_a_head_module_has_the_same_loss(corpus: Any) -> None:  # noqa: F811
+def test_a_model_without_a_head_module_has_the_same_loss(corpus: Any) -> None:
     model = small_model("llama", spread=0.2)
     rows = [[sample] for sample in range(4)]
     expected = loss_and_gradient(model, [batch(corpus, rows)])
@@ -46,7 +46,7 @@ def test_a_model_without_a_head_module_has_the_same_loss(corpus: Any) -> None:  
     assert_equal_work(loss_and_gradient(model, [batch(corpus, rows)]), expected)
 
 
-def test_a_single_packed_row_is_exact(corpus: Any) -> None:  # noqa: F811
+def test_a_single_packed_row_is_exact(corpus: Any) -> None:
     """Flash attention separates the samples of a single row by their positions. sdpa does, too, and needs no GPU."""
     model = small_model("llama", spread=0.2)
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))

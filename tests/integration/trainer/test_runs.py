@@ -405,7 +405,7 @@ def test_an_error_that_a_user_can_fix_is_one_line(fields: dict[str, Any], why: s
 
 def test_an_invalid_spec_is_reported_first(here: Here) -> None:
     assert here(lr="fast") == 2
-    assert error(here).startswith("run spec: lr: expected a number > 0, got 'fast'")
+    assert error(here).startswith("run spec: lr: expected a number > 0 and <= 1e+38, got 'fast'")
     assert not here.run_dir().exists()
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,10 +105,13 @@ def test_an_empty_network_reports_the_scan_and_advice(net):
 
 @pytest.mark.lab
 def test_known_and_unknown_machines(net):
-    net.source("ollama.yml", {"plugin": "ollama"})
+    # Without a prefix, the name of a model is the name of a group: an untrusted machine could join any group.
+    keyed = [{"key": "discovered_models | map(attribute='name') | list", "prefix": "", "separator": ""}]
+    options = {"compose": {"first": "discovered_models[0].name"}, "groups": {"every": "true"}, "keyed_groups": keyed}
+    net.source("ollama.yml", {"plugin": "ollama", **options})
     qwen = model("qwen2.5:0.5b")
     servers = [
-        net.server(2, models=[qwen]),
+        net.server(2, models=[model("cluster"), qwen]),
         net.server(9, models=[qwen, model("llama3.2:1b", "llama")], loaded=[{"name": "llama3.2:1b", "size_vram": 5}]),
         net.server(10, models=[model("phi3", "phi3")]),
         Server("127.0.0.1", namespace=net.prefix[-1]),
@@ -119,7 +123,7 @@ def test_known_and_unknown_machines(net):
         done = net.graph()
         listed = net.list()
         # The command that the inventory prints accepts the key.
-        command = listed["_meta"]["hostvars"]["10.50.0.2"]["ollama_accept"]
+        command = listed["_meta"]["hostvars"]["10.50.0.2"]["discovered_accept"]
         assert f"accept it: {command}" in done.stderr
         subprocess.run(["sh", "-c", command], env=net.environment, check=True)
         afterwards = net.list()
@@ -130,13 +134,16 @@ def test_known_and_unknown_machines(net):
     assert listed["untrusted"]["hosts"] == ["10.50.0.2"]
     assert listed["discovered"]["hosts"] == ["10.50.0.1", "10.50.0.2", "10.50.0.9", "10.50.0.10"]
     assert variables["10.50.0.1"]["ansible_connection"] == "local"
-    assert listed["ollama_model_qwen2_5_0_5b"]["hosts"] == ["10.50.0.2", "10.50.0.9"]
+    assert listed["every"]["hosts"] == ["10.50.0.1", "10.50.0.9", "10.50.0.10"]
+    assert variables["10.50.0.2"]["first"] == "cluster" and "10.50.0.2" not in listed["cluster"].get("hosts", [])
+    # A machine that is not trusted joins no group of its own choice.
+    assert listed["ollama_model_qwen2_5_0_5b"]["hosts"] == ["10.50.0.9"]
     assert listed["ollama_family_llama"]["hosts"] == ["10.50.0.9"]
     nine = variables["10.50.0.9"]
-    assert (nine["ansible_host"], nine["ollama_url"]) == ("10.50.0.9", "http://10.50.0.9:11434")
-    assert (nine["ollama_version"], nine["ollama_vram"]) == ("0.12.3", 5)
-    assert nine["ollama_response_ms"] > 0
-    assert nine["ollama_models"][1] == {
+    assert (nine["ansible_host"], nine["discovered_url"]) == ("10.50.0.9", "http://10.50.0.9:11434")
+    assert (nine["discovered_version"], nine["discovered_vram"]) == ("0.12.3", 5)
+    assert nine["discovered_response_ms"] > 0
+    assert nine["discovered_models"][1] == {
         "name": "qwen2.5:0.5b",
         "size": 397821319,
         "digest": qwen["digest"],
@@ -183,13 +190,13 @@ def test_found_machines_join_the_declared_ones(net):
     assert listed["workers"]["hosts"] == ["10.50.0.9", "beta", "10.50.0.2"]
     assert sorted(listed["_meta"]["hostvars"]) == ["10.50.0.2", "10.50.0.9", "alpha", "beta"]
     alpha = listed["_meta"]["hostvars"]["alpha"]
-    assert (alpha["ansible_host"], alpha["color"], alpha["ollama_url"]) == (
+    assert (alpha["ansible_host"], alpha["color"], alpha["discovered_url"]) == (
         "10.50.0.10",
         "red",
         "http://10.50.0.10:11434",
     )
-    assert listed["ollama_model_m"]["hosts"] == ["10.50.0.2", "10.50.0.9", "alpha"]
-    assert listed["_meta"]["hostvars"]["alpha"]["ollama_scan"]["verdict"].startswith(
+    assert listed["ollama_model_m"]["hosts"] == ["10.50.0.2"]  # the other keys have not been accepted
+    assert listed["_meta"]["hostvars"]["alpha"]["discovered_scan"]["verdict"].startswith(
         "3 machines found, 1 more declared, 2 ready"
     )
 
@@ -216,7 +223,7 @@ def config(**options) -> dict:
 
 def test_text_from_the_network_is_never_a_template(here, tmp_path):
     cache = {"cache": True, "cache_plugin": "jsonfile", "cache_connection": str(tmp_path / "cache")}
-    here.source("ollama.yml", config(compose={"first": "ollama_models[0].name"}, **cache))
+    here.source("ollama.yml", config(compose={"first": "discovered_models[0].name"}, **cache))
     (tmp_path / "play.yml").write_text(
         yaml.safe_dump(
             [
@@ -224,8 +231,13 @@ def test_text_from_the_network_is_never_a_template(here, tmp_path):
                     "hosts": "discovered",
                     "gather_facts": False,
                     "tasks": [
-                        {"copy": {"content": "{{ ollama_models[0].name }}|{{ first }}", "dest": f"{tmp_path}/seen"}},
-                        {"copy": {"content": "{{ ollama_models | to_json }}", "dest": f"{tmp_path}/all"}},
+                        {
+                            "copy": {
+                                "content": "{{ discovered_models[0].name }}|{{ first }}",
+                                "dest": f"{tmp_path}/seen",
+                            }
+                        },
+                        {"copy": {"content": "{{ discovered_models | to_json }}", "dest": f"{tmp_path}/all"}},
                     ],
                 }
             ]
@@ -268,9 +280,9 @@ def test_a_cached_scan_is_reported(here, tmp_path):
 
 def test_constructed_groups_and_strict(here):
     options = {
-        "compose": {"names": "ollama_models | map(attribute='name') | list"},
-        "groups": {"large": "ollama_models | selectattr('size', 'gt', 1000) | list | length > 0"},
-        "keyed_groups": [{"key": "ollama_models | map(attribute='quantisation') | list", "prefix": "q"}],
+        "compose": {"names": "discovered_models | map(attribute='name') | list"},
+        "groups": {"large": "discovered_models | selectattr('size', 'gt', 1000) | list | length > 0"},
+        "keyed_groups": [{"key": "discovered_models | map(attribute='quantisation') | list", "prefix": "q"}],
     }
     here.source("ollama.yml", config(**options))
     with serve([Server("127.0.10.1", 18434, models=[model("b"), model("a")])]):
@@ -281,6 +293,53 @@ def test_constructed_groups_and_strict(here):
     assert listed["_meta"]["hostvars"]["127.0.10.1"]["names"] == ["a", "b"]
     assert listed["large"]["hosts"] == listed["q_Q4_K_M"]["hosts"] == ["127.0.10.1"]
     assert strict.returncode != 0 and "Could not set x" in strict.stderr
+
+
+def test_a_server_does_not_change_the_parameters_of_the_role_ollama(here, tmp_path):
+    """A machine that is declared and discovered keeps the operator's version and store."""
+    local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+    here.source(
+        "hosts.yml",
+        {"cluster": {"hosts": {"node1": local}, "vars": {"ollama_version": "0.12.11", "ollama_sha256": "0" * 64}}},
+    )
+    here.source("ollama.yml", config())
+    (tmp_path / "play.yml").write_text(
+        yaml.safe_dump(
+            [
+                {
+                    "hosts": "node1",
+                    "gather_facts": False,
+                    "tasks": [
+                        {"include_role": {"name": "ollama", "defaults_from": "main", "public": True}},
+                        {
+                            "template": {
+                                "src": f"{ROOT}/roles/ollama/templates/ollama.service.j2",
+                                "dest": f"{tmp_path}/ollama.service",
+                            }
+                        },
+                        {"copy": {"content": "{{ ollama_archive }}", "dest": f"{tmp_path}/archive"}},
+                    ],
+                }
+            ]
+        )
+    )
+    with serve(
+        [Server("127.0.10.1", 18434, version="6.6.6", models=[model('x"\nExecStartPre=/bin/evil'), model("y")])]
+    ):
+        done = here.run("ansible-playbook", str(tmp_path / "play.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "/v0.12.11/" in (tmp_path / "archive").read_text()
+    unit = (tmp_path / "ollama.service").read_text()
+    assert 'Environment="OLLAMA_MODELS=/var/lib/ollama"' in unit and "6.6.6" not in unit
+
+
+def test_an_old_variable_in_an_expression_is_reported(here):
+    here.source("ollama.yml", config(compose={"first": "ollama_models[0].name"}))
+    done = here.graph()
+    assert done.returncode == 0 and "ollama_models is now discovered_models" in " ".join(done.stderr.split())
+    here.sources = []
+    here.source("ollama.yml", config(compose={"first": "ollama_models[0].name"}, strict=True))
+    assert here.graph().returncode != 0
 
 
 def test_this_machine_declared_as_two_nodes_stays_two_nodes(here):

@@ -55,6 +55,16 @@ def test_shares_ignore_noise_and_follow_a_slower_machine() -> None:
     assert counts in ([11, 5], [10, 6])
 
 
+def test_a_division_that_saves_little_is_not_used() -> None:
+    """With many rows, a small difference would move rows at every step."""
+    balance = Balance(2)
+    assert balance.shares(256) == [128, 128]
+    balance.update([1.0, 1.05], [128, 128])
+    assert divide(256, balance.costs) != [128, 128]
+    assert balance.shares(256) == [128, 128]
+    assert Balance(2, [1.0, 1.2]).shares(256) == divide(256, [1.0, 1.2])
+
+
 @pytest.mark.parametrize("costs", [[1.0], [1.0, 2.0, 3.0]])
 def test_costs_of_another_world_size_are_discarded(costs: list[float]) -> None:
     assert Balance(2, costs).shares(8) == [4, 4]

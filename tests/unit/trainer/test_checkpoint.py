@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from trainer_runs import names
 
 from trainer.checkpoint import MANIFEST, complete_checkpoints, find_checkpoint, find_defect, write_checkpoint
 from trainer.distributed.world import World
 from trainer.errors import UserError
+from trainer.finite import all_finite, checkpoint_finite
 
 ALONE = World(0, 1, 0, 0, torch.device("cpu"))
 
@@ -188,3 +192,56 @@ def test_a_full_disk_is_a_one_line_error_and_loses_nothing(writer: str, small_di
     gc.collect()
     write_checkpoint(folder, 10, {}, save_only(writer, 500_000), 2)
     assert sorted(complete_checkpoints(folder)) == [5, 10]
+
+
+# Weights that are not finite ----------------------------------------------------------------------------------------------
+
+
+def save_weights(value: float) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        save_file({"x": torch.tensor([1.0, value]), "step": torch.tensor([2])}, folder / "trained.safetensors")
+
+    return save
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_replace_no_checkpoint(value: float, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, {}, save_weights(0.5), 1)
+    with pytest.raises(UserError, match=r"^checkpoint: the weights of step 2 are not finite: "):
+        write_checkpoint(tmp_path, 2, {}, save_weights(value), 1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_an_older_version_may_have_kept_weights_that_are_not_finite(tmp_path: Path) -> None:
+    older = write_checkpoint(tmp_path, 1, {}, save_weights(0.5), 2)
+    newer = write_checkpoint(tmp_path, 2, {}, save_weights(math.nan), 2, verified=True)
+    for path in (older, newer):
+        manifest = json.loads((path / MANIFEST).read_text())
+        assert manifest.pop("finite") is True
+        (path / MANIFEST).write_text(json.dumps(manifest))
+    messages: list[str] = []
+    assert find_checkpoint(tmp_path, ALONE, messages.append) == older
+    assert messages == [f"checkpoint: {newer} has weights that are not finite: ignored"]
+    shutil.rmtree(older)
+    with pytest.raises(UserError, match=r"none in .* is complete with finite weights, so the run cannot resume: "):
+        find_checkpoint(tmp_path, ALONE, messages.append)
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
+def test_the_weights_of_a_sharded_checkpoint(value: float, tmp_path: Path) -> None:
+    moments = {"x": torch.full((2, 2), math.inf)}
+    state = {"trained": {"x": torch.ones(3, 5), "y": torch.tensor([[1.0, value]])}, "exp_avg": moments}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, single_file_per_rank=True), no_dist=True)
+    assert checkpoint_finite(tmp_path, names(tmp_path)) == math.isfinite(value)
+    assert checkpoint_finite(tmp_path, [".metadata"]), "the shard of another host"
+
+
+def test_all_kinds_of_tensors_are_checked() -> None:
+    assert all_finite([]) and all_finite([torch.empty(0), torch.tensor([1, 2])])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        big = torch.full((7, 3), torch.finfo(dtype).max, dtype=dtype)
+        assert all_finite([big, -big]), "large, but finite"
+        for value in (math.nan, math.inf, -math.inf):
+            bad = big.clone()
+            bad[6, 2] = value
+            assert not all_finite([big, torch.empty(0), bad.requires_grad_()])

@@ -58,7 +58,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         elif get_origin(kind) is Literal:
             value = next((option for option in reversed(get_args(kind)) if option != field.default), field.default)
             text = value
-        elif kind is bool:
+        elif kind is bool or bool in get_args(kind):
             text, value = ("false", False) if field.default else ("true", True)
         elif kind is int or int in get_args(kind):
             text, value = "9", 9
@@ -100,6 +100,7 @@ def invalid_values() -> list[tuple[str, Any]]:
         elif kind is str:
             values = BAD["str"]
         else:
+            kind = bool if bool in get_args(kind) else kind  # a switch that also accepts auto
             values = BAD[getattr(kind, "__name__", "int") if kind in (bool, int, float) else "int"]
             if type(None) in get_args(kind):
                 values = [value for value in values if value is not None]
@@ -118,10 +119,13 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
         ("seq_length", 7, "an integer of tokens >= 8 and <= 1048576"),
         ("eval_split", 0.6, "a number >= 0 and <= 0.5"),
         ("lora_dropout", 1, "a number >= 0 and < 1"),
-        ("lr", 0, "a number > 0"),
+        ("lr", 0, "a number > 0 and <= 1e+38"),
+        ("collective_timeout", 1e300, "a number of seconds >= 0.001 and <= 2592000"),
+        ("max_steps", 10**30, "an integer of steps >= 0 and <= 1000000000"),
+        ("model", "a\x1b[2J", "one line of text, at most 4096 characters"),
         ("seed", 2**32, "an integer >= 0 and < 4294967296"),
         ("precision", "bf16", "one of 32-true, bf16-mixed, fp16-mixed"),
-        ("packing", "maybe", "true or false"),
+        ("packing", "maybe", "auto, true or false"),
         ("run", "../evil", "letters, digits, '.', '_' and '-', at most 64"),
         ("run", "a\n", "letters, digits, '.', '_' and '-', at most 64"),
         ("run", "x" * 65, "letters, digits, '.', '_' and '-', at most 64"),
@@ -136,7 +140,9 @@ def test_description_of_the_expected_values(name: str, value: Any, words: str) -
 
 def test_several_invalid_values_are_reported_together() -> None:
     text = error_of({"lr": "x", "epochs": 0})
-    assert "lr: expected a number > 0, got 'x'" in text and "epochs: expected" in text and ", got 0" in text
+    assert (
+        "lr: expected a number > 0 and <= 1e+38, got 'x'" in text and "epochs: expected" in text and ", got 0" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +235,7 @@ def test_fields_that_a_resumed_run_may_change() -> None:
         (b"lr: !!python/object:os.system x\n", ":1: not YAML"),
         (b"learning_rate: 1\n", "unknown name 'learning_rate' in"),
         (b"1: 1\n", "unknown name '1' in"),
-        (b"lr: yes\n", "lr: expected a number > 0, got True"),
+        (b"lr: yes\n", "lr: expected a number > 0 and <= 1e+38, got True"),
     ],
 )
 def test_an_invalid_file_is_named(text: bytes, why: str, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Atomic writes and digests of files."""
 
+import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 from trainer_runs import names
 
-from trainer.files import sha256_file, sha256_tree, write_atomic
+from trainer.files import sha256_file, sha256_tree, to_json, write_atomic
 
 
 def test_text_and_bytes_and_mode(tmp_path: Path) -> None:
@@ -30,6 +32,19 @@ def test_the_old_file_remains_if_the_new_one_cannot_be_written(tmp_path: Path, m
         write_atomic(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old"
     assert names(tmp_path) == ["a"]
+
+
+def test_json_has_null_for_numbers_that_are_not_finite() -> None:
+    value = {"loss": math.nan, "parts": [{"eval": math.inf}, (-math.inf, 1.5)], "step": 3, "name": "NaN", "none": None}
+    text = to_json(value)
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "loss": None,
+        "parts": [{"eval": None}, [None, 1.5]],
+        "step": 3,
+        "name": "NaN",
+        "none": None,
+    }
+    assert to_json({"a": [1, 2.5]}, indent=1) == json.dumps({"a": [1, 2.5]}, indent=1)
 
 
 def test_digests(tmp_path: Path) -> None:

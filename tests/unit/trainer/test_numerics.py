@@ -5,66 +5,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from small_models import MODELS, assert_equal_work, batch, loss_and_gradient, small_model
 from torch import nn
-from trainer_runs import records
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import make_spec
-from trainer.data.encode import Corpus, Encoder, encode_all
-from trainer.data.packing import best_fit, collate
-from trainer.data.samples import to_sample
+from trainer.data.encode import Corpus
+from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World
 from trainer.model import TokenLoss, isolates_packed_samples, load_model
 from trainer.optim import make_optimizer
-from trainer.strategy import Batch, make_strategy
+from trainer.strategy import make_strategy
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 0, CPU)
-SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": SMALL | {"intermediate_size": 64, "num_key_value_heads": 2},
-    "qwen2": SMALL | {"intermediate_size": 64, "num_key_value_heads": 2},
-    "gpt2": {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4},
-}
-
-
-def small_model(kind: str, attention: str = "sdpa", spread: float = 0.02) -> Any:
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(kind, **MODELS[kind], initializer_range=spread)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-
-
-@pytest.fixture(scope="module")
-def corpus(tokenizer: Any) -> Corpus:
-    samples = [to_sample(row) for row in records(24)]
-    made = encode_all(samples, Encoder(tokenizer, seq_length=64, train_on="answer"))
-    np.mod(made.tokens, 256, out=made.tokens)  # for models with a vocabulary of 256
-    return made
-
-
-def batch(corpus: Corpus, rows: list[list[int]], length: int | None = None) -> Batch:
-    return Batch(*map(torch.from_numpy, collate(corpus, rows, pad=2, length=length)))
-
-
-def loss_and_gradient(model: nn.Module, batches: list[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    module = TokenLoss(model)
-    module.zero_grad()
-    loss = torch.stack([module(*part) for part in batches]).sum()
-    loss.backward()
-    return loss.detach(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-
-def assert_equal_work(
-    one: tuple[torch.Tensor, list[torch.Tensor]], two: tuple[torch.Tensor, list[torch.Tensor]]
-) -> None:
-    assert len(one[1]) == len(two[1]) > 0
-    torch.testing.assert_close(one[0], two[0], rtol=1e-6, atol=0)
-    for mine, other in zip(one[1], two[1], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

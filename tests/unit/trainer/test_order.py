@@ -106,6 +106,17 @@ def test_epochs_and_seeds_have_different_orders() -> None:
     assert order.epoch(0) != other.epoch(0)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_epoch_shuffles_the_samples(packing: bool) -> None:
+    """With packing, a sample also shares its row with other samples."""
+    order = Order(np.full(64, 16), seed=1, capacity=64, packing=packing, epochs=3, rows=4)
+    epochs = [order.epoch(epoch) for epoch in range(3)]
+    assert all(sorted(sample for row in rows for sample in row) == list(range(64)) for rows in epochs)
+    if packing:
+        epochs = [sorted(sorted(row) for row in rows) for rows in epochs]
+    assert len({str(rows) for rows in epochs}) == 3
+
+
 @given(st.integers(0, 500), st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any))
 def test_shares_cover_every_row_once_and_keep_their_proportion(rows: int, shares: list[int]) -> None:
     parts = [range(rows)[share(rows, shares, rank)] for rank in range(len(shares))]

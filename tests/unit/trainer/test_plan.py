@@ -26,7 +26,7 @@ from trainer.model import TokenLoss, add_lora, lora_config
 from trainer.planner.cost import Layout, Memory, Rows
 from trainer.planner.hosts import BASE, read_hosts
 from trainer.planner.model_shape import Shape, read_shape, shape_of
-from trainer.planner.recommend import Speed, choose, options, recommend
+from trainer.planner.recommend import Setting, Speed, choose, options, recommend
 from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
@@ -163,8 +163,9 @@ def test_memory_is_within_10_percent_of_the_process(fields: dict[str, Any], mode
 
 def advice_for(spec: RunSpec, hosts: int, link: float, part: float = 1.0, room: float | None = None) -> tuple[Any, Any]:
     shape, layout = shape_of(spec), Layout((1,) * hosts)
-    found = options(spec, shape, layout, Rows.full(spec), Speed(part, 0.0, True), link, room, True)
-    return {option.strategy: option for option in found}, recommend(spec, found, layout, shape, link, True)
+    setting = Setting(shape, layout, Rows.full(spec), Speed(part, 0.0, True), link, room, gloo=True)
+    found = options(spec, setting)
+    return {option.strategy: option for option in found}, recommend(spec, found, setting)
 
 
 def test_bytes_of_a_step() -> None:
@@ -352,7 +353,7 @@ def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
     fields = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
     strategy, why = choose_strategy(hosts, fields, [])
     assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
-    hosts[2].mesh = {"lines": {"node1": {"mbit": 0.5}, "node2": {"latency_ms": 0.1}}}
+    hosts[2].mesh = {"lines": {"node1": {"mbit": 0.5, "latency_ms": 0.3}, "node2": {"latency_ms": 0.1}}}
     strategy, why = choose_strategy(hosts, fields, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
     hosts[0].facts["link_mbit"] = 10  # ignored: the links to the head were measured

@@ -1,0 +1,156 @@
+"""Models of many architectures with random weights train, merge and reload with the default settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import Here, lines
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trainer.config import make_spec
+from trainer.packing_check import proof_key
+from trainer.planner.measure import keeps_samples_apart
+
+# Names of dimensions in the configurations of transformers; a configuration takes those that it has.
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 32,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+# Whether the samples of a packed row stay apart.
+ARCHITECTURES = dict.fromkeys(
+    ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "ministral3", "mixtral", "gemma2", "gemma3_text", "phi", "phi3")
+    + ("smollm3", "olmo2", "granite", "glm4", "cohere", "starcoder2", "stablelm", "gpt2", "gpt_neox"),
+    True,
+) | dict.fromkeys(("gpt_oss", "opt", "falcon", "bloom", "mamba"), False)
+
+
+def random_model(kind: str, folder: Path, tokenizer: Path) -> Path:
+    """Write a small model of an architecture with random weights, and the tokenizer in folder `tokenizer`."""
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    default = AutoConfig.for_model(kind)
+    sizes = {name: value for name, value in SMALL.items() if hasattr(default, name)}
+    if "head_dim" in default.to_dict():
+        sizes["head_dim"] = 8
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, vocab_size=len(words)))
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_an_architecture_trains_merges_and_reloads(kind: str, here: Here, tmp_path: Path) -> None:
+    here.model = random_model(kind, tmp_path / kind, here.model)
+    assert here(max_steps=2, merge=True) == 0, here.err
+    proofs = [json.loads(file.read_text()) for file in (here.folder / "store/packing").iterdir()]
+    assert proofs == [{"isolated": ARCHITECTURES[kind]}]
+    off = "packing: off, because this model mixes the samples of a packed row"
+    assert (off in here.out) != ARCHITECTURES[kind] == here.result()["packing"]
+    base = AutoModelForCausalLM.from_pretrained(here.model)
+    merged = AutoModelForCausalLM.from_pretrained(here.run_dir() / "merged")
+    changed = [name for name, value in base.named_parameters() if not torch.equal(value, merged.get_parameter(name))]
+    assert changed, "the adapter is part of the merged model"
+    ids = torch.arange(12)[None]
+    assert torch.isfinite(merged(input_ids=ids).logits).all()
+
+
+def test_explicit_targets_that_mamba_cannot_adapt(here: Here, tmp_path: Path) -> None:
+    here.model = random_model("mamba", tmp_path / "mamba", here.model)
+    assert here(max_steps=1, lora_targets="out_proj") == 1
+    assert "error: lora_targets: " in here.err and "set all-linear, or linear layers of this model: " in here.err
+    assert "out_proj" not in here.err.rpartition("linear layers of this model: ")[2]
+
+
+# The choice of `packing=auto` ---------------------------------------------------------------------------------------------
+
+
+def test_the_proof_runs_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert here("first", max_steps=1) == 0, here.err
+    monkeypatch.setattr("trainer.packing_check.isolates_packed_samples", pytest.fail)
+    assert here("second", max_steps=1) == 0, here.err
+    assert here("strict", max_steps=1, packing=True) == 0, here.err
+    assert here("never", max_steps=1, packing=False) == 0, here.err
+    (file,) = (here.folder / "store/packing").iterdir()
+    file.write_text("half a fi")
+    monkeypatch.setattr("trainer.packing_check.isolates_packed_samples", lambda *_: False)
+    assert here("third", max_steps=1) == 0, here.err
+    assert "packing: off" in here.out and json.loads(file.read_text()) == {"isolated": False}
+    rows = [row for line in lines(here.run_dir("third") / "samples/rank0.jsonl") for row in line["rows"]]
+    assert rows and all(len(row) == 1 for row in rows)
+    assert here("refused", max_steps=1, packing=True) == 1
+    assert "error: packing: this model mixes the samples of a packed row: set packing=auto or " in here.err
+
+
+def test_the_proof_depends_on_the_configuration_and_the_versions(model_folder: Path) -> None:
+    spec = make_spec({"model": str(model_folder)}, "")
+    model, cpu = AutoModelForCausalLM.from_pretrained(model_folder), torch.device("cpu")
+    key = proof_key(spec, model, cpu)
+    assert key == proof_key(spec, AutoModelForCausalLM.from_pretrained(model_folder), cpu)
+    assert key != proof_key(spec.model_copy(update={"precision": "bf16-mixed"}), model, cpu)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "0")
+        assert key != proof_key(spec, model, cpu)
+    model.config.rope_parameters = {"rope_theta": 5.0, "rope_type": "default"}
+    assert key != proof_key(spec, model, cpu)
+
+
+def test_a_run_keeps_what_auto_chose(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"max_steps": 4, "checkpoint_interval": 2}
+    assert here(**fields) == 0, here.err
+    (here.run_dir() / "result.json").unlink()
+    assert here(packing=True, **fields) == 0, here.err  # what auto chose
+    (here.run_dir() / "result.json").unlink()
+    assert here(packing=False, **fields) == 1
+    assert "error: run r exists with a different spec (packing: was True, now False)" in here.err
+    for file in (here.folder / "store/packing").iterdir():
+        file.write_text('{"isolated": false}')
+    assert here("other", **fields) == 0, here.err
+    (here.run_dir("other") / "result.json").unlink()
+    for file in (here.folder / "store/packing").iterdir():
+        file.write_text('{"isolated": true}')
+    assert here("other", **fields) == 1
+    assert (
+        "error: packing: auto chose false when run other started, and now true: install the same versions" in here.err
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "falcon"])
+def test_random_weights_suffice_for_the_plan(kind: str, tmp_path: Path, model_folder: Path) -> None:
+    model = random_model(kind, tmp_path / kind, model_folder)
+    spec = make_spec({"model": str(model), "precision": "bf16-mixed", "gradient_checkpointing": True}, "")
+    assert keeps_samples_apart(spec) == ARCHITECTURES[kind]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_plan_says_whether_rows_are_packed(
+    apart: bool, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer.__main__ import main
+
+    monkeypatch.setattr("trainer.planner.measure.keeps_samples_apart", lambda _: apart)
+    flags = [f"--model={here.model}", f"--dataset={here.dataset}", "--seq-length=64", f"--data-dir={here.folder}"]
+    assert main(["plan", *flags]) == 0
+    said = capsys.readouterr().out
+    assert ("packing: off, because the model mixes the samples of a packed row" in said) != apart
+    assert ("settings: packing, " in said) == apart
+    assert main(["plan", "--no-measure", *flags]) == 0
+    assert "settings: packing (if the model keeps the samples of a row apart), " in capsys.readouterr().out

@@ -1,0 +1,170 @@
+"""The login user of a host, on real hosts: keys between hosts, sshd, links in the user's folders, log rotation."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_hosts import NEEDS_LAB, Host, Lab, Played, inventory_with, run_playbook
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+SSH = "runuser -u tester -- ssh -o BatchMode=yes -o ConnectTimeout=10"
+KEY = "/home/tester/.ssh/trainyard_ed25519"
+COPY = {"nfs_dataset_delivery": "copy"}
+HARDENED = "PermitRootLogin no\nMaxAuthTries 3\nLoginGraceTime 20\n"
+
+
+@pytest.fixture(scope="module")
+def lab(bare: Lab) -> Lab:
+    """Stock hosts: these tests change the login of the hosts."""
+    return bare
+
+
+def site(lab: Lab, tags: str, **variables: Any) -> Played:
+    played = run_playbook("site.yml", lab.inventory, variables, f"--tags {tags}")
+    assert played.rc == 0, played.stdout
+    return played
+
+
+def login(lab: Lab, source: Host, target: Host, command: str = "hostname") -> str:
+    """Return what the user of `source` gets from a command on `target`, or "refused"."""
+    return lab.inside(
+        source, f"timeout 30 {SSH} {target.name} {command} </dev/null 2>/dev/null || echo refused"
+    ).strip()
+
+
+def rsync(lab: Lab, host: Host, *words: str) -> str:
+    """Return what rsync prints for the user of a host."""
+    return lab.inside(
+        host, f"cd /tmp; timeout 30 runuser -u tester -- rsync -e 'ssh -o BatchMode=yes' {' '.join(words)} 2>&1 || :"
+    )
+
+
+def authorized(lab: Lab, host: Host) -> str:
+    return lab.inside(host, "cat /home/tester/.ssh/authorized_keys")
+
+
+def test_peers_have_no_keys_unless_a_role_copies_files(lab: Lab, tmp_path: Path) -> None:
+    one, two, three = lab.hosts
+    # A cluster as version 0.2.0 left it: every host logs in to every other one.
+    former = site(lab, "ssh", ssh_peer_keys=True)
+    assert former.count("changed") > 0
+    assert login(lab, two, one) == "node1" and login(lab, one, three) == "node3"
+
+    site(lab, "ssh")
+    for source in lab.hosts:
+        assert "absent" in lab.inside(source, f"ls {KEY} 2>/dev/null || echo absent")
+        assert "from=" not in authorized(lab, source)
+        for target in lab.hosts:
+            assert source == target or login(lab, source, target) == "refused"
+    assert site(lab, "ssh").count("changed") == 0
+
+    # With datasets to copy, the key of a worker reads this folder on the head and nothing else.
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/one.jsonl").write_text('{"text": "one"}\n')
+    variables = COPY | {"nfs_copy_from": str(tmp_path / "data")}
+    site(lab, "ssh,nfs", **variables)
+    data = "/home/tester/trainyard/datasets"
+    assert lab.inside(three, f"cat {data}/one.jsonl") == '{"text": "one"}\n'
+    assert site(lab, "ssh,nfs", **variables).count("changed") == 0
+    assert authorized(lab, one).count('restrict,from="') == 2 and "restrict" not in authorized(lab, two)
+    assert login(lab, one, two) == login(lab, three, two) == "refused"
+    assert "node1" not in login(lab, two, one)
+    module = f"node1::{hashlib.sha1(data.encode()).hexdigest()}"
+    assert "one.jsonl" in rsync(lab, two, f"{module}/")
+    for source in (f"{module}/../../.ssh/authorized_keys", "node1:/etc/passwd", "node1::", "node1::etc/passwd"):
+        stolen = rsync(lab, two, source, "/tmp/stolen/")
+        assert lab.inside(two, "ls /tmp/stolen 2>/dev/null || :") == "", stolen
+    assert "read only" in rsync(lab, two, "/etc/hostname", f"{module}/")
+    forward = lab.inside(two, f"timeout 20 {SSH} -W localhost:22 node1 </dev/null 2>&1 || :")
+    assert "SSH-2.0" not in forward, forward
+
+    assert run_playbook("playbooks/reset.yml", lab.inventory, variables).rc == 0
+    for host in lab.hosts:
+        assert "trainyard" not in authorized(lab, host)
+        assert "absent" in lab.inside(host, f"ls {KEY} /etc/trainyard-rsyncd.conf 2>/dev/null || echo absent")
+
+
+def test_sshd_of_a_hardened_host_is_not_weakened(lab: Lab) -> None:
+    two, three = lab.hosts[1:]
+    lab.inside(two, f"printf '{HARDENED}' > /etc/ssh/sshd_config.d/50-hardened.conf; systemctl reload ssh")
+    before = {host.name: sshd(lab, host) for host in (two, three)}
+    site(lab, "ssh")
+    hardened, stock = sshd(lab, two), sshd(lab, three)
+    assert [hardened[key] for key in ("permitrootlogin", "maxauthtries", "logingracetime")] == ["no", "3", "20"]
+    assert hardened["x11forwarding"] == "no" and hardened["clientaliveinterval"] == "30"
+    assert (stock["passwordauthentication"], stock["maxauthtries"], stock["logingracetime"]) == ("no", "6", "30")
+    assert site(lab, "ssh").count("changed") == 0
+    assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
+    assert {host.name: sshd(lab, host) for host in (two, three)} == before
+    lab.inside(two, "rm /etc/ssh/sshd_config.d/50-hardened.conf; systemctl reload ssh")
+
+
+def sshd(lab: Lab, host: Host) -> dict[str, str]:
+    lines = lab.inside(host, "sshd -T").splitlines()
+    return {name: value for name, _, value in (line.partition(" ") for line in lines)}
+
+
+def test_links_of_the_login_user_do_not_redirect_root(lab: Lab, tmp_path: Path) -> None:
+    """The login user, without sudo in this test, replaces its own folders with links to files of root."""
+    _, two, three = lab.hosts
+    state = (
+        "stat -c '%n %U %a' /root /etc /etc/shadow /root/data 2>&1; sha256sum /etc/shadow; ls -A /root/.ssh 2>&1 || :"
+    )
+    for host in (two, three):
+        lab.inside(host, "mkdir -p /root/data; rm -rf /home/tester/trainyard")
+    before = {host.name: lab.inside(host, state) for host in (two, three)}
+    user = "runuser -u tester -- "
+    lab.inside(
+        two,
+        f"cp -a /home/tester/.ssh/authorized_keys /root/kept; {user}ln -sf /etc/shadow /home/tester/.ssh/authorized_keys",
+    )
+    lab.inside(two, "mkdir -p /etc/ssh/lab; cp /root/kept /etc/ssh/lab/tester; chmod 644 /etc/ssh/lab/tester")
+    lab.inside(
+        two, "echo 'AuthorizedKeysFile /etc/ssh/lab/%u' > /etc/ssh/sshd_config.d/00-lab.conf; systemctl reload ssh"
+    )
+    lab.inside(three, f"{user}ln -s /root/data /home/tester/trainyard")
+    try:
+        played = run_playbook("site.yml", inventory_with(lab, tmp_path, **COPY), None, "--tags ssh,storage,nfs")
+        assert played.rc != 0
+        assert "cannot write /home/tester/.ssh/authorized_keys: Permission denied" in played.stdout, played.stdout
+        assert "cannot create /home/tester/trainyard for tester" in played.stdout, played.stdout
+        gone = run_playbook("playbooks/reset.yml", lab.inventory, {"storage_remove_runs": True})
+        assert "Traceback" not in played.stdout + gone.stdout
+        assert {host.name: lab.inside(host, state) for host in (two, three)} == before
+    finally:
+        lab.inside(
+            two,
+            "rm -rf /etc/ssh/sshd_config.d/00-lab.conf /etc/ssh/lab; mv /root/kept /home/tester/.ssh/authorized_keys",
+        )
+        lab.inside(two, "systemctl reload ssh; rmdir /root/data")
+        lab.inside(three, "rm -f /home/tester/trainyard; rmdir /root/data")
+
+
+def test_logs_of_a_user_whose_group_has_another_name_are_rotated(lab: Lab, tmp_path: Path) -> None:
+    host = lab.hosts[1]
+    lab.inside(host, "groupadd --gid 1500 people; usermod --gid people tester")
+    logs = "/home/tester/trainyard/runs/tiny/logs"
+    try:
+        lab.inside(
+            host,
+            f"runuser -u tester -- mkdir -p {logs}; runuser -u tester -- sh -c 'yes | head -c 200000 > {logs}/rank0.log'",
+        )
+        # The name of the login user comes from the connection, not from ansible_user.
+        inventory = inventory_with(lab, tmp_path)
+        inventory.write_text(inventory.read_text().replace("ansible_user: tester", "ansible_ssh_extra_args: -l tester"))
+        variables = {"system_time": False, "system_tcmalloc": False, "system_log_size": "100k"}
+        played = run_playbook("site.yml", inventory, variables, "--tags system")
+        assert played.rc == 0, played.stdout
+        assert "su tester people" in lab.inside(host, "cat /etc/logrotate.d/trainyard")
+        assert "error" not in lab.inside(host, "logrotate -d /etc/logrotate.d/trainyard 2>&1")
+        lab.inside(host, "logrotate /etc/logrotate.d/trainyard")
+        assert lab.inside(host, f"stat -c '%n %U %G' {logs}/*.gz").split()[1:] == ["tester", "people"]
+    finally:
+        lab.inside(
+            host,
+            "usermod --gid tester tester; groupdel people; rm -rf /home/tester/trainyard /etc/logrotate.d/trainyard",
+        )

@@ -1,0 +1,394 @@
+"""Fuzzers with a fixed seed: hostile specs, flags, datasets, replies and settings, given to the functions that read them.
+
+Every input must be accepted or refused with an error of the project, whose message is one printable line, within
+`LIMIT` seconds. Inputs are valid examples with mutations, so that they pass the first checks of a parser.
+
+Usage: PYTHONPATH=. python tests/support/fuzz.py [COUNT [SEED]]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+from fuzz_inputs import CONFIGS, MODELS, NUMBERS, RECORDS, SPECS, VALID, YAML_PARTS, change, dumps, mutate, text, value
+
+from trainer import __main__ as command_line
+from trainer.config import FIELDS, RunSpec, make_spec, read_spec
+from trainer.data.samples import read_samples
+from trainer.errors import UserError
+from trainer.planner.model_shape import layer_class, read_shape, shape_of
+from trainer.strategy import STRATEGIES
+from trainer.supervise.environment import run_environment
+from trainyard import extra_vars
+from trainyard.addresses import address_errors
+from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.discovery import replies
+from trainyard.discovery.http import BadReply, get
+from trainyard.run.errors import RunError
+from trainyard.run.options import OPTIONS, make_options, options_from_variables
+from trainyard.run.plan import Node, environment
+from trainyard.run.spec_files import dataset_file
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no input reaches the network
+TOP = Path(__file__).resolve().parents[2]
+LIMIT = 20.0  # seconds for one input, which takes milliseconds on an idle machine
+MAX_MESSAGE = 2000  # characters of an error message
+MEMORY = 1 << 30  # bytes that all inputs of a target may add to the process
+EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply)
+SEED = 14
+
+
+class Hang(BaseException):
+    """An input took longer than `LIMIT`."""
+
+
+class Broken(AssertionError):
+    """An input was accepted or refused in a wrong way, such as with a message of two lines."""
+
+
+@dataclass
+class Outcome:
+    """What the inputs of one target did."""
+
+    target: str
+    seed: int
+    inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+    hangs: list[str] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """Return the counts as one line."""
+        return (
+            f"{self.target:<9} seed {self.seed}: {self.inputs} inputs, {self.accepted} accepted, {self.refused} refused, "
+            f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {self.seconds:.1f} s"
+        )
+
+
+# Targets --------------------------------------------------------------------------------------------------------------
+
+
+def fuzz_spec(rng: random.Random, folder: Path) -> None:
+    """Read a YAML file as a run spec; an accepted spec survives a round trip."""
+    data = rng.choice(SPECS)
+    kind = rng.randrange(5)
+    if kind == 4:
+        data += "".join(f"{name}: {json.dumps(entry)}\n" for name, entry in rng.sample(VALID, 3) if name in FIELDS)
+    if kind == 0:
+        name, entry = (
+            rng.choice(list(FIELDS)),
+            rng.choice([text(rng), rng.choice(YAML_PARTS), str(rng.choice(NUMBERS[:7]))]),
+        )
+        data += f"{name}: {entry}\n"
+    elif kind == 1:
+        with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
+            data = yaml.safe_dump({rng.choice([*FIELDS, text(rng)]): value(rng) for _ in range(rng.randrange(1, 4))})
+    elif kind == 2:
+        data = f"{data}{rng.choice(YAML_PARTS)}\n"
+    raw = data.encode(errors="replace")
+    file = folder / "spec.yml"
+    file.write_bytes(mutate(rng, raw) if kind == 3 else raw)
+    spec = read_spec(file, {}, "the flags").named()
+    file.write_text(spec.to_yaml())
+    if read_spec(file, {}, "the flags") != spec:
+        raise Broken("the spec differs after a round trip through YAML")
+    spec.digest()
+
+
+def variables(rng: random.Random) -> dict[str, Any]:
+    """Return valid values of settings by name, and in most cases a hostile one."""
+    values = dict(rng.sample(VALID, rng.randrange(4)))
+    if rng.random() < 0.7:
+        values[rng.choice([*FIELDS, *OPTIONS, text(rng)])] = value(rng)
+    return values
+
+
+def arguments(rng: random.Random, folder: Path) -> list[str]:
+    """Return the command line of a command that only reads: check, plan or config."""
+    argv = [rng.choice(["check", "check", "plan", "config"])]
+    argv += [rng.choice(["deepspeed", "fsdp", "accelerate", "slurm", text(rng)])] if argv == ["config"] else []
+    argv += ["--no-measure", f"--data-dir={folder}"] if argv == ["plan"] else []
+    for name, content in variables(rng).items():
+        if name in OPTIONS and rng.random() < 0.9:
+            continue
+        shown = content if isinstance(content, str) else dumps(content).decode()
+        argv += [rng.choice([f"--{name}={shown}"] * 3 + [f"{name}={shown}", f"--{name}", shown])]
+    for flag in ("--hosts", "--head", "--link-mbit", "--data-dir", "--replica"):
+        if rng.random() < 0.08:
+            argv.append(f"{flag}={text(rng)}")
+    return [word.replace("\0", "").encode(errors="ignore").decode() for word in argv if word not in ("--help", "-h")]
+
+
+def fuzz_flags(rng: random.Random, folder: Path) -> None:
+    """Run commands of the trainer with hostile flags, and read hostile -e values."""
+    if rng.random() < 0.4:
+        plain = extra_vars.plain_data(variables(rng))
+        options_from_variables(plain, lambda content: content)
+        extra_vars.read_run_spec(str(plain.get("spec") or ""), plain, TOP)
+        return
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = command_line.main(arguments(rng, folder))
+    for line in err.getvalue().split("\n")[:-1]:
+        require_line(line)
+    if code:
+        raise UserError(err.getvalue().strip())
+
+
+def fuzz_dataset(rng: random.Random, folder: Path) -> None:
+    """Check a dataset file, or a path that is none."""
+    if rng.random() < 0.1:
+        path = special_file(rng, folder)
+        dataset_file(make_spec({"dataset": str(path)}, "the flags"), folder, lambda line: None)
+        read_samples(path)
+        return
+    suffix = rng.choice([".jsonl", ".json", ".txt", ".csv", ""])
+    records = [
+        change(rng, record) if rng.random() < 0.4 else record for record in rng.choices(RECORDS, k=rng.randrange(1, 4))
+    ]
+    data = dumps(records) if suffix == ".json" else b"\n".join(map(dumps, records))
+    if rng.random() < 0.4:
+        data = mutate(
+            rng, rng.choice([data, b"instruction,output\na,b\n", b'{"a":' * 2000, b"[" * 50_000, b"9" * 5000])
+        )
+    path = folder / f"data{suffix}"
+    path.write_bytes(data)
+    for sample in read_samples(path):
+        for part in [*(message["content"] for message in sample.messages), *(piece for piece, _ in sample.pieces)]:
+            part.encode()
+
+
+def special_file(rng: random.Random, folder: Path) -> Path:
+    """Return a path that exists as something else than a file, or that cannot exist."""
+    path = folder / f"special{rng.randrange(10**9)}.jsonl"
+    kind = rng.randrange(8)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.symlink_to(rng.choice(["/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem", "/proc/kmsg", str(path)]))
+    elif kind == 2:
+        with socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
+            server.bind(str(path))
+    elif kind == 3:
+        path.mkdir()
+    elif kind == 4:
+        return Path(rng.choice(["~nosuchuser/x", "x" * 300, "d/" * 2500 + "x", "/dev/stdin", "/proc/self/fd/0"]))
+    elif kind == 5:
+        path.write_bytes(b"")
+        path.chmod(0)
+    else:
+        return Path(text(rng) or ".")
+    return path
+
+
+def fuzz_replies(rng: random.Random, folder: Path) -> None:
+    """Parse replies of discovered servers, read over a socket, and of hosts."""
+    if rng.random() < 0.5:
+        answer = rng.choice([{"error": "text"}, {"changed": [], "facts": {"cpus": 2}}, {"lacking": ["a"]}])
+        out = b"noise\n" + dumps(change(rng, answer)) + b"\n"
+        HostConnection(HOST, Canned(mutate(rng, out) if rng.random() < 0.5 else out)).run("true")
+        return
+    body = dumps(rng.choice([MODELS, {"version": "0.12.3"}]))
+    body = dumps(change(rng, json.loads(body))) if rng.random() < 0.5 else mutate(rng, body)
+    head = rng.choice(
+        [
+            b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body),
+            b"HTTP/1.0 200 OK\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body),
+        ]
+    )
+    reply = head + body + (b"\r\n0\r\n\r\n" if b"chunked" in head else b"")
+    reply = mutate(rng, reply) if rng.random() < 0.4 else reply
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(LIMIT)
+    theirs.sendall(reply[:100_000])
+    theirs.shutdown(socket.SHUT_WR)
+    try:
+        body = asyncio.run(get("127.0.0.1", 11434, "/api/tags", 1.0, connected=ours))
+    finally:
+        theirs.close()
+    refusals = []
+    for parse in (replies.parse_version, replies.parse_tags, replies.parse_ps):
+        try:
+            parse(body)
+        except BadReply as error:
+            refusals.append(error)
+    if len(refusals) == 3:
+        raise refusals[0]
+
+
+def fuzz_settings(rng: random.Random, folder: Path) -> None:
+    """Read launch options, environment variables, addresses of an inventory, and a model's config.json."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        make_options({rng.choice([*OPTIONS, text(rng)]): value(rng) for _ in range(rng.randrange(1, 4))}, "-e")
+    elif kind == 1:
+        names = ["TOKEN", "HF_HOME", "A", text(rng)]
+        given = make_options({"run_env": {rng.choice(names): rng.choice([text(rng), value(rng)])}}, "-e").run_env
+        file = folder / "env"
+        file.touch(mode=0o600)
+        file.write_bytes(environment(NODE, given).encode())
+        found = run_environment(folder)
+        if any(found[name] != content for name, content in given.items()):
+            raise Broken("the ranks would get another value of run_env")
+    elif kind == 2:
+        Host(
+            text(rng), rng.choice(["10.0.0.1", text(rng)]), rng.choice(["/data", text(rng)]), "/usr/bin/python3"
+        ).check()
+        settings = ["netplan_address", "netplan_gateway", "netplan_dns", "netplan_mtu", "netplan_nic"]
+        for line in address_errors({"n": {"netplan_address": "10.0.0.1/24"} | {rng.choice(settings): value(rng)}}):
+            require_line(line)
+    else:
+        config = change(rng, rng.choice(CONFIGS))
+        raw = dumps(config)
+        (folder / "config.json").write_bytes(mutate(rng, raw) if rng.random() < 0.3 else raw)
+        spec = make_spec({"model": str(folder)}, "the flags")
+        shape = shape_of(spec)
+        layer_class(shape.kind)
+        require_estimates(spec, shape)
+        read_shape(config)
+
+
+def require_estimates(spec: RunSpec, shape: Any) -> None:
+    """Estimate memory and traffic of every strategy for a model's shape."""
+    from trainer.planner.cost import Layout, Rows
+    from trainer.strategy import plan_named
+
+    for name in STRATEGIES:
+        plan_named(name).memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+        plan_named(name).comm_bytes(spec, shape, Layout((1, 1)), gloo=True)
+
+
+HOST = Host("h", "127.0.0.1", "/data", "/usr/bin/python3")
+NODE = Node("h", 0, [0], "127.0.0.1", "lo", 1, "/data/runs/r", "/data", ["/usr/bin/python3"])
+
+
+class Canned:
+    """A transport whose host answers every command with the same output."""
+
+    kind = "local"
+
+    def __init__(self, out: bytes) -> None:
+        self.out = out
+
+    def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
+        return 0, self.out, b"last\nline\x1b[2J"
+
+    def put(self, source: str, target: str) -> None: ...
+
+    def fetch(self, source: str, target: str) -> None: ...
+
+
+TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
+    "spec": fuzz_spec,
+    "flags": fuzz_flags,
+    "dataset": fuzz_dataset,
+    "replies": fuzz_replies,
+    "settings": fuzz_settings,
+}
+
+
+# Runner ---------------------------------------------------------------------------------------------------------------
+
+
+def require_line(message: str) -> None:
+    """Check that a message is one printable line. Raises Broken."""
+    if not message.isprintable() or len(message) > MAX_MESSAGE + 100:
+        raise Broken(f"a message is not one short line of printable text: {message[:300]!r}")
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise Hang in the main thread when the time is over."""
+
+    def expire(number: int, frame: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_target(target: str, count: int, seed: int = SEED) -> Outcome:
+    """Give `count` inputs to a target; input i depends on the seed, the target and i alone."""
+    outcome = Outcome(target, seed)
+    start = time.perf_counter()
+    known = functools.cache(extra_vars.known_variables)  # reads all roles, for every input the same
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory() as base, mock.patch.object(extra_vars, "known_variables", known):
+        for number in range(count):
+            folder = Path(base, str(number))
+            folder.mkdir()
+            run_input(outcome, f"{target}:{seed}:{number}", folder)
+    outcome.seconds = time.perf_counter() - start
+    if (grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024) > MEMORY:
+        outcome.tracebacks.append(f"{target}: the process has grown by {grown >> 20} MiB")
+    return outcome
+
+
+def run_input(outcome: Outcome, label: str, folder: Path) -> None:
+    """Give one input to its target, and count what happens."""
+    outcome.inputs += 1
+    try:
+        with alarm(LIMIT):
+            TARGETS[outcome.target](random.Random(label), folder)
+        outcome.accepted += 1
+    except EXPECTED as error:
+        outcome.refused += 1
+        try:
+            require_line(str(error))
+        except Broken as broken:
+            outcome.tracebacks.append(f"{label}: {broken}")
+    except Hang:
+        outcome.hangs.append(f"{label}: {''.join(traceback.format_exc().splitlines(keepends=True)[-8:])}")
+    except BaseException as error:  # anything else would be a traceback
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        outcome.tracebacks.append(f"{label}: {''.join(traceback.format_exc().splitlines(keepends=True)[-8:])}"[:3000])
+
+
+def main(count: int, seed: int) -> int:
+    """Run all targets and print their counts, and the first failures of each kind."""
+    outcomes = [run_target(target, count, seed) for target in TARGETS]
+    for outcome in outcomes:
+        print(outcome.line())
+        kinds = Counter(failure.strip().splitlines()[-1][:100] for failure in outcome.tracebacks + outcome.hangs)
+        for kind, times in kinds.most_common(20):
+            print(f"  {times} x {kind!a}")
+    failures = [failure for outcome in outcomes for failure in outcome.tracebacks + outcome.hangs]
+    for failure in failures[:3]:
+        print(failure)
+    total = sum(outcome.inputs for outcome in outcomes)
+    print(f"{total} inputs, {len(failures)} tracebacks or hangs, {sum(o.seconds for o in outcomes):.1f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    numbers = [int(word) for word in sys.argv[1:]]
+    sys.exit(main(*(numbers + [1000, SEED][len(numbers) :])))

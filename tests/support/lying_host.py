@@ -1,0 +1,256 @@
+"""A host that answers the controller's requests with what a test wants: a transport in this process, without a host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainyard.connection import Host, HostConnection
+
+NOW = 1763690000.0
+RUN = "r"
+FILES = {
+    "result.json": b"{}",
+    "adapter/adapter_model.safetensors": b"weights",
+    "logs/rank0.log": b"line\n",
+    "logs/rank1.log": b"line\n",
+    "logs/torchrun.1.log": b"line\n",
+}
+
+Lie = Callable[[str, dict[str, Any], dict[str, Any]], Any]
+"""Takes the verb, the request and the honest answer; returns an answer, or the bytes of the whole output."""
+
+
+class LyingTransport:
+    """Answers every verb honestly, unless `lie` returns something else."""
+
+    kind = "ssh"
+
+    def __init__(self, host: Host, number: int, lie: Lie | None = None) -> None:
+        self.host, self.number, self.lie = host, number, lie
+        self.content = dict(FILES)
+
+    def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
+        verb = "begin" if command.startswith(": >") else shlex.split(command)[-1]
+        request: dict[str, Any] = {}
+        if stdin and verb != "start":
+            size, _, rest = stdin.partition(b"\n")
+            request = json.loads(rest[int(size) :])
+        answer = honest(verb, request, self.host, self.number)
+        if self.lie:
+            answer = self.lie(verb, request, answer)
+        return 0, answer if isinstance(answer, bytes) else json.dumps(answer).encode() + b"\n", b""
+
+    def put(self, source: str, target: str) -> None:
+        """Accept a file."""
+
+    def fetch(self, source: str, target: str) -> None:
+        Path(target).write_bytes(next((data for name, data in self.content.items() if source.endswith(name)), b""))
+
+    def abort(self) -> None:
+        """End nothing: nothing is in progress."""
+
+
+class Cluster:
+    """Two hosts, node1 and node2, of which the second one lies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hosts = [Host(f"node{n}", f"10.0.0.{n}", f"{folder}/data{n}", "/usr/bin/python3") for n in (1, 2)]
+        self.transports = {host.name: LyingTransport(host, n) for n, host in enumerate(self.hosts)}
+
+    def connect(self, host: Host | str) -> HostConnection:
+        name = host if isinstance(host, str) else host.name
+        return HostConnection(self.transports[name].host, self.transports[name])
+
+    def entries(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "host": host.name,
+                "node_rank": number,
+                "ranks": [number],
+                "address": host.address,
+                "interface": "eth0",
+                "threads": 1,
+                "run_dir": f"{host.data_dir}/runs/{RUN}",
+                "data_dir": host.data_dir,
+                "command": ["true"],
+                "spec": {"model": "tiny"},
+                "previous": None,
+                "stale": False,
+                "replica": None,
+            }
+            for number, host in enumerate(self.hosts)
+        ]
+
+
+def node(number: int) -> dict[str, Any]:
+    return {
+        "run": RUN, "node_rank": number, "ranks": [number], "hosts": ["node1", "node2"], "attempt": 1, "pid": 7,
+        "started": NOW, "ended": None, "status": "running", "exit_code": None, "oom": False, "backend": "process",
+        "unit": None, "restarts": False, "replica": None, "pid_start": 5,
+        "failures": [{"rank": number, "exit_code": 1, "signal": None, "pid": 9}],
+    }  # fmt: skip
+
+
+def heartbeat(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "rank": number, "pid": 9, "status": "training", "time": NOW, "step": 3, "steps": 9, "loss": 2.5, "note": "",
+        "tokens_per_second": 100.0, "eta": 5.0, "step_seconds": [0.1, 0.2], "process": "S",
+        "gpu": {"utilisation_percent": 50.0, "memory_peak_gb": 1.0},
+        "error": {"type": "ValueError", "message": "no", "traceback": "a\nb", "plain": False, "secondary": False},
+    } | more  # fmt: skip
+
+
+def status(host: Host, number: int) -> dict[str, Any]:
+    run_dir = f"{host.data_dir}/runs/{RUN}"
+    log = {"path": f"{run_dir}/logs/rank{number}.log", "offset": 5, "lines": ["a", "b"]}
+    return {
+        "status": "running", "alive": True, "now": NOW + 1, "run_dir": run_dir, "node": node(number),
+        "ranks": {str(number): heartbeat(number)}, "stop_wanted": False, "why": "", "logs": {f"rank{number}.log": log},
+    }  # fmt: skip
+
+
+def facts(host: Host, number: int) -> dict[str, Any]:
+    return {
+        "boot_id": host.name, "machine_id": host.name, "addresses": [host.address], "source": host.address,
+        "interface": "eth0", "link_mbit": 1000, "route_error": "", "free_ports": [29500, 29501], "cpus": 4,
+        "memory_mib": 8000, "gpus": [], "allocator": "", "compiler": True, "versions": {"torch": "2.13.0"},
+        "python_exists": True, "free_bytes": 10**12, "may_write": True, "spec": None, "result": None, "rows": [],
+        "running": False, "part": None, "stop_wanted": False, "busy_with": "", "unreadable": [], "firewall": "ufw",
+        "addresses_v6": ["fe80::1"],
+    }  # fmt: skip
+
+
+def health(host: Host) -> dict[str, Any]:
+    device = {"name": "eth0", "address": host.address, "mask": "255.255.255.0", "mtu": 1500, "mbit": 1000}
+    return {
+        "hostname": host.name, "kernel": "6.1", "devices": [device | {"wireless": False, "virtual": False}],
+        "names": {"addresses": {"node1": ["10.0.0.1"], "node2": ["10.0.0.2"]}, "seconds": 0.1},
+        "memory": {"total_mib": 8000, "available_mib": 7000}, "memory_allocated": True, "quota": None, "load": 0.1,
+        "busy": [{"pid": 4, "name": "x", "uid": 0, "cores": 2.0}], "spin": {"share": 1.0, "gap": 0.0, "pauses": 0},
+        "torchruns": [{"pid": 5, "command": "torchrun"}], "sudo": True, "inodes_free": 10**6, "clock": [NOW, NOW + 1],
+        "gpu": {"cards": 1, "gpus": [{"name": "A", "total_mib": 1, "used_mib": 1}], "users": ["1, x, 2 MiB"]},
+        "files": {"damaged": ["/d/x"], "equal": {"datasets/a": "0" * 64}},
+    }  # fmt: skip
+
+
+def mesh(host: Host, request: dict[str, Any]) -> dict[str, Any]:
+    link = {"latency_ms": 0.2, "ping_small": True, "ping_large": True, "mbit": 900.0}
+    peers = request.get("peers", {})
+    ports = {str(port): "" for port in request.get("ports", [])}
+    return {
+        "mtu": 1500, "taken": [], "reached": dict.fromkeys(peers, ports), "lines": dict.fromkeys(peers, link),
+        "shares_with": [], "write_error": "",
+    }  # fmt: skip
+
+
+RESULT = {
+    "run": RUN, "status": "finished", "step": 9, "steps": 9, "world_size": 2, "tokens": 100, "samples": 10,
+    "tokens_per_second": 5.0, "loss_first": 2.0, "loss_last": 1.0, "eval_loss": 1.0, "adapter": "/x/adapter",
+    "merged": "/x/merged", "tensorboard": "/x/tensorboard", "adapter_sha256": "0" * 64,
+}  # fmt: skip
+
+
+def read_files(number: int, request: dict[str, Any]) -> dict[str, Any]:
+    names = {name: len(data) for name, data in FILES.items()} | {f"state/rank{number}.json": 2}
+    plan = [{"host": f"node{n}", "node_rank": n - 1, "ranks": [n - 1], "replica": n - 1} for n in (1, 2)]
+    texts = {"result.json": json.dumps(RESULT), "plan.json": json.dumps(plan)}
+    return {
+        "text": {name: texts.get(name) for name in request.get("text", [])},
+        "sizes": names,
+        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
+        if "sha256" in request
+        else {},
+    }
+
+
+def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[str, Any]:
+    """Return the honest answer of a host to a verb."""
+    answers: dict[str, Callable[[], dict[str, Any]]] = {
+        "host_facts": lambda: facts(host, number),
+        "health": lambda: health(host),
+        "mesh": lambda: mesh(host, request),
+        "all_reduce": lambda: {"mbit": 900.0, "latency_ms": 0.5, "torch": "2.13.0"},
+        "receive": lambda: {"lacking": [], "changed": list(request.get("files", {}))},
+        "commit": lambda: {"changed": ["spec.yml"]},
+        "read_files": lambda: read_files(number, request),
+        "run_status": lambda: status(host, number),
+        "run_stop": lambda: {"status": "stopped", "killed": 2},
+        "run_list": lambda: {"now": NOW + 1, "runs": [status(host, number)], "skipped": []},
+        "start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},
+        "begin": lambda: {"now": NOW},
+    }
+    return answers[verb]()
+
+
+PLACEHOLDER = "@huge@"
+HOSTILE: list[Any] = [
+    None, True, -1, 2**70, 10**400, 1e300, float("nan"), float("inf"), "", "x" * 100_000, "../../../../etc/passwd",
+    "/etc/passwd", ".ssh/authorized_keys", "\x1b]0;x\x07\x1b[2J", "\u202etxt.exe", "a\nb", "\0", [], {}, [[]], {"": {}},
+    {"../x": 1, "\x1b[2J": {}}, ["\x1b[2J"] * 3, [-1, "x", None], PLACEHOLDER,
+]  # fmt: skip
+
+
+def lies(answer: Any) -> Iterator[Any]:
+    """Yield the answer with one value replaced or removed: every value, by every hostile one."""
+    for path in places(answer):
+        for value in HOSTILE:
+            yield changed(answer, path, value)
+        yield changed(answer, path, None, remove=True)
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside a value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield (name,)
+        yield from ((name, *rest) for rest in places(item))
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any, remove: bool = False) -> Any:
+    """Return a copy of a value in which the value at a path is another one or missing."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if remove and len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = changed(copy[path[0]], path[1:], new, remove)
+    return copy
+
+
+def encode(answer: Any) -> bytes:
+    """Return the answer as JSON, in which a number that no float holds replaces the placeholder."""
+    return json.dumps(answer).replace(f'"{PLACEHOLDER}"', "1e999").encode()
+
+
+NONSENSE: dict[str, bytes] = {
+    "nothing": b"",
+    "text": b"\x1b[2Jhello\x07\n" * 100,
+    "binary": bytes(range(256)) * 1000,
+    "half": b'{"a": ',
+    "array": b"[1, 2]\n",
+    "deep": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested": b'{"a":' + b"[" * 60 + b"]" * 60 + b"}",
+    "digits": b'{"a": ' + b"9" * 100_000 + b"}",
+    "large": b'{"a": "' + b"x" * (9 << 20) + b'"}',
+    "lines": b"\n" * (4 << 20),
+    "keys": b'{"' + b'":1,"'.join(b"%d" % n for n in range(200_000)) + b'": 1}',
+    "error": json.dumps({"error": "\x1b[2Jone\ntwo" + "x" * 100_000}).encode(),
+    "error-type": json.dumps({"error": {"a": [1, {}]}}).encode(),
+}
+
+
+def slowly(seconds: float) -> Lie:
+    """Return a lie that answers late."""
+
+    def late(verb: str, request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(seconds)
+        return answer
+
+    return late

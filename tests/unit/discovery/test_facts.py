@@ -1,0 +1,230 @@
+"""The variables and groups of discovered machines: their names, their limits, and that their cost is linear."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible.inventory.data import InventoryData
+from ansible.parsing.dataloader import DataLoader
+from ansible.plugins.loader import inventory_loader
+from conftest import ROOT
+
+from trainer.config import DEPRECATED
+from trainer.config.run_spec import RunSpec
+from trainyard.discovery.facts import (
+    CONNECTION_VARIABLES,
+    MAX_GROUP_NAME,
+    MAX_GROUPS,
+    PREFIX,
+    machine_facts,
+    model_groups,
+    old_names,
+    scan_facts,
+)
+from trainyard.discovery.identity import Machine, Place, Server, machines
+from trainyard.discovery.replies import MAX_MODELS, Model
+from trainyard.discovery.report import Report
+from trainyard.discovery.trust import Trust
+from trainyard.run.options import LaunchOptions
+
+KEY = "ssh-ed25519 " + "A" * 68
+
+
+def model(name: str, family: str = "f", modified: str = "") -> Model:
+    return Model(name=name, size=1, digest="d", family=family, parameters="", quantisation="", modified_at=modified)
+
+
+def place(address: str, models: tuple[Model, ...] = (), *, key: str = "", mac: str = "", ports: int = 1) -> Place:
+    servers = tuple(
+        Server(port=11434 + i, version="0.12.3", models=models, loaded=(), response_ms=1) for i in range(ports)
+    )
+    return Place(address=address, mac=mac, host_keys=(key,) if key else (), servers=servers)
+
+
+def report(*found: Machine) -> Report:
+    empty: dict[str, Any] = dict.fromkeys(
+        ("networks", "skipped", "unresolved", "rejected", "own_addresses", "warnings"), ()
+    )
+    numbers = dict.fromkeys(("addresses", "passes", "seconds", "scanned_at", "silent", "refused", "left_out"), 0)
+    return Report(**empty, **numbers, ports=(11434,), machines=found)
+
+
+def facts(*models: Model) -> dict[str, Any]:
+    machine = Machine(local=False, places=(place("10.0.0.1", models),))
+    return machine_facts(machine, Trust(True, machine.places[0], "known"), report(machine))
+
+
+def declared_names(tree: Any) -> Iterator[str]:
+    """Yield the variables that tasks and plays set: `vars`, `set_fact`, `register`, `loop_var`, parameters of roles."""
+    if isinstance(tree, list):
+        for entry in tree:
+            yield from declared_names(entry)
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            if name in ("vars", "set_fact", "ansible.builtin.set_fact") and isinstance(value, dict):
+                yield from value
+            elif name in ("register", "loop_var"):
+                yield value
+            elif name == "roles":
+                yield from (key for role in value if isinstance(role, dict) for key in role)
+            yield from declared_names(value)
+
+
+def parameters() -> set[str]:
+    """Return every variable that an operator can set: of roles, group_vars, launch options and run specs."""
+    names = {*LaunchOptions.model_fields, *RunSpec.model_fields, *DEPRECATED}
+    for pattern in ("roles/*/defaults/*.yml", "group_vars/*/*.yml", "playbooks/group_vars/*/*.yml"):
+        for path in ROOT.glob(pattern):
+            names |= set(yaml.safe_load(path.read_text()) or {})
+    for path in ROOT.glob("roles/*/meta/argument_specs.yml"):
+        for spec in yaml.safe_load(path.read_text())["argument_specs"].values():
+            names |= set(spec.get("options", {}))
+    return names
+
+
+def other_names() -> set[str]:
+    """Return every variable that roles and playbooks set."""
+    names: set[str] = set()
+    for path in ROOT.glob("roles/*/vars/*.yml"):
+        names |= set(yaml.safe_load(path.read_text()) or {})
+    for pattern in ("roles/*/tasks/*.yml", "playbooks/**/*.yml", "*.yml"):
+        for path in ROOT.glob(pattern):
+            names |= set(declared_names(yaml.safe_load(path.read_text())))
+    return names
+
+
+def test_discovered_variables_are_no_parameters() -> None:
+    discovered = {*facts(model("m")), *scan_facts(report(), 0, "")}
+    assert all(name.startswith(PREFIX) for name in discovered)
+    assert {"ollama_version", "ollama_models", "cluster_address", "min_nodes", "lr"} <= parameters()
+    assert not parameters() & {*discovered, *CONNECTION_VARIABLES}
+    names = parameters() | other_names()
+    assert {"firewall_openings", "_ollama_build", "__ollama_built", "identity_duplicates"} <= names
+    assert not [name for name in names if name.startswith(PREFIX)]
+
+
+def test_old_names_are_found_in_expressions() -> None:
+    found = old_names([{"x": "ollama_models[0].name"}, {}, [{"key": "ollama_version"}]])
+    assert found == ["ollama_models is now discovered_models", "ollama_version is now discovered_version"]
+    assert not old_names([{"x": "discovered_models and ollama_pull and my_ollama_models"}])
+
+
+def test_models_and_groups_are_limited() -> None:
+    many = tuple(model(f"m{i:05}", f"family{i}") for i in range(900))
+    more = tuple(model(f"n{i:05}", "f") for i in range(900))
+    machine = Machine(local=False, places=(place("10.0.0.1", many), place("10.0.0.2", more)))
+    listed = machine_facts(machine, Trust(True, machine.places[0], ""), report(machine))[f"{PREFIX}models"]
+    assert len(listed) == MAX_MODELS and listed[0]["name"] == "m00000"
+    assert len(model_groups(listed)) == MAX_GROUPS
+    names = ["a" * MAX_GROUP_NAME, "b" * (MAX_GROUP_NAME + 1), "../..", "Q:1"]
+    groups = model_groups([{"name": name, "family": ""} for name in names])
+    assert groups == ["ollama_model_" + "a" * MAX_GROUP_NAME, "ollama_model_q_1"]
+
+
+def count_calls(work: Callable[[], Any]) -> int:
+    """Return how many Python and built-in functions `work` calls; unlike seconds, it does not depend on the machine."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[event] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return sum(calls.values())
+
+
+@pytest.mark.parametrize("key", ["", KEY], ids=["no key", "one key"])
+def test_grouping_is_linear_in_addresses(key: str) -> None:
+    """A neighbour can have many addresses, present one key on all of them, and invent the models."""
+
+    def group(count: int) -> int:
+        found = [
+            place(f"10.0.{i // 250}.{i % 250}", (model(f"m{i}", "f", "t"), model("same", "f", "t")), key=key)
+            for i in range(count)
+        ]
+        return count_calls(lambda: machines(found, set()))
+
+    assert group(2000) < 13 * group(200)
+
+
+def test_warnings_are_linear_in_machines() -> None:
+    clones = [
+        place(f"10.0.{i // 250}.{i % 250}", key=KEY, mac=f"02:00:00:00:{i // 99:02}:{i % 99:02}") for i in range(900)
+    ]
+    found, warnings = machines(clones, set())
+    assert len(found) == 900 and len(warnings) == 899
+
+
+def test_variables_are_linear_in_models() -> None:
+    def variables(count: int) -> int:
+        models = tuple(model(f"m{i}") for i in range(count))
+        return count_calls(lambda: model_groups(facts(*models)[f"{PREFIX}models"]))
+
+    assert variables(1000) < 13 * variables(100)
+
+
+@pytest.fixture
+def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Report], InventoryData]:
+    """A function that lets the inventory plugin parse its file, with a given report instead of a scan."""
+    (tmp_path / "ollama.yml").write_text("plugin: ollama\n")
+    inventory_loader.add_directory(str(ROOT / "plugins/inventory"))
+    plugin = inventory_loader.get("ollama")
+
+    def parsed(found: Report) -> InventoryData:
+        monkeypatch.setattr(sys.modules[type(plugin).__module__], "discover", lambda *_: found)
+        inventory = InventoryData()
+        plugin.parse(inventory, DataLoader(), str(tmp_path / "ollama.yml"))
+        inventory.reconcile_inventory()
+        return inventory
+
+    return parsed
+
+
+def neighbours(count: int, models: int, local: bool = False) -> Report:
+    """Return a report of machines with different models and families."""
+    return report(
+        *(
+            Machine(
+                local=local,
+                places=(
+                    place(f"10.0.0.{i + 1}", tuple(model(f"m{i}-{j}", f"f{i}-{j}") for j in range(models)), key=KEY),
+                ),
+            )
+            for i in range(count)
+        )
+    )
+
+
+def test_host_variables_of_the_plugin(parse: Callable[[Report], InventoryData]) -> None:
+    inventory = parse(report(*neighbours(1, 1).machines, *neighbours(2, 1, local=True).machines[1:]))
+    set_by_plugin = {name for host in inventory.hosts.values() for name in host.vars}
+    own = {"inventory_file", "inventory_dir", "inventory_hostname", "inventory_hostname_short", *CONNECTION_VARIABLES}
+    assert {name for name in set_by_plugin if not name.startswith(PREFIX)} <= own
+    assert {f"{PREFIX}models", f"{PREFIX}version", "ansible_host"} <= set_by_plugin
+    assert set(inventory.groups["discovered"].vars) == {f"{PREFIX}scan"}
+    assert set(inventory.groups["all"].vars) == set()
+
+
+def test_untrusted_machines_have_no_groups(parse: Callable[[Report], InventoryData]) -> None:
+    always = {"all", "ungrouped", "discovered", "cluster", "head", "workers", "untrusted"}
+    assert set(parse(neighbours(3, 5)).groups) == always
+    assert len(parse(neighbours(3, 5, local=True)).groups) == len(always) + 30
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_inventory_is_linear_in_models(parse: Callable[[Report], InventoryData], trusted: bool) -> None:
+    """Ten machines with a thousand models each, of which no two are the same."""
+    few, many = neighbours(10, 100, local=trusted), neighbours(10, 1000, local=trusted)
+    assert count_calls(lambda: parse(many)) < 13 * count_calls(lambda: parse(few))
+    inventory = parse(many)
+    assert len(inventory.groups) <= 10 * MAX_GROUPS + 7
+    assert all(len(host.vars[f"{PREFIX}models"]) == 1000 for host in inventory.hosts.values())

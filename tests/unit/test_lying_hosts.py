@@ -1,0 +1,351 @@
+"""Hosts that lie: every operation ends in bounded time with a result or a one-line error, and writes only where it should."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lying_host import FILES, NONSENSE, RESULT, RUN, Cluster, encode, honest, lies, slowly
+
+from trainer.config import make_spec
+from trainyard.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.openssh import LocalTransport
+from trainyard.preflight.runner import run_preflight
+from trainyard.run import copy_files, follower
+from trainyard.run.artifacts import collect_artifacts
+from trainyard.run.errors import RunError
+from trainyard.run.gather import describe
+from trainyard.run.launch import start_ranks
+from trainyard.run.options import make_options
+from trainyard.run.planning import plan_run
+from trainyard.run.runs import manage_runs
+from trainyard.run.spec_files import PreparedRun
+from trainyard.run.stage import stage_files
+from trainyard.run.status import parts_to_monitor
+
+OPTIONS = make_options({"lost_limit": 2.0, "stall_limit": 1.0, "progress_interval": 0})
+PREPARED = PreparedRun(
+    run=RUN,
+    spec=make_spec({"run": RUN, "model": "tiny", "fake_data": True}, "the test").model_dump(mode="json")
+    | {"rows_per_step": 8},
+    files=[{"kind": "trainer", "src": os.devnull, "dest": "store/t.zip", "sha256": {"": "0" * 64}, "bytes": 1}],
+    origin={},
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def collect(cluster: Cluster, folder: Path) -> list[str]:
+    return collect_artifacts(cluster.entries(), cluster.connect, str(folder / "out"))["lines"]
+
+
+def listed(cluster: Cluster, folder: Path) -> list[str]:
+    return manage_runs("listed", "", cluster.hosts, cluster.connect, OPTIONS, print)["lines"]
+
+
+def stopped(cluster: Cluster, folder: Path) -> list[str]:
+    return manage_runs("stopped", RUN, cluster.hosts, cluster.connect, OPTIONS, print, now=True)["lines"]
+
+
+def followed(cluster: Cluster, folder: Path) -> list[str]:
+    lines: list[str] = []
+    try:
+        manage_runs("followed", RUN, cluster.hosts, cluster.connect, OPTIONS, lines.append)
+    except RunError as error:
+        for line in [*lines, *error.details.get("lines", [])]:
+            check_line(line)
+        raise
+    return lines
+
+
+def stage(cluster: Cluster, folder: Path) -> list[str]:
+    entries = cluster.entries()
+    return [line for paths in stage_files(entries, PREPARED, cluster.connect, {}, "t").values() for line in paths]
+
+
+def launch(cluster: Cluster, folder: Path) -> list[str]:
+    lines: list[str] = []
+    start_ranks(cluster.entries(), cluster.connect, lines.append)
+    return lines
+
+
+def plan(cluster: Cluster, folder: Path) -> list[str]:
+    return plan_run([describe(host) for host in cluster.hosts], cluster.connect, PREPARED, OPTIONS).lines
+
+
+def preflight(cluster: Cluster, folder: Path) -> list[str]:
+    return run_preflight(cluster.hosts, cluster.connect, 29500).lines
+
+
+OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
+    "collect": (collect, "read_files"),
+    "status": (listed, "run_list"),
+    "stop": (stopped, "run_status"),
+    "stop-answer": (stopped, "run_stop"),
+    "stage": (stage, "receive"),
+    "commit": (stage, "commit"),
+    "launch": (launch, "start"),
+    "begin": (launch, "begin"),
+    "gather": (plan, "host_facts"),
+    "preflight-facts": (preflight, "host_facts"),
+    "preflight-health": (preflight, "health"),
+    "preflight-mesh": (preflight, "mesh"),
+}
+
+
+def check_line(line: str, limit: int = 5000) -> None:
+    assert line.isprintable() and len(line) <= limit, line[:500]
+
+
+def attempt(operation: Callable[[Cluster, Path], list[str]], cluster: Cluster, folder: Path, context: object) -> str:
+    """Carry out an operation; check what it prints, and that it is fast; return its error or an empty string."""
+    start, error = time.monotonic(), ""
+    try:
+        for line in operation(cluster, folder):
+            check_line(line)
+    except RunError as raised:
+        error = str(raised)
+        check_line(error)
+        for line in raised.details.get("lines", []):
+            check_line(line)
+        # A spec that a host claims to have is compared like any other.
+        assert "node" in error or error.startswith("run r exists with another spec"), (error, context)
+    assert time.monotonic() - start < 10, context
+    return error
+
+
+def outside(folder: Path) -> list[Path]:
+    """Return the files that an operation has written anywhere but below out/r."""
+    return [p for p in folder.rglob("*") if p.is_file() and not p.is_relative_to(folder / "out" / RUN)]
+
+
+def lying(verb: str, answer: bytes) -> Callable[..., Any]:
+    return lambda asked, request, truth: answer if asked == verb else truth
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_honest_hosts_are_believed(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    assert attempt(OPERATIONS[name][0], cluster, tmp_path, "the truth") == ""
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("liar", ["node1", "node2"])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 23], ids=["all", "some"])
+def test_no_changed_value_breaks_an_operation(
+    name: str, liar: str, stride: int, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Every value of an answer is replaced by every hostile one, or removed; `some` tries every 23rd of these."""
+    operation, verb = OPERATIONS[name]
+    transport = cluster.transports[liar]
+    host = transport.host
+    mesh_request = {"peers": {h.name: h.address for h in cluster.hosts if h is not host}, "ports": [29500]}
+    truth = honest(
+        verb, {"text": ["result.json"], "sha256": [], "files": {"a": "0"}} | mesh_request, host, transport.number
+    )
+    for answer in itertools.islice(lies(truth), 0, None, stride):
+        transport.lie = lying(verb, encode(answer))
+        attempt(operation, cluster, tmp_path, answer)
+    assert outside(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nonsense_is_a_one_line_error(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    operation, verb = OPERATIONS[name]
+    for kind, output in NONSENSE.items():
+        cluster.transports["node2"].lie = lying(verb, output)
+        error = attempt(operation, cluster, tmp_path, kind)
+        assert error == "" or "node2" in error, (kind, error)
+    assert outside(tmp_path) == []
+
+
+RESULT_LIES = [{name: value for name, value in answer.items() if name != "run"} for answer in lies(RESULT)]
+
+
+def test_lies_in_result_json(cluster: Cluster, tmp_path: Path) -> None:
+    for value in [*RESULT_LIES[::5], {"run": "../../escaped"}, {"run": "/tmp/escaped"}]:
+        text = encode(RESULT | value).decode()
+
+        def lie(verb: str, request: Any, truth: Any, text: str = text) -> Any:
+            return truth | {"text": {"result.json": text}} if verb == "read_files" else truth
+
+        for transport in cluster.transports.values():
+            transport.lie = lie
+        attempt(collect, cluster, tmp_path, value)
+    assert outside(tmp_path) == []
+
+
+NAMES = [
+    "../escaped", "/etc/escaped", ".ssh/authorized_keys", "adapter/../../escaped", "adapter/.hidden", "adapter/a/b",
+    "adapter/\x1b[2J", "adapter/a\nb", "adapter/", "adapter", "adapter/..", "adapter/" + "x" * 300, "", "model/\0",
+    "logs/../../../x.log", "checkpoints/x", "adapter\\..\\x", "adapter/-rf\u202e",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_artifact_has_is_refused(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    def lie(verb: str, request: Any, truth: Any) -> Any:
+        if verb != "read_files" or not request.get("sha256"):
+            return truth
+        return truth | {"sha256": {name: "0" * 64}, "sizes": {name: 1}}
+
+    cluster.transports["node1"].lie = lie
+    with pytest.raises(RunError, match=r"^node1: sent a name that no artifact has: ") as error:
+        collect(cluster, tmp_path)
+    check_line(str(error.value))
+    assert outside(tmp_path) == []
+
+
+def test_artifacts_are_copied_below_the_name_of_the_plan(cluster: Cluster, tmp_path: Path) -> None:
+    assert "run r finished" in collect(cluster, tmp_path)[0]
+    copied = {str(p.relative_to(tmp_path / "out/r")) for p in (tmp_path / "out/r").rglob("*") if p.is_file()}
+    assert copied == set(FILES)
+    assert outside(tmp_path) == []
+
+
+def test_a_symbolic_link_in_the_target_is_not_followed(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out/r").mkdir(parents=True)
+    (tmp_path / "out/r/adapter").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"out/r/adapter is a symbolic link: remove it"):
+        collect(cluster, tmp_path)
+    (tmp_path / "out/r/adapter").unlink()
+    (tmp_path / "secret").write_text("kept")
+    (tmp_path / "out/r/result.json").symlink_to(tmp_path / "secret")
+    collect(cluster, tmp_path)
+    assert (tmp_path / "secret").read_text() == "kept" and not (tmp_path / "out/r/result.json").is_symlink()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_sizes_and_contents_are_checked(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = cluster.transports["node1"]
+    name = "adapter/adapter_model.safetensors"
+    transport.content[name] = b"forgery"
+    with pytest.raises(RunError, match=r"^node1: .*arrived damaged"):
+        collect(cluster, tmp_path)
+    transport.content[name] = b"x" * 1000
+    with pytest.raises(RunError, match=r"^node1: .*larger than the host said"):
+        collect(cluster, tmp_path)
+
+    def endless(source: str, target: str) -> None:
+        with Path(target).open("wb") as file:
+            for _ in range(2000):
+                file.write(b"x" * 1024)
+                file.flush()
+                time.sleep(0.001)
+
+    monkeypatch.setattr(transport, "fetch", endless)
+    with pytest.raises(RunError, match=r"^node1: .*larger than the host said"):
+        collect(cluster, tmp_path)
+    monkeypatch.setattr(transport, "fetch", lambda source, target: time.sleep(3))
+    monkeypatch.setattr(copy_files, "PATIENCE", 0.2)
+    with pytest.raises(RunError, match=r"^node1: .*arrives too slowly"):
+        collect(cluster, tmp_path)
+    transport.lie = lambda verb, request, truth: truth | {"sizes": dict.fromkeys(FILES, 2**52)}
+    with pytest.raises(RunError, match=r"^node1: .*free disk space"):
+        collect(cluster, tmp_path)
+    assert outside(tmp_path) == []
+
+
+def test_a_host_delivers_the_logs_of_its_own_ranks_only(cluster: Cluster, tmp_path: Path) -> None:
+    """node2 claims the logs of rank 0, which is on node1."""
+    put: list[str] = []
+    cluster.transports["node1"].put = lambda source, target: put.append(Path(target).name)  # type: ignore[method-assign]
+
+    def lie(verb: str, request: Any, truth: Any) -> Any:
+        claimed = {"state/rank0.json": 1, "state/rank1.json": 1, "logs/rank0.log": 99, "logs/rank1.log": 5, "logs/x": 1}
+        return truth | {"sizes": truth["sizes"] | claimed} if verb == "read_files" else truth
+
+    cluster.transports["node2"].lie = lie
+    cluster.transports["node1"].lie = lambda verb, request, truth: (
+        truth | {"sizes": {"state/rank0.json": 1}} if verb == "read_files" and "sha256" not in request else truth
+    )
+    collect(cluster, tmp_path)
+    assert sorted(put) == ["rank1.log", "torchrun.1.log"]
+
+
+def test_the_head_does_not_choose_folders_of_other_hosts(cluster: Cluster) -> None:
+    entries = [{"host": name, "node_rank": 1, "ranks": [1], "replica": 1, "run_dir": "/"} for name in ("node2", "evil")]
+
+    def lie(verb: str, request: Any, truth: Any) -> Any:
+        if verb == "read_files":
+            return truth | {"text": {"plan.json": json.dumps(entries)}}
+        return truth | {"node": truth["node"] | {"replica": 0}} if verb == "run_status" else truth
+
+    cluster.transports["node1"].lie = lie
+    cluster.transports["node2"].lie = lying("run_status", b"")
+    parts = parts_to_monitor(RUN, cluster.hosts, cluster.connect, 2.0)
+    assert [(part.host, part.run_dir) for part in parts] == [
+        (host.name, f"{host.data_dir}/runs/{RUN}") for host in cluster.hosts
+    ]
+
+
+FOLLOWED = [
+    {"ranks": {"1": {"status": "training", "step": 10**12, "loss": 1e300, "note": "\x1b[2J" * 50}}},
+    {"ranks": {"1": {"error": {"type": "\x1b[2J", "message": "\x1b[2Ja\nb" * 1000, "traceback": "\x1b[1m\n" * 10**4}}}},
+    {"ranks": {"None": {}, "-1": {}, "1e3": {}, "9" * 30: {}}},
+    {"ranks": {"1": {"step_seconds": [1.0] * 3}}},
+    {"status": "\x1b[2J", "node": None},
+    {"status": "lost", "why": "\x1b[2J\n"},
+    {"status": "none", "run_dir": "../../"},
+]
+
+
+@pytest.mark.parametrize("lie", FOLLOWED, ids=str)
+def test_lies_while_a_run_is_followed(
+    lie: dict[str, Any], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TICK": 0.01, "POLL": 0.02, "SETTLE": 0.1, "EVIDENCE_LIMIT": 1.0}.items():
+        monkeypatch.setattr(follower, name, value)
+    asked = {"node1": 0, "node2": 0}
+
+    def answer(name: str) -> Callable[..., Any]:
+        def status(verb: str, request: Any, truth: Any) -> Any:
+            if verb != "run_status":
+                return truth
+            asked[name] += 1
+            state = truth | {"node": truth["node"] | {"failures": []}}
+            state["ranks"] = {rank: beat | {"error": None} for rank, beat in state["ranks"].items()}
+            return state | lie if name == "node2" and asked[name] > 1 else state
+
+        return status
+
+    for name, transport in cluster.transports.items():
+        transport.lie = answer(name)
+    assert attempt(followed, cluster, tmp_path, lie), "it stalls or fails"
+
+
+def test_a_host_that_answers_too_late_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.transports["node2"].lie = slowly(3.0)
+    lines = listed(cluster, tmp_path)
+    assert any("node2" in line and "unreachable" in line for line in lines)
+
+
+def test_endless_output_is_cut_off(tmp_path: Path) -> None:
+    """Over a real process: memory stays bounded, and the process is killed."""
+    connection = HostConnection(Host("node1", "127.0.0.1", str(tmp_path), "python3"), LocalTransport())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for command in ("exec cat /dev/zero", "exec yes '{\"a\": 1}'", "exec yes >&2"):
+        start = time.monotonic()
+        with pytest.raises(RemoteError, match="sent more than 16 MiB"):
+            connection.run(command)
+        assert time.monotonic() - start < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "KiB"
+
+
+def test_a_slow_drip_ends_with_the_limit(tmp_path: Path) -> None:
+    connection = HostConnection(Host("node1", "127.0.0.1", str(tmp_path), "python3"), LocalTransport())
+    drip = FanOut({"node1": lambda: connection.run("while :; do echo x; sleep 0.05; done")}).wait(0.5)
+    assert drip.errors == {"node1": "no answer within 0 s"} or "no answer within" in drip.errors["node1"]
+    connection.transport.abort()
+    drip.threads["node1"].join(5)
+    assert not drip.threads["node1"].is_alive()

@@ -1,0 +1,162 @@
+"""Modules that run as root on a host, against a user who places links in folders of this user."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+from module_runs import NEEDS_ROOT, home, place, run_module, user
+
+from plugins.module_utils.safe_path import UnsafePathError, check_path
+from plugins.modules import managed_block, managed_files, user_folder
+
+__all__ = ["home", "place", "user"]
+pytestmark = NEEDS_ROOT
+Capture = pytest.CaptureFixture[str]
+User = pwd.struct_passwd
+SECRET = "root:$6$secret:19000::::::\n"
+
+
+@pytest.fixture
+def root_folder(place: Path) -> Path:
+    """A folder of root with a file that only root may read, as /etc with /etc/shadow."""
+    made = place / "etc"
+    made.mkdir(mode=0o755)
+    (made / "shadow").write_text(SECRET)
+    (made / "shadow").chmod(0o600)
+    return made
+
+
+def as_user(user: User, *actions: tuple[str, ...]) -> None:
+    """Let the user create links and folders: ("link", target, path) or ("folder", path)."""
+    with user_folder.acting_as(user):
+        for kind, *words in actions:
+            if kind == "folder":
+                Path(words[0]).mkdir()
+            elif kind == "hard":
+                os.link(words[0], words[1])
+            else:
+                Path(words[1]).symlink_to(words[0])
+
+
+def is_untouched(folder: Path) -> bool:
+    """Return whether the folder of root and its file are as they were."""
+    file = folder / "shadow"
+    owners = {(path.stat().st_uid, path.stat().st_gid) for path in (folder, file)}
+    return owners == {(0, 0)} and file.read_text() == SECRET and sorted(folder.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("kind", ["file link", "folder link", "dangling link", "loop"])
+def test_root_writes_no_file_through_a_link_of_a_user(
+    kind: str, home: Path, user: User, root_folder: Path, capsys: Capture
+) -> None:
+    ssh, keys = home / ".ssh", home / ".ssh/authorized_keys"
+    if kind == "folder link":
+        as_user(user, ("link", str(root_folder), str(ssh)))
+    else:
+        target = {"file link": root_folder / "shadow", "dangling link": root_folder / "cron", "loop": keys}[kind]
+        as_user(user, ("folder", str(ssh)), ("link", str(target), str(keys)))
+    entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}, "mode": "0600"}
+    result = run_module(managed_block, capsys, files=[entry], members=["a"])
+    assert result["failed"] and "could redirect the path while root uses it" in result["msg"], result
+    for content in ("text\n", ""):
+        result = run_module(managed_files, capsys, files=[{"path": str(keys), "content": content}])
+        assert result["failed"] and "could redirect the path" in result["msg"], result
+    assert is_untouched(root_folder)
+
+
+@pytest.mark.parametrize("kind", ["file link", "folder link"])
+def test_the_user_cannot_write_through_the_link_either(
+    kind: str, home: Path, user: User, root_folder: Path, capsys: Capture
+) -> None:
+    keys = home / ".ssh/authorized_keys"
+    if kind == "folder link":
+        as_user(user, ("link", str(root_folder), str(home / ".ssh")))
+    else:
+        as_user(user, ("folder", str(home / ".ssh")), ("link", str(root_folder / "shadow"), str(keys)))
+    entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}, "mode": "0600"}
+    with user_folder.acting_as(user):
+        result = run_module(managed_block, capsys, files=[entry], members=["a"])
+    assert result["failed"] and "Permission denied" in result["msg"], result
+    assert is_untouched(root_folder)
+
+
+def test_the_user_writes_its_own_file_and_folder(home: Path, user: User, capsys: Capture) -> None:
+    keys = home / ".ssh/authorized_keys"
+    entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}, "mode": "0600"}
+    for changed in (True, False):
+        with user_folder.acting_as(user):
+            result = run_module(managed_block, capsys, files=[entry], members=["a"])
+        assert result["changed"] is changed
+    assert [path.stat().st_uid for path in (keys, keys.parent)] == [user.pw_uid] * 2
+    assert [path.stat().st_mode & 0o777 for path in (keys, keys.parent)] == [0o600, 0o700]
+
+
+@pytest.mark.parametrize("state", ["present", "absent", "pruned"])
+@pytest.mark.parametrize("depth", ["data", "data/below"])
+def test_folders_of_a_user_are_not_redirected(
+    state: str, depth: str, home: Path, user: User, root_folder: Path, capsys: Capture
+) -> None:
+    (root_folder / "below").mkdir()
+    as_user(user, ("link", str(root_folder), str(home / "data")))
+    result = run_module(user_folder, capsys, paths=[str(home / depth)], owner="nobody", state=state)
+    assert (root_folder / "below").is_dir() and (root_folder / "below").stat().st_uid == 0, result
+    (root_folder / "below").rmdir()
+    assert is_untouched(root_folder)
+    if state == "present":
+        assert result["failed"] and "belongs to the user root, not nobody" in result["msg"]
+
+
+def test_folders_of_a_user_are_created_and_removed(home: Path, user: User, place: Path, capsys: Capture) -> None:
+    for path in (home / "data/deep", place / "srv/data"):
+        for changed in (True, False):
+            result = run_module(user_folder, capsys, paths=[str(path)], owner="nobody", mode="0750")
+            assert result["changed"] is changed, result
+        assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (user.pw_uid, 0o750)
+        assert path.parent.stat().st_uid == (user.pw_uid if path.parent.parent == home else 0)
+        as_user(user, ("folder", str(path / "empty")), ("folder", str(path / "full")), ("folder", str(path / "full/x")))
+        for changed in (True, False):
+            result = run_module(user_folder, capsys, paths=[str(path)], owner="nobody", state="pruned")
+            assert result["changed"] is changed
+        assert [entry.name for entry in path.iterdir()] == ["full"]
+        for changed in (True, False):
+            result = run_module(user_folder, capsys, paths=[str(path)], owner="nobody", state="absent")
+            assert result["changed"] is changed
+        assert not path.exists()
+
+
+def test_a_folder_of_root_becomes_the_users(place: Path, user: User, capsys: Capture) -> None:
+    (place / "srv").mkdir()
+    (place / "link").symlink_to("srv")  # an administrator's link
+    for changed in (True, False):
+        result = run_module(user_folder, capsys, paths=[str(place / "link")], owner="nobody")
+        assert result["changed"] is changed
+    assert (place / "srv").stat().st_uid == user.pw_uid
+
+
+def test_a_hard_link_is_replaced_and_its_target_kept(
+    home: Path, user: User, root_folder: Path, capsys: Capture
+) -> None:
+    """Without fs.protected_hardlinks a user can link a file of root. A file of the user is written as the user."""
+    keys = home / "authorized_keys"
+    os.link(root_folder / "shadow", keys)
+    entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}}
+    assert run_module(managed_block, capsys, files=[entry], members=["a"])["failed"]
+    with user_folder.acting_as(user):
+        assert run_module(managed_block, capsys, files=[entry], members=["a"])["failed"]
+    keys.unlink()
+    assert is_untouched(root_folder)
+
+
+def test_folders_that_everybody_may_write_are_unsafe_without_the_sticky_bit(place: Path) -> None:
+    folder = place / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    check_path(folder / "file")
+    folder.chmod(0o777)
+    with pytest.raises(UnsafePathError, match="writable for every user"):
+        check_path(folder / "file")
+    check_path(Path("/etc/../etc/hosts"))
+    check_path(place / "missing/file")

@@ -1,0 +1,264 @@
+"""Inputs that break careless readers: special files, unknown users, long names, expanding YAML, escape sequences."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz import LIMIT, alarm
+from hostile import HOSTILE_STRINGS, TERMINAL_STRINGS
+
+from trainer.__main__ import main
+from trainer.config import make_spec, read_spec
+from trainer.config.yaml_text import MAX_YAML
+from trainer.data.encode import save_corpus
+from trainer.data.samples import read_samples
+from trainer.data.tiny import ensure_tiny_model
+from trainer.errors import UserError
+from trainer.formats import quoted
+from trainer.planner.hosts import read_hosts
+from trainyard.extra_vars import plain_data, read_run_spec
+from trainyard.run.options import make_options
+from trainyard.run.spec_files import dataset_file, model_folder
+
+TOP = Path(__file__).resolve().parents[3]
+BOMB = "lr:\n" + "\n".join(f"- &b{n} [{', '.join([f'*b{n - 1}'] * 9) if n else 'x' * 9}]" for n in range(10)) + "\n"
+
+
+def command(*argv: str, seconds: float = 20.0, memory: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the trainer's command line as a process of its own, with a limit of its address space in bytes."""
+    limit: Callable[[], None] | None = None
+    if memory:
+        limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory))  # noqa: E731
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *argv],
+        cwd=TOP, capture_output=True, text=True, timeout=seconds, check=False, preexec_fn=limit, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def refusal(reader: Callable[[], Any]) -> str:
+    """Return the message with which a reader refuses its input: one line, without waiting."""
+    with pytest.raises(UserError) as caught, alarm(LIMIT):
+        reader()
+    text = str(caught.value)
+    assert text.isprintable() and len(text) <= 2000
+    return text
+
+
+# Paths ----------------------------------------------------------------------------------------------------------------
+
+IMPOSSIBLE = ["~nosuchuser/x", "/tmp/" + "x" * 300, "/tmp/" + "d/" * 2040 + "x", "~root/\x7f"]
+
+
+@pytest.mark.parametrize("path", IMPOSSIBLE, ids=["user", "long-name", "long-path", "control"])
+def test_a_path_that_cannot_exist_is_one_line(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (
+        ["check", path],
+        ["check", f"dataset={path}"],
+        ["plan", f"--data-dir={path}", f"--model={path}", "--no-measure"],
+        ["plan", f"--hosts={path}"],
+        ["plan", f"--dataset={path}", "--no-measure", "--strategy=nonsense"],
+    ):
+        code = main(argv)
+        shown = capsys.readouterr().err
+        assert code == 0 or (code == 2 and shown.startswith("error: ") and shown.count("\n") == 1), (argv, shown)
+    for field, reader in (
+        ("dataset", dataset_file),
+        ("model", lambda spec, *_: model_folder(spec, None, tmp_path, print)),
+    ):
+        refusal(lambda field=field, reader=reader: reader(make_spec({field: path}, "-e"), tmp_path, print))  # type: ignore[misc]
+    refusal(lambda: read_run_spec(path, {}, TOP))
+    if path.startswith("~n"):
+        assert "unknown user" in refusal(lambda: make_options({"collect_to": path}))
+
+
+def special_files(folder: Path) -> list[Path]:
+    """Return paths that exist and are no regular files, with a reader that may wait for each of them."""
+    fifo, link, loop = folder / "fifo.jsonl", folder / "zero.jsonl", folder / "loop.jsonl"
+    os.mkfifo(fifo)
+    link.symlink_to("/dev/zero")
+    loop.symlink_to(loop)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket.jsonl"))
+    (folder / "folder.jsonl").mkdir()
+    return [fifo, link, loop, folder / "socket.jsonl", folder / "folder.jsonl"]
+
+
+def test_special_files_are_refused_at_once(tmp_path: Path) -> None:
+    for path in special_files(tmp_path):
+        refusal(lambda path=path: read_samples(path))  # type: ignore[misc]
+        refusal(lambda path=path: read_spec(path, {}, "the flags"))  # type: ignore[misc]
+        refusal(lambda path=path: dataset_file(make_spec({"dataset": str(path)}, "-e"), tmp_path, print))  # type: ignore[misc]
+        refusal(lambda path=path: read_hosts(str(path)))  # type: ignore[misc]
+
+
+def test_a_model_folder_with_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    os.mkfifo(tmp_path / "model.safetensors")
+    text = refusal(lambda: model_folder(make_spec({"model": str(tmp_path)}, "-e"), None, tmp_path, print))
+    assert "weights" in text or "not a regular file" in text
+
+
+def test_a_fifo_and_a_device_do_not_block_the_command_line(tmp_path: Path) -> None:
+    fifo, device = special_files(tmp_path)[:2]
+    for path in (fifo, device):
+        done = command("check", str(path))
+        assert (
+            done.returncode == 2 and done.stderr == f"error: run spec: cannot read {path}: it is not a regular file\n"
+        )
+
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+
+
+def test_aliases_do_not_expand(tmp_path: Path) -> None:
+    file = tmp_path / "bomb.yml"
+    file.write_text(BOMB)
+    assert file.stat().st_size < 600
+    done = command("check", str(file), memory=1 << 30)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-500:]
+    assert "an alias (*name) of a list or a mapping is not allowed: write its values" in done.stderr
+    file.write_text(f"model: &t {'x' * 50_000}\nlora_targets: [{', '.join(['*t'] * 9)}]\n")
+    assert "stand for too much text" in refusal(lambda: read_spec(file, {}, "the flags"))
+    file.write_text("epochs: &n 3\nbatch_size: *n\n")
+    assert read_spec(file, {}, "the flags").batch_size == 3, "an alias of a single value is harmless"
+
+
+def test_extra_variables_do_not_expand() -> None:
+    nested: Any = "x"
+    for _ in range(12):
+        nested = [nested] * 9
+    assert "more than 1000000 values" in refusal(lambda: plain_data({"a": nested}))
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    assert "contains itself" in refusal(lambda: plain_data(cycle))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("lr: !!bool x", "lr: !!int ''", "lr: !!float x", "lr: !!timestamp x", f"lr: {'1:' * 2000}1.5", "- " * 3000),
+        *(f"seed: 0x{'f' * 5000}", f"lr: {'x' * MAX_YAML}", "\n".join(f"x{n}: 1" for n in range(4000))),
+        *(f"{json.dumps(text)}: 1" for text in TERMINAL_STRINGS),
+    ],
+    ids=lambda text: ascii(text)[:25],
+)
+def test_a_spec_that_breaks_the_parser_is_one_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "spec.yml"
+    file.write_text(text)
+    refusal(lambda: read_spec(file, {}, "the flags"))
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"collective_timeout": "1e300"},
+        {"strategy": "diloco", "outer_lr": "1e308"},
+        {"lr": "1e308"},
+        {"fake_data": True, "max_steps": 1_000_000_000},
+        {"fake_data": True, "total_batch_size": 1_000_000, "seq_length": 8192},
+        {"fake_data": True, "total_batch_size": 65_536, "seq_length": 8},
+        {"total_batch_size": 10**30},
+        {"gradient_accumulation": 10**400},
+        {"max_steps": "9" * 5000},
+        {"run": 10**5000},
+        {"lora_targets": [10**5000]},
+        {"model": "x" * 5000},
+    ],
+    ids=lambda values: quoted(values, 40),
+)
+def test_numbers_are_bounded_before_they_overflow(values: dict[str, Any]) -> None:
+    refusal(lambda: make_spec(values, "-e"))
+
+
+@pytest.mark.parametrize("name", ["stall_limit", "lost_limit", "restart_delay", "progress_interval"])
+def test_limits_are_within_the_range_of_timers(name: str) -> None:
+    refusal(lambda: make_options({name: 1e300}))
+    assert getattr(make_options({name: 3600}), name) == 3600
+
+
+def test_the_longest_spec_can_be_read_again(tmp_path: Path) -> None:
+    long: dict[str, Any] = dict.fromkeys(("model", "dataset", "dataset_split"), "🚂" * 4096)
+    spec = make_spec(long | {"lora_targets": ["🚂" * 12] * 1000}, "-e")
+    (tmp_path / "spec.yml").write_text(spec.to_yaml())
+    assert (tmp_path / "spec.yml").stat().st_size > 230_000
+    assert read_spec(tmp_path / "spec.yml", {}, "-e") == spec
+    refusal(lambda: make_spec({"lora_targets": ["x" * 13] * 1000}, "-e"))
+    refusal(lambda: make_spec({"lora_targets": ["x"] * 1001}, "-e"))
+
+
+def test_bounded_values_are_accepted() -> None:
+    spec = make_spec({"collective_timeout": 7200, "outer_lr": 1, "lr": 1e-30, "max_steps": 10**9}, "-e")
+    assert spec.max_steps == 10**9
+    assert make_spec({"fake_data": True, "max_steps": 1000, "seq_length": 1024}, "-e").fake_tokens == 1000 * 16 * 1024
+
+
+# Datasets -------------------------------------------------------------------------------------------------------------
+
+
+def test_data_reaches_a_message_escaped_and_short(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    for text in HOSTILE_STRINGS:
+        for record in (
+            {text: 1},
+            {"messages": [{"role": text, "content": "x"}]},
+            {f"{n}{text}": 1 for n in range(500)},
+        ):
+            file.write_text(json.dumps(record) + "\n")
+            assert len(refusal(lambda: read_samples(file)).replace(str(file), "")) < 1000
+    file.write_text(json.dumps({"x" * 3_000_000: 1, "y\x1b[2J": 2}) + "\n")
+    text = refusal(lambda: read_samples(file))
+    assert len(text) < 500 and r"y\x1b[2J" in text
+
+
+def test_a_record_of_endless_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.samples.MAX_LINE", 1 << 20)
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "good"}\n' + "x" * (2 << 20))
+    assert f"{file}:2: longer than 1 MiB" in refusal(lambda: read_samples(file))
+
+
+def test_what_is_derived_from_a_dataset_is_private(tmp_path: Path) -> None:
+    import numpy as np
+
+    from trainer.data.encode import Corpus
+    from trainer.data.samples import Sample
+
+    save_corpus(Corpus(np.arange(3, dtype=np.int32), np.ones(3, np.bool_), np.array([0, 3])), tmp_path / "c/corpus.npz")
+    assert (tmp_path / "c/corpus.npz").stat().st_mode & 0o777 == 0o600
+    before = os.umask(0o077)
+    try:
+        folder = ensure_tiny_model(tmp_path, None, 1, lambda: [Sample(pieces=(("text", True),))])
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o077 == 0 and (folder / "config.json").stat().st_mode & 0o077 == 0
+
+
+# torchft --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_ipv6_lighthouse_is_reported_in_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller shows the message of a heartbeat; of a rank without one it knows only the exit code."""
+    environment = {"TORCHELASTIC_RUN_ID": "r", "RANK": "0"}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "trainer", "train", f"--run-dir={tmp_path}", "--replica=0/2", "--first-rank=0"),
+            *("--lighthouse=fd00::1:29501", "strategy=diloco", "diloco_membership=torchft"),
+        ],
+        cwd=TOP, env=os.environ | environment, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    error = json.loads((tmp_path / "state/rank0.json").read_text())["error"]
+    assert error["plain"] and "torchft requires an IPv4 address" in error["message"]
