@@ -115,7 +115,9 @@ def _keys(row: Mapping[Any, Any]) -> str:
 
 def _suggestion(row: Mapping[Any, Any]) -> str:
     """Return ``: use columns=prompt=question,...`` for the shape that is nearest to the names of the record."""
-    plain = {key.lower(): key for key in itertools.islice(row, 100) if isinstance(key, str) and {*key} <= _PLAIN_KEY}
+    plain = {
+        key.lower(): key for key in itertools.islice(row, 100) if isinstance(key, str) and _PLAIN_KEY.fullmatch(key)
+    }
     best: dict[str, str] = {}
     for required, optional in SHAPES:
         found = {name: key for name in required if (key := _nearest_key(name, plain))}
@@ -232,7 +234,9 @@ def _message_keys(message: Mapping[Any, Any], where: str, columns: Mapping[str, 
         keys[name] = next((key for key in candidates if message.get(key) is not None), None)
     has_calls = bool(message.get("tool_calls"))
     if keys["role"] is None or (keys["content"] is None and not has_calls):
-        plain = {key: key for key in itertools.islice(message, 100) if isinstance(key, str) and {*key} <= _PLAIN_KEY}
+        plain = {
+            key: key for key in itertools.islice(message, 100) if isinstance(key, str) and _PLAIN_KEY.fullmatch(key)
+        }
         near = {name: _nearest_key(name, plain) for name in MESSAGE_KEYS}
         use = ",".join(f"{name}={key}" for name, key in near.items() if key and key != keys[name] and key != name)
         usable = use and all(keys[name] or near[name] not in (None, name) for name in MESSAGE_KEYS)
