@@ -114,30 +114,39 @@ def _keys(row: Mapping[Any, Any]) -> str:
 
 
 def _suggestion(row: Mapping[Any, Any]) -> str:
-    """Return ``: use columns=prompt=question,...`` for the shape that is nearest to the names of the record."""
-    plain = {
-        key.lower(): key for key in itertools.islice(row, 100) if isinstance(key, str) and _PLAIN_KEY.fullmatch(key)
-    }
-    best: dict[str, str] = {}
+    """Return the shape that is nearest to the names of the record, with the columns to set; empty for no names."""
+    nearest, best = "", dict.fromkeys(row, "")
     for required, optional in SHAPES:
-        found = {name: key for name in required if (key := _nearest_key(name, plain))}
-        if len(found) < len(required) or len({*found.values()}) < len(found):
+        found = {name: key for name in required if (key := _nearest_key(name, row))}
+        if len({*found.values()}) < len(required):
             continue
-        more = {name: key for name in optional if (key := _nearest_key(name, plain)) and key not in found.values()}
+        more = {name: key for name in optional if (key := _nearest_key(name, row)) and key not in found.values()}
         mapping = {name: key for name, key in (found | more).items() if name != key}
-        if not best or len(mapping) < len(best):
-            best = mapping
-    if not best and len(plain) == 1 == len(row):
-        best = {"text": next(iter(plain.values()))}
-    if best:
-        return f": use columns={','.join(f'{name}={key}' for name, key in best.items())}"
-    if row:
-        return ": map them with columns, as in columns=prompt=question,completion=answer"
-    return ""
+        if not nearest or len(mapping) < len(best):
+            nearest, best = " and ".join(required), mapping
+    if not nearest and len(row) == 1 and (keys := _plain_keys(row)):
+        nearest, best = "text", {"text": keys[0]}
+    if nearest:
+        return f"; nearest: {nearest}: use columns={','.join(f'{name}={key}' for name, key in best.items())}"
+    return ": map them, as in columns=prompt=question,completion=answer" if row else ""
 
 
-def _nearest_key(name: str, plain: Mapping[str, str]) -> str | None:
-    """Return the key of a record that means `name`, or None. `plain`: keys by their lower-case form."""
+def _plain_keys(row: Mapping[Any, Any]) -> list[str]:
+    return [key for key in itertools.islice(row, 100) if isinstance(key, str) and _PLAIN_KEY.fullmatch(key)]
+
+
+def _nearest_key(name: str, row: Mapping[Any, Any]) -> str | None:
+    """Return the key of a record or a message that means `name`, or None."""
+    is_list = name in ("messages", "conversations", "tools")
+    plain = {}
+    for key in _plain_keys(row):
+        value = row[key]
+        if isinstance(value, list | dict) or (isinstance(value, str) and value.startswith("[")):
+            fits = is_list or name in ("prompt", "completion", "content")
+        else:
+            fits = not is_list
+        if fits:
+            plain[key.lower()] = key
     for wanted in (name, *_SYNONYMS.get(name, ())):
         if wanted in plain:
             return plain[wanted]
@@ -232,17 +241,13 @@ def _message_keys(message: Mapping[Any, Any], where: str, columns: Mapping[str, 
         candidates = [columns[name]] if name in columns else [name, other]
         # Null stands for a name that the message does not have.
         keys[name] = next((key for key in candidates if message.get(key) is not None), None)
-    has_calls = bool(message.get("tool_calls"))
-    if keys["role"] is None or (keys["content"] is None and not has_calls):
-        plain = {
-            key: key for key in itertools.islice(message, 100) if isinstance(key, str) and _PLAIN_KEY.fullmatch(key)
-        }
-        near = {name: _nearest_key(name, plain) for name in MESSAGE_KEYS}
-        use = ",".join(f"{name}={key}" for name, key in near.items() if key and key != keys[name] and key != name)
-        usable = use and all(keys[name] or near[name] not in (None, name) for name in MESSAGE_KEYS)
-        raise ValueError(
-            f"{where} must have role and content; it {_keys(message)}{f': use columns={use}' * bool(usable)}"
+    if keys["role"] is None or (keys["content"] is None and not message.get("tool_calls")):
+        near = {name: keys[name] or _nearest_key(name, message) for name in MESSAGE_KEYS}
+        use = ",".join(
+            f"{name}={key}" for name, key in near.items() if key not in (name, {"role": "from"}.get(name, "value"))
         )
+        suggestion = f": use columns={use}" if use and all(near.values()) else ""
+        raise ValueError(f"{where} must have role and content; it {_keys(message)}{suggestion}")
     return keys["role"], keys["content"] or "content"
 
 

@@ -155,8 +155,8 @@ def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
         io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
     ):
         rows = csv.DictReader(text, names, restval="", delimiter=delimiter)
-        next(rows, None)
         try:
+            next(rows, None)  # the header
             yield from enumerate(itertools.islice(rows, CHECKED_ROWS), 1)
         except UnicodeDecodeError:
             raise UserError(f"dataset: cannot read {path}: not UTF-8 text") from None
