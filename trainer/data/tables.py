@@ -78,6 +78,8 @@ def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int,
     with open_regular(path):  # refuses a FIFO
         pass
     kind = format_of(path)
+    if path.suffix.lower() == ".zst":
+        raise UserError(f"dataset: {path}: decompress it first, or use .gz: zstd -d FILE")
     with _library(str(path)) as datasets, tempfile.TemporaryDirectory() as work:
         options: dict[str, Any] = {}
         if kind in TABLES:

@@ -1,6 +1,7 @@
 """Reading datasets: every supported form of a record, and ``file:line`` errors for anything else."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_runs import write_jsonl
 
+from trainer.config import make_spec
 from trainer.data.samples import Sample, is_hub_id, read_samples, to_sample
 from trainer.errors import UserError
 
@@ -252,3 +254,21 @@ def test_hub_ids(name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.Monke
     if hub:
         (tmp_path / name).mkdir(parents=True)
         assert not is_hub_id(name), "an existing path takes precedence"
+
+
+def test_the_examples_of_the_documentation() -> None:
+    """Every record on the page is read, and every column mapping of its table is what the error message suggests."""
+    page = (Path(__file__).parents[3] / "docs" / "datasets.md").read_text()
+    blocks = re.findall(r"```json\n(.*?)```", page, re.S)
+    assert len(blocks) == 6 and all(len(block.splitlines()) == 2 for block in blocks)
+    for line in "".join(blocks).splitlines():
+        assert to_sample(json.loads(line)) != Sample()
+    rows = re.findall(r"^\| `(\{.*?\})` \| `columns=(.*?)` \|$", page, re.M)
+    assert len(rows) == 5
+    for text, columns in rows:
+        row = json.loads(text.replace("[...]", '[{"role": "user", "content": "Q"}]'))
+        with pytest.raises(ValueError) as caught:
+            to_sample(row)
+        (suggested,) = re.findall("use columns=(.*)", str(caught.value))
+        assert {*suggested.split(",")} == {*columns.split(",")}
+        assert to_sample(row, make_spec({"columns": columns}, "").columns) != Sample()
