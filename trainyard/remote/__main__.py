@@ -21,6 +21,7 @@ VERBS = {
     "health": ("trainyard.remote.health", "gather"),
     "mesh": ("trainyard.remote.mesh", "measure"),
     "all_reduce": ("trainyard.remote.all_reduce", "measure"),
+    "local_files": ("trainyard.remote.local_files", "local_files"),
     "receive": ("trainyard.remote.receive", "receive"),
     "commit": ("trainyard.remote.commit", "commit"),
     "read_files": ("trainyard.remote.read_files", "read_files"),

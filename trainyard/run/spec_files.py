@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,11 +24,15 @@ from trainer.data.samples import Sample, is_hub_id, read_samples
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
 from trainer.formats import printable
-from trainer.inputs import path_kind, user_path
+from trainer.inputs import host_path, path_kind, user_path
 from trainyard.docs_dataset import write_dataset
-from trainyard.remote.receive import Digests
+from trainyard.remote.digests import Digests
+from trainyard.remote.local_files import tree_digest
+from trainyard.run.host_files import HostFiles
 
 Report = Callable[[str], None]
+Describe = Callable[[Mapping[str, str]], dict[str, HostFiles]]
+"""Takes {setting: path on the hosts}; returns what all hosts have there. Raises UserError where they differ."""
 
 _MODEL_PARTS = (
     (("config.json",), "config.json"),
@@ -47,7 +51,8 @@ class PreparedRun:
         run: name of the run.
         spec: every field of the run spec, and `rows_per_step`.
         files: for each file or folder its `kind` (dataset, model, trainer), `src` on the controller, `dest` below the
-            host's data directory, `sha256` by relative name, and `bytes`.
+            host's data directory, `sha256` by relative name, and `bytes` to copy. What the hosts have already has no
+            `src`, and `on_hosts`: its `path` there, `sha256` of all of it, and `config`, the text of a config.json.
         origin: what the spec calls model and dataset, and their checksums, for the model card.
     """
 
@@ -63,7 +68,7 @@ class PreparedRun:
 
     @property
     def has_dataset(self) -> bool:
-        """Whether the controller stages the dataset; otherwise each host fetches it from the hub."""
+        """Whether the hosts find the dataset in their store; otherwise each host fetches it from the hub."""
         return any(entry["kind"] == "dataset" for entry in self.files)
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,12 +76,13 @@ class PreparedRun:
         return asdict(self)
 
 
-def prepare(spec: RunSpec, work: Path, report: Report) -> PreparedRun:
+def prepare(spec: RunSpec, work: Path, report: Report, describe: Describe | None = None) -> PreparedRun:
     """Check the dataset and the model, create or fetch what is missing, and list what every host needs.
 
     Args:
         work: folder on the controller for created files and caches.
         report: receives a line for each step that takes long.
+        describe: asks the hosts for what they have already (`host:/path`).
 
     Raises:
         UserError: the dataset or the model is missing or damaged.
@@ -84,17 +90,23 @@ def prepare(spec: RunSpec, work: Path, report: Report) -> PreparedRun:
     files: list[dict[str, Any]] = []
     digests = Digests(work / "digests.json")
     identity: dict[str, str] = {}
-    dataset = None if spec.fake_data else dataset_file(spec, work, report)
+    on_hosts = files_on_hosts(spec, describe)
+    files += [found.entry(kind) for kind, found in on_hosts.items()]
+    identity |= {kind: found.digest for kind, found in on_hosts.items()}
+    dataset = None if spec.fake_data or "dataset" in on_hosts else dataset_file(spec, work, report)
     if dataset:
         digest = digests.of(dataset)
         _check_samples(dataset, digest, work)
         files.append(_entry(dataset, f"store/datasets/{digest[:16]}{dataset.suffix}", {"": digest}, "dataset"))
         identity["dataset"] = digest
-    model = model_folder(spec, dataset, work, report)
-    contents = {str(file.relative_to(model)): digests.of(file) for file in sorted(model.rglob("*")) if file.is_file()}
-    identity["model"] = hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
-    name = spec.model.rpartition("/")[2] if is_hub_id(spec.model) else model.name
-    files.append(_entry(model, f"store/models/{name}-{identity['model'][:12]}", contents, "model"))
+    if "model" not in on_hosts:
+        model = model_folder(spec, dataset, work, report)
+        contents = {
+            str(file.relative_to(model)): digests.of(file) for file in sorted(model.rglob("*")) if file.is_file()
+        }
+        identity["model"] = tree_digest(contents)
+        name = spec.model.rpartition("/")[2] if is_hub_id(spec.model) else model.name
+        files.append(_entry(model, f"store/models/{name}-{identity['model'][:12]}", contents, "model"))
     digests.keep()
     archive = trainer_archive(work)
     digest = sha256_file(archive)
@@ -110,6 +122,26 @@ def prepare(spec: RunSpec, work: Path, report: Report) -> PreparedRun:
         files=files,
         origin=origin | {f"{kind}_sha256": digest for kind, digest in identity.items()},
     )
+
+
+def files_on_hosts(spec: RunSpec, describe: Describe | None) -> dict[str, HostFiles]:
+    """Return the files of the spec that the hosts have already, by kind. Raises UserError."""
+    settings = {"dataset": "" if spec.fake_data else spec.dataset, "model": spec.model}
+    paths = {kind: path for kind, text in settings.items() if (path := host_path(text, kind))}
+    if not paths:
+        return {}
+    if describe is None:
+        raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with train.yml")
+    found = describe(paths)
+    if model := found.get("model"):
+        if model.kind != "folder":
+            raise UserError(f"model: {model.path} is a file on the hosts: give the folder that holds config.json")
+        for patterns, what in _MODEL_PARTS:
+            if not model.has(patterns):
+                raise UserError(
+                    f"model: {model.path} on the hosts has no {what}: give a model folder as transformers saves it"
+                )
+    return found
 
 
 def _entry(source: Path, target: str, digests: dict[str, str], kind: str) -> dict[str, Any]:
@@ -178,7 +210,8 @@ def model_folder(spec: RunSpec, dataset: Path | None, work: Path, report: Report
     if spec.model == TINY:
         if dataset is None and not spec.fake_data:
             raise UserError(
-                "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine"
+                "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
+                "give a model folder, host:/folder, or a hub id (org/name)"
             )
         return _tiny_folder(spec, dataset, work, report)
     folder = user_path(spec.model, "model")

@@ -112,6 +112,7 @@ def _copy_files(
         "arrived": {},
         "contents": {},
         # In check mode, a model that a run would make does not exist any more.
+        "links": target_links(entry, files),
         "modes": {path: Path(source).stat().st_mode & 0o777 for path, source in sources.items() if not check},
         "cache": f"{store}/digests.json",
         "incoming": f"{store}/incoming",
@@ -142,6 +143,15 @@ def target_files(entry: dict[str, Any], files: list[dict[str, Any]]) -> tuple[di
             sources[target] = f"{file['src']}/{name}" if name else file["src"]
             expected[target] = digest
     return sources, expected
+
+
+def target_links(entry: dict[str, Any], files: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return {path in the host's store: (path of what the host has already, its SHA-256)}."""
+    return {
+        f"{entry['data_dir']}/{file['dest']}": (file["on_hosts"]["path"], file["on_hosts"]["sha256"])
+        for file in files
+        if "on_hosts" in file
+    }
 
 
 def commit_request(
