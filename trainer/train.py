@@ -72,8 +72,8 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     Raises:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
     """
-    if spec.dataset.startswith("~"):
-        spec = spec.model_copy(update={"dataset": str(user_path(spec.dataset, "dataset"))})
+    paths = [source.path for source in spec.sources]
+    spec = spec.with_dataset_paths([str(user_path(p, "dataset")) if p.startswith("~") else p for p in paths])
     requested = spec
     spec = world.once_per_host(lambda: with_tiny_model(requested, store))
     if spec.torch_compile:

@@ -202,9 +202,9 @@ def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
     encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on)
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
-    path = Path(spec.dataset)
+    path = Path(spec.dataset_name)
     is_file = path_kind(path) == "file"
-    source = sha256_file(path) if is_file else f"{spec.dataset}-{spec.dataset_split}".replace("/", "--")
+    source = sha256_file(path) if is_file else f"{spec.dataset_name}-{spec.dataset_split}".replace("/", "--")
     cache = store / "cache" / f"{source[:64]}-{encoder.fingerprint()[:16]}.npz"
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
     if is_file and (cached := load_corpus(cache)):

@@ -191,6 +191,6 @@ def read_dataset(spec: RunSpec) -> list[Sample]:
         raise UserError(
             f"dataset: only ansible-playbook train.yml can generate {EMBEDDED_DATASET}: set dataset to a JSONL file"
         )
-    if is_hub_id(spec.dataset):
-        return read_hub(spec.dataset, spec.dataset_split)
-    return read_samples(Path(spec.dataset))
+    if is_hub_id(spec.dataset_name):
+        return read_hub(spec.dataset_name, spec.dataset_split)
+    return read_samples(Path(spec.dataset_name))

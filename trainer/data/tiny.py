@@ -171,7 +171,7 @@ def with_tiny_model(spec: RunSpec, store: Path) -> RunSpec:
     """
     if spec.model != TINY:
         return spec
-    file = Path(spec.dataset)
+    file = Path(spec.dataset_name)
     dataset = file if path_kind(file) == "file" and not spec.fake_data else None
 
     def samples() -> list[Sample]:

@@ -32,7 +32,7 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
 
     Without a local file of the dataset, or with `fake_data`, every row counts as full.
     """
-    file = user_path(spec.dataset, "dataset")
+    file = user_path(spec.dataset_name, "dataset")
     if spec.fake_data or path_kind(file) != "file":
         return Rows.full(spec), _FULL_ROWS
     spec = spec.model_copy(update={"dataset": str(file)})
@@ -62,7 +62,7 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
     places = sum(padded) / len(padded)
     return (
         Rows(places, sum(filled) / len(filled), float(corpus.trained.sum()) / (places * len(epoch))),
-        f"{spec.dataset}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
+        f"{spec.dataset_name}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
     )
 
 
