@@ -240,9 +240,7 @@ class HostFacts(_Open):
     unreadable: Lines
 
 
-FileNames = Annotated[
-    dict[Annotated[str, Field(max_length=4096)], tuple[Count, Digest]], Field(max_length=FILES_LIMIT)
-]
+FileNames = Annotated[dict[Annotated[str, Field(max_length=4096)], tuple[Count, Digest]], Field(max_length=FILES_LIMIT)]
 
 
 class LocalFile(_Open):

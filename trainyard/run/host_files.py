@@ -6,7 +6,6 @@ A host may be compromised: its names and texts are data. No name decides where t
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -58,11 +57,12 @@ class HostFiles:
     def entry(self, kind: str) -> dict[str, Any]:
         """Return the entry of PreparedRun.files: nothing is copied, and the store has a link to the path."""
         if kind == "model":
-            target = f"store/models/{os.path.basename(self.path) or 'model'}-{self.digest[:12]}"
+            target = f"store/models/{Path(self.path).name or 'model'}-{self.digest[:12]}"
         else:
             target = f"store/datasets/{self.digest[:16]}{suffix(self.path) if self.kind == 'file' else ''}"
-        linked = {"path": self.path, "sha256": self.digest, "config": self.texts.get(CONFIG, "")}
-        return {"kind": kind, "src": "", "dest": target, "sha256": {}, "bytes": 0, "on_hosts": linked}
+        linked = {"path": self.path, "config": self.texts.get(CONFIG, "")}
+        about = {"kind": kind, "src": "", "dest": target, "sha256": {}, "bytes": 0}
+        return about | {"digest": self.digest, "on_hosts": linked}
 
 
 def suffix(path: str | Path) -> str:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 import trainer
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
+from trainer.config.dataset_source import with_paths
 from trainer.data.samples import Sample, is_hub_id, read_samples
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
@@ -28,7 +29,7 @@ from trainer.inputs import host_path, path_kind, user_path
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests
 from trainyard.remote.local_files import tree_digest
-from trainyard.run.host_files import HostFiles
+from trainyard.run.host_files import HostFiles, suffix
 
 Report = Callable[[str], None]
 Describe = Callable[[Mapping[str, str]], dict[str, HostFiles]]
@@ -51,8 +52,9 @@ class PreparedRun:
         run: name of the run.
         spec: every field of the run spec, and `rows_per_step`.
         files: for each file or folder its `kind` (dataset, model, trainer), `src` on the controller, `dest` below the
-            host's data directory, `sha256` by relative name, and `bytes` to copy. What the hosts have already has no
-            `src`, and `on_hosts`: its `path` there, `sha256` of all of it, and `config`, the text of a config.json.
+            host's data directory, `sha256` by relative name, `digest` of all of it, and `bytes` to copy. What the hosts have already has no
+            `src`, and `on_hosts`: its `path` there, and `config`, the text of a config.json. A dataset has its place
+            among those of the spec, `source`.
         origin: what the spec calls model and dataset, and their checksums, for the model card.
     """
 
@@ -68,8 +70,10 @@ class PreparedRun:
 
     @property
     def has_dataset(self) -> bool:
-        """Whether the hosts find the dataset in their store; otherwise each host fetches it from the hub."""
-        return any(entry["kind"] == "dataset" for entry in self.files)
+        """Whether the hosts find every dataset in their store; otherwise each host fetches one from the hub."""
+        staged = sum(entry["kind"] == "dataset" for entry in self.files)
+        listed = self.spec["dataset"]
+        return staged == (1 if isinstance(listed, str) else len(listed))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -87,30 +91,31 @@ def prepare(spec: RunSpec, work: Path, report: Report, describe: Describe | None
     Raises:
         UserError: the dataset or the model is missing or damaged.
     """
-    files: list[dict[str, Any]] = []
     digests = Digests(work / "digests.json")
-    identity: dict[str, str] = {}
     on_hosts = files_on_hosts(spec, describe)
-    files += [found.entry(kind) for kind, found in on_hosts.items()]
-    identity |= {kind: found.digest for kind, found in on_hosts.items()}
-    dataset = None if spec.fake_data or "dataset" in on_hosts else dataset_file(spec, work, report)
-    if dataset:
-        digest = digests.of(dataset)
-        _check_samples(dataset, digest, work)
-        files.append(_entry(dataset, f"store/datasets/{digest[:16]}{dataset.suffix}", {"": digest}, "dataset"))
-        identity["dataset"] = digest
-    if "model" not in on_hosts:
-        model = model_folder(spec, dataset, work, report)
-        contents = {
-            str(file.relative_to(model)): digests.of(file) for file in sorted(model.rglob("*")) if file.is_file()
-        }
-        identity["model"] = tree_digest(contents)
+    files = dataset_entries(spec, on_hosts, digests, work, report)
+    identity: dict[str, Any] = {}
+    if files:
+        names = [source.path for source in spec.sources]
+        for entry in files:
+            names[entry["source"]] = entry["digest"]
+        identity["dataset"] = with_paths(spec.dataset, names)
+    if found := on_hosts.get("model"):
+        files.append(found.entry("model"))
+    else:
+        datasets = [Path(entry["src"]) for entry in files if entry["src"]]
+        complete = len(datasets) == len(spec.sources)
+        model = model_folder(spec, datasets if complete else [], work, report)
         name = spec.model.rpartition("/")[2] if is_hub_id(spec.model) else model.name
-        files.append(_entry(model, f"store/models/{name}-{identity['model'][:12]}", contents, "model"))
+        files.append(_folder_entry(model, f"store/models/{name}", digests, "model"))
+    identity["model"] = files[-1]["digest"]
     digests.keep()
     archive = trainer_archive(work)
     digest = sha256_file(archive)
     files.append(_entry(archive, f"store/trainers/{digest[:16]}.zip", {"": digest}, "trainer"))
+    known = {"model_sha256": identity["model"]}
+    if len(spec.sources) == 1 and files[0]["kind"] == "dataset":
+        known["dataset_sha256"] = files[0]["digest"]
     origin = {"model": spec.model, "dataset": spec.dataset_name}
     if not spec.run:
         # The name depends on the contents of model and dataset, not on their paths on this controller.
@@ -120,14 +125,43 @@ def prepare(spec: RunSpec, work: Path, report: Report, describe: Describe | None
         run=spec.run,
         spec=spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step},
         files=files,
-        origin=origin | {f"{kind}_sha256": digest for kind, digest in identity.items()},
+        origin=origin | known,
     )
 
 
+def dataset_entries(
+    spec: RunSpec, on_hosts: Mapping[str, HostFiles], digests: Digests, work: Path, report: Report
+) -> list[dict[str, Any]]:
+    """Return the entries of the datasets that the hosts find in their store, with the place of each as `source`.
+
+    Raises:
+        UserError: a dataset is missing or damaged.
+    """
+    entries = []
+    for place, source in enumerate(() if spec.fake_data else spec.sources):
+        if found := on_hosts.get(_setting(spec, place)):
+            entries.append(found.entry("dataset") | {"source": place})
+            continue
+        one = spec.model_copy(update={"dataset": source.path})
+        if path := dataset_file(one, work, report):
+            digest = digests.of(path)
+            _check_samples(path, digest, work)
+            target = f"store/datasets/{digest[:16]}{suffix(path)}"
+            entries.append(_entry(path, target, {"": digest}, "dataset") | {"source": place})
+    return entries
+
+
+def _setting(spec: RunSpec, place: int) -> str:
+    """Return what a message calls a dataset of the spec."""
+    return "dataset" if len(spec.sources) == 1 else f"dataset {place + 1}"
+
+
 def files_on_hosts(spec: RunSpec, describe: Describe | None) -> dict[str, HostFiles]:
-    """Return the files of the spec that the hosts have already, by kind. Raises UserError."""
-    settings = {"dataset": "" if spec.fake_data else spec.dataset, "model": spec.model}
-    paths = {kind: path for kind, text in settings.items() if (path := host_path(text, kind))}
+    """Return the files of the spec that the hosts have already, by setting. Raises UserError."""
+    settings = {"model": spec.model}
+    if not spec.fake_data:
+        settings |= {_setting(spec, place): source.path for place, source in enumerate(spec.sources)}
+    paths = {setting: path for setting, text in settings.items() if (path := host_path(text, setting))}
     if not paths:
         return {}
     if describe is None:
@@ -146,7 +180,14 @@ def files_on_hosts(spec: RunSpec, describe: Describe | None) -> dict[str, HostFi
 
 def _entry(source: Path, target: str, digests: dict[str, str], kind: str) -> dict[str, Any]:
     size = sum((source / name if name else source).stat().st_size for name in digests)
-    return {"kind": kind, "src": str(source), "dest": target, "sha256": digests, "bytes": size}
+    digest = tree_digest(digests)
+    return {"kind": kind, "src": str(source), "dest": target, "sha256": digests, "bytes": size, "digest": digest}
+
+
+def _folder_entry(folder: Path, target: str, digests: Digests, kind: str) -> dict[str, Any]:
+    """Return the entry of a folder; its digest is appended to `target`."""
+    contents = {str(file.relative_to(folder)): digests.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    return _entry(folder, f"{target}-{tree_digest(contents)[:12]}", contents, kind)
 
 
 def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
@@ -201,19 +242,22 @@ def _check_samples(path: Path, digest: str, work: Path) -> None:
         mark.touch()
 
 
-def model_folder(spec: RunSpec, dataset: Path | None, work: Path, report: Report) -> Path:
+def model_folder(spec: RunSpec, datasets: list[Path], work: Path, report: Report) -> Path:
     """Return the model's folder on the controller; create the tiny model, or fetch a model from the hub, once.
+
+    Args:
+        datasets: the datasets on the controller, if it has all of them.
 
     Raises:
         UserError: the model does not exist or is damaged.
     """
     if spec.model == TINY:
-        if dataset is None and not spec.fake_data:
+        if not datasets and not spec.fake_data:
             raise UserError(
                 "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
                 "give a model folder, host:/folder, or a hub id (org/name)"
             )
-        return _tiny_folder(spec, dataset, work, report)
+        return _tiny_folder(spec, datasets, work, report)
     folder = user_path(spec.model, "model")
     if not path_kind(folder):
         looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
@@ -272,17 +316,17 @@ def in_hub_cache(name: str) -> bool:
     return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
 
 
-def _tiny_folder(spec: RunSpec, dataset: Path | None, work: Path, report: Report) -> Path:
-    """Return the folder of the tiny model for this dataset and seed, created once."""
+def _tiny_folder(spec: RunSpec, datasets: list[Path], work: Path, report: Report) -> Path:
+    """Return the folder of the tiny model for these datasets and the seed, created once."""
     from trainer.data.tiny import ensure_tiny_model
 
     def samples() -> list[Sample]:
-        if dataset is None:
+        if not datasets:
             return []
         report("creating the model tiny: random weights and a tokenizer trained on the dataset (once)")
-        return list(read_samples(dataset))
+        return [sample for dataset in datasets for sample in read_samples(dataset)]
 
-    return ensure_tiny_model(work, dataset, spec.seed, samples)
+    return ensure_tiny_model(work, datasets[0] if len(datasets) == 1 else None, spec.seed, samples)
 
 
 def trainer_archive(work: Path) -> Path:

@@ -148,7 +148,7 @@ def target_files(entry: dict[str, Any], files: list[dict[str, Any]]) -> tuple[di
 def target_links(entry: dict[str, Any], files: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Return {path in the host's store: (path of what the host has already, its SHA-256)}."""
     return {
-        f"{entry['data_dir']}/{file['dest']}": (file["on_hosts"]["path"], file["on_hosts"]["sha256"])
+        f"{entry['data_dir']}/{file['dest']}": (file["on_hosts"]["path"], file["digest"])
         for file in files
         if "on_hosts" in file
     }
