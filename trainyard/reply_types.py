@@ -259,6 +259,12 @@ class Receive(_Open):
     changed: NotRequired[Annotated[list[Line], Field(max_length=FILES_LIMIT)]]
 
 
+class Relay(_Open):
+    installed: Annotated[list[str], Field(max_length=FILES_LIMIT)]
+    receive_error: Line
+    send_error: Line
+
+
 class Commit(_Open):
     changed: NotRequired[Annotated[list[Line], Field(max_length=FILES_LIMIT)]]
     claimed: NotRequired[Line]
@@ -373,6 +379,7 @@ REPLY_TYPES: dict[str, Any] = {
     "all_reduce": AllReduce,
     "local_files": LocalFiles,
     "receive": Receive,
+    "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
     "run_status": RunStatus,

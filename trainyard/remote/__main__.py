@@ -23,6 +23,7 @@ VERBS = {
     "all_reduce": ("trainyard.remote.all_reduce", "measure"),
     "local_files": ("trainyard.remote.local_files", "local_files"),
     "receive": ("trainyard.remote.receive", "receive"),
+    "relay": ("trainyard.remote.relay", "relay"),
     "commit": ("trainyard.remote.commit", "commit"),
     "read_files": ("trainyard.remote.read_files", "read_files"),
     "run_status": ("trainer.supervise.status", "status"),

@@ -202,6 +202,7 @@ def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: Prepared
     return node.as_dict() | {
         "spec": host_spec(spec, prepared.files, node.data_dir),
         "previous": start_of(facts["part"]),
+        "link_mbit": facts["link_mbit"],
         "versions": facts["versions"],
         "gpus": [gpu["name"] for gpu in facts["gpus"]],
         "memory_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=facts["memory_mib"]),

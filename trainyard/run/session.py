@@ -263,7 +263,10 @@ class RunSession:
         while True:
             try:
                 return stage_files(
-                    state.plan, self.prepared, self.connect, self.options.run_env, state.token, self.check
+                    *(state.plan, self.prepared, self.connect, self.options.run_env, state.token),
+                    check=self.check,
+                    transfer=self.options.transfer,
+                    report=self.report,
                 )
             except RunClaimedError as error:
                 if time.monotonic() > deadline:

@@ -1,0 +1,159 @@
+"""Pass files from host to host, in a chain, while they arrive: every port of the network carries them once.
+
+The first host of the chain has the files already, or the controller copies them to it. A host that fails, and those behind
+it, are left without the files; the caller sends these from the controller.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.connection import FanOut, HostConnection
+from trainyard.preflight.mesh import HIGH_PORTS
+from trainyard.run.transfer_key import make_transfer_key
+
+MINIMUM = 4 << 20  # bytes below which the start of a relay takes longer than a copy from the controller
+IDLE = 30.0  # s without a byte after which a host gives up
+MIN_RATE = 100_000  # bytes per second; a slower relay is given up
+START_LIMIT = 60.0  # s in addition to the time that the bytes take
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A file that hosts of a relay lack.
+
+    Attributes:
+        dest: path below the data directory of every host.
+        source: path on the controller; empty if only hosts have the file.
+        size: in bytes.
+        mode: of the source: others may read a copy only if they may read the source.
+    """
+
+    dest: str
+    source: str
+    size: int
+    sha256: str
+    mode: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host that can be part of a relay. `lacks` are the `dest` of the files that it does not have."""
+
+    host: str
+    address: str
+    data_dir: str
+    lacks: frozenset[str]
+    link_mbit: float = 0.0
+
+    def temporary(self, copy: Copy, token: str) -> str:
+        """Return where a file arrives; the token keeps simultaneous copies of the same file apart."""
+        return f"{self.data_dir}/store/incoming/{copy.sha256}-{token}"
+
+
+def plan_relay(members: Sequence[Member], copies: Mapping[str, Copy]) -> list[Member]:
+    """Return the chain of hosts, the first one first; empty if copies from the controller are as fast.
+
+    A relay needs two machines, of which one has the files or receives them from the controller. Fast links come first,
+    because a host delays those behind it.
+    """
+    lacking = [member for member in members if member.lacks]
+    complete = [member for member in members if not member.lacks]
+    size = sum(copies[name].size for name in {name for member in lacking for name in member.lacks})
+    chain = sorted(lacking, key=lambda member: -member.link_mbit)
+    if complete:
+        chain.insert(0, max(complete, key=lambda member: member.link_mbit))
+    elif chain and any(not copies[name].source for member in chain for name in member.lacks):
+        return []
+    addresses = {ipaddress.ip_address(member.address) for member in chain}
+    if len(chain) < 2 or len(addresses) < len(chain) or size < MINIMUM:
+        return []
+    return chain
+
+
+def run_relay(
+    chain: Sequence[Member],
+    copies: Mapping[str, Copy],
+    connect: Callable[[str], HostConnection],
+    token: str,
+) -> dict[str, str]:
+    """Copy what the hosts of the chain lack. Returns why a host failed, by host; such a host may have some of the files.
+
+    Args:
+        copies: by `dest`.
+        connect: makes the connection to a host by its name; called in this thread.
+        token: of this controller's transfers.
+    """
+    wanted = {name: copies[name] for name in sorted({name for member in chain for name in member.lacks})}
+    first = chain[0]
+    requests = _requests(chain, wanted, token)
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
+        member.host: functools.partial(connect(member.host).call, "relay", requests[member.host]) for member in chain
+    }
+    upload = [copy for name, copy in wanted.items() if name in first.lacks]
+    putting = functools.partial(_put, connect(first.host), first, upload, token)
+    limit = START_LIMIT + sum(copy.size for copy in wanted.values()) / MIN_RATE
+    done = FanOut({**calls, "": putting}).wait(limit)
+    failed = {host: why for host, why in done.errors.items() if host}
+    for member in chain:
+        answer = done.answers.get(member.host, {})
+        if why := answer.get("receive_error"):
+            failed[member.host] = why
+    if why := done.errors.get(""):
+        failed[first.host] = why
+    # What a host could not send names the cause better than what the next one did not receive.
+    for member, after in itertools.pairwise(chain):
+        if after.host in failed and (why := done.answers.get(member.host, {}).get("send_error")):
+            failed[after.host] = f"{member.host} cannot send to it: {why}"
+    return {member.host: failed[member.host] for member in chain if member.host in failed}
+
+
+def _put(connection: HostConnection, first: Member, upload: Sequence[Copy], token: str) -> dict[str, Any]:
+    for copy in upload:
+        connection.put(copy.source, first.temporary(copy, token))
+    return {}
+
+
+def _requests(chain: Sequence[Member], wanted: Mapping[str, Copy], token: str) -> dict[str, dict[str, Any]]:
+    """Return the request of every host, see trainyard/remote/relay.py."""
+    certificate, key = make_transfer_key()
+    # The default range of ephemeral ports, where peers reach a host whose firewall is not ours, too.
+    ports = random.sample(HIGH_PORTS, len(chain))
+    addresses = [str(ipaddress.ip_address(member.address)) for member in chain]
+    requests = {}
+    for place, member in enumerate(chain):
+        after = chain[place + 1] if place + 1 < len(chain) else None
+        # What a host further on lacks passes through this one, which has it already or keeps it.
+        needed = {name for later in chain[place:] for name in later.lacks}
+        files = [
+            {
+                "target": f"{member.data_dir}/{copy.dest}",
+                "temporary": member.temporary(copy, token),
+                "size": copy.size,
+                "sha256": copy.sha256,
+                "mode": copy.mode,
+                "source": ("host" if place else "controller") if name in member.lacks else "here",
+                "wanted": after is not None and name in after.lacks,
+            }
+            for name, copy in wanted.items()
+            if name in needed
+        ]
+        requests[member.host] = {
+            "files": files,
+            "address": addresses[place],
+            "port": ports[place],
+            "previous": addresses[place - 1] if place else "",
+            "next": addresses[place + 1] if after else "",
+            "next_port": ports[place + 1] if after else 0,
+            "certificate": certificate,
+            "key": key,
+            "cache": f"{member.data_dir}/store/digests.json",
+            "idle": IDLE,
+        }
+    return requests
