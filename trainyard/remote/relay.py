@@ -24,7 +24,6 @@ from trainyard.remote.receive import install, restrict
 
 BLOCK = 128 << 10  # bytes that a host receives before it passes them on
 POLL = 0.02  # s between two looks at a file that the controller is copying
-CONNECT_LIMIT = 20.0  # s for the next host to listen
 HANDSHAKE_LIMIT = 10.0  # s for TLS
 ACCEPTED = b"1"  # the receiver's answer to the last byte
 
@@ -61,8 +60,8 @@ def relay(request: dict[str, Any]) -> dict[str, Any]:
     Args:
         request: `files`, each with `target`, `temporary`, `size`, `sha256`, `mode`, `source` (here, controller, host) and
             `wanted` by the next host; `address` of this host; `port` to listen on; `previous` and `next`, addresses, or
-            empty; `next_port`; `certificate` and `key` of the transfer; `cache`, the file of known digests; `idle`, the
-            seconds without a byte after which the transfer fails.
+            empty; `next_port`; `certificate` and `key` of the transfer; `cache`, the file of known digests; `connect`, the
+            seconds for the next host to listen; `idle`, those without a byte after which the transfer fails.
 
     Returns:
         `installed`, the paths of the files that have arrived; `receive_error` and `send_error`, empty if there is none.
@@ -75,7 +74,7 @@ def relay(request: dict[str, Any]) -> dict[str, Any]:
 class _Relay:
     def __init__(self, request: dict[str, Any], files: list[_File]) -> None:
         self.request, self.files = request, files
-        self.idle = float(request["idle"])
+        self.idle, self.connect = float(request["idle"]), float(request["connect"])
         self.arrived = threading.Condition()
         self.failed = ""  # why no more bytes arrive
         self.send_error = ""
@@ -175,7 +174,7 @@ class _Relay:
 
     def _accept(self) -> ssl.SSLSocket:
         """Return the connection of the host before this one; every other one is closed. Raises OSError."""
-        deadline = time.monotonic() + CONNECT_LIMIT + self.idle
+        deadline = time.monotonic() + self.connect + self.idle
         with _listen(self.request["address"], self.request["port"]) as listener:
             while True:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -206,7 +205,7 @@ class _Relay:
 
     def _connect(self) -> ssl.SSLSocket:
         """Return the connection to the next host, which may not listen yet. Raises OSError."""
-        deadline = time.monotonic() + CONNECT_LIMIT
+        deadline = time.monotonic() + self.connect
         while True:
             try:
                 plain = socket.create_connection(

@@ -19,6 +19,7 @@ from trainyard.preflight.mesh import HIGH_PORTS
 from trainyard.run.transfer_key import make_transfer_key
 
 MINIMUM = 4 << 20  # bytes below which the start of a relay takes longer than a copy from the controller
+CONNECT = 20.0  # s for a host to listen
 IDLE = 30.0  # s without a byte after which a host gives up
 MIN_RATE = 100_000  # bytes per second; a slower relay is given up
 START_LIMIT = 60.0  # s in addition to the time that the bytes take
@@ -154,6 +155,7 @@ def _requests(chain: Sequence[Member], wanted: Mapping[str, Copy], token: str) -
             "certificate": certificate,
             "key": key,
             "cache": f"{member.data_dir}/store/digests.json",
+            "connect": CONNECT,
             "idle": IDLE,
         }
     return requests
