@@ -10,6 +10,7 @@ import functools
 import ipaddress
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,10 @@ MINIMUM = 4 << 20  # bytes below which the start of a relay takes longer than a 
 CONNECT = 20.0  # s for a host to listen
 IDLE = 30.0  # s without a byte after which a host gives up
 MIN_RATE = 100_000  # bytes per second; a slower relay is given up
+POLL = 0.05  # s between two looks at the hosts
 START_LIMIT = 60.0  # s in addition to the time that the bytes take
+
+_UPLOAD = ""  # the place of the controller's own copy among the requests to hosts
 
 
 @dataclass(frozen=True)
@@ -94,23 +98,44 @@ def run_relay(
     wanted = {name: copies[name] for name in sorted({name for member in chain for name in member.lacks})}
     first = chain[0]
     requests = _requests(chain, wanted, token)
-    calls: dict[str, Callable[[], dict[str, Any]]] = {
-        member.host: functools.partial(connect(member.host).call, "relay", requests[member.host]) for member in chain
-    }
     upload = [copy for name, copy in wanted.items() if name in first.lacks]
-    putting = functools.partial(_put, connect(first.host), first, upload, token)
-    limit = START_LIMIT + sum(copy.size for copy in wanted.values()) / MIN_RATE
-    done = FanOut({**calls, "": putting}).wait(limit)
-    failed = {host: why for host, why in done.errors.items() if host}
-    for member in chain:
-        answer = done.answers.get(member.host, {})
+    connections = {member.host: connect(member.host) for member in chain}
+    putting = connect(first.host)
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
+        host: functools.partial(connection.call, "relay", requests[host]) for host, connection in connections.items()
+    }
+    done = FanOut({**calls, _UPLOAD: functools.partial(_put, putting, first, upload, token)})
+    deadline = time.monotonic() + START_LIMIT + sum(copy.size for copy in wanted.values()) / MIN_RATE
+    while any(thread.is_alive() for thread in done.threads.values()) and time.monotonic() < deadline:
+        time.sleep(POLL)
+        for host in _waiting_in_vain(chain, done):
+            connections[host].transport.abort()
+    done.wait(POLL)
+    return _failures(chain, done)
+
+
+def _waiting_in_vain(chain: Sequence[Member], done: FanOut) -> list[str]:
+    """Return the hosts behind one that failed: they receive nothing any more, and would wait for `IDLE`."""
+    hosts = [member.host for member in chain]
+    lost = [_UPLOAD in done.errors] + [
+        host in done.errors or bool(done.answers.get(host, {}).get("receive_error")) for host in hosts
+    ]
+    behind = hosts[lost.index(True) :] if any(lost) else []
+    return [host for host in behind if done.threads[host].is_alive()]
+
+
+def _failures(chain: Sequence[Member], done: FanOut) -> dict[str, str]:
+    """Return why hosts failed, in the order of the chain."""
+    failed = dict(done.errors)
+    for host, answer in done.answers.items():
         if why := answer.get("receive_error"):
-            failed[member.host] = why
-    if why := done.errors.get(""):
-        failed[first.host] = why
+            failed[host] = why
+    if why := failed.get(_UPLOAD):
+        failed[chain[0].host] = why
     # What a host could not send names the cause better than what the next one did not receive.
     for member, after in itertools.pairwise(chain):
-        if after.host in failed and (why := done.answers.get(member.host, {}).get("send_error")):
+        why = done.answers.get(member.host, {}).get("send_error")
+        if why and after.host in failed and after.host not in done.errors:
             failed[after.host] = f"{member.host} cannot send to it: {why}"
     return {member.host: failed[member.host] for member in chain if member.host in failed}
 

@@ -193,7 +193,8 @@ def _copy_lacking(
     arrived = {}
     for dest in sorted(member.lacks):
         if (path := f"{member.data_dir}/{dest}") in answer["lacking"]:
-            arrived[path] = member.temporary(copies[dest], token)
+            # Not where a relay that failed may still write or remove a file.
+            arrived[path] = member.temporary(copies[dest], f"{token}-direct")
             connection.put(copies[dest].source, arrived[path])
     answer = connection.call("receive", request | {"arrived": arrived})
     if "changed" not in answer:
