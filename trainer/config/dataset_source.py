@@ -10,11 +10,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from trainer.config.yaml_text import parse_yaml
 from trainer.formats import quoted
 
-# The names that a record can have, and the names of its messages; `columns` maps them to the columns of a dataset.
-COLUMNS = (
-    *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text"),
-    *("system", "tools", "role", "content"),
+# The shapes of a record, in order of precedence: the names that it must have, and those that it may have.
+SHAPES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("messages",), ("system", "tools")),
+    (("conversations",), ("system", "tools")),
+    (("instruction", "output"), ("input", "system")),
+    (("prompt", "completion"), ("tools",)),
+    (("text",), ()),
 )
+MESSAGE_KEYS = ("role", "content")  # of a message in `messages` or `conversations`
+COLUMNS = tuple(dict.fromkeys([name for shape in SHAPES for names in shape for name in names] + [*MESSAGE_KEYS]))
 MAX_WEIGHT = 1000
 EXPECTED_DATASET = "a path, a hub id, or a list such as [a.jsonl, {path: b.csv, weight: 0.3}]"
 EXPECTED_COLUMNS = "names of a shape and of columns, such as {prompt: question, completion: answer}"
@@ -82,6 +87,10 @@ def columns_error(columns: Mapping[str, str]) -> str:
             turned = f": did you mean {{{column}: {name}}}?" if column in COLUMNS else ""
             known = "" if turned else f": expected one of {', '.join(COLUMNS)}"
             return f"columns: unknown name {quoted(name)}{turned}{known}"
+    mapped = set(columns).difference(MESSAGE_KEYS)
+    if not any(mapped <= {*required, *optional} for required, optional in SHAPES):
+        shapes = "; ".join(", ".join(required + optional) for required, optional in SHAPES)
+        return f"columns: {', '.join(sorted(mapped))} are of different shapes: map the names of one shape: {shapes}"
     return ""
 
 

@@ -48,7 +48,7 @@ def test_every_form(row: dict[str, Any], sample: Sample, tmp_path: Path) -> None
         (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "message 0 of 'messages' has a lone surrogate"),
         (b"[" * 200_000, "not JSON: nested too deeply"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
-        (b"[]", "is a list, expected an object with messages; instruction and output"),
+        (b"[]", "is a list, expected an object with messages; conversations"),
         (b"null", "is a NoneType"),
         (b"{}", "has the keys (none); expected messages"),
         (b'{"question": "a", "answer": "b"}', "has the keys question, answer; expected messages"),
@@ -124,7 +124,7 @@ def test_an_empty_file(data: bytes, tmp_path: Path) -> None:
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dataset: no such file: .*none\.jsonl: set a JSONL file"):
         read_samples(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match=r"dataset: cannot read .*: Is a directory"):
+    with pytest.raises(UserError, match="has no file of JSONL, JSON, CSV, TSV, Parquet or Arrow"):
         read_samples(tmp_path)
 
 
