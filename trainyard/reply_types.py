@@ -254,6 +254,12 @@ class LocalFiles(_Open):
     files: Annotated[dict[str, LocalFile], Field(max_length=100)]
 
 
+class HubFetch(_Open):
+    names: FileNames
+    texts: Annotated[dict[str, Text], Field(max_length=100)]
+    unreachable: Line
+
+
 class Receive(_Open):
     lacking: Annotated[list[str], Field(max_length=FILES_LIMIT)]
     changed: NotRequired[Annotated[list[Line], Field(max_length=FILES_LIMIT)]]
@@ -378,6 +384,7 @@ REPLY_TYPES: dict[str, Any] = {
     "mesh": Mesh,
     "all_reduce": AllReduce,
     "local_files": LocalFiles,
+    "hub_fetch": HubFetch,
     "receive": Receive,
     "relay": Relay,
     "commit": Commit,

@@ -19,10 +19,11 @@ from trainer.errors import UserError
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport
 from trainyard.preflight.runner import run_preflight
-from trainyard.run import copy_files, follower, host_files
+from trainyard.run import copy_files, follower
 from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import RunError
 from trainyard.run.gather import describe
+from trainyard.run.host_files import HostAccess, describe_files
 from trainyard.run.launch import start_ranks
 from trainyard.run.options import make_options
 from trainyard.run.planning import plan_run
@@ -75,9 +76,9 @@ def stage(cluster: Cluster, folder: Path) -> list[str]:
     return [line for paths in stage_files(entries, PREPARED, cluster.connect, {}, "t").values() for line in paths]
 
 
-def describe_files(cluster: Cluster, folder: Path) -> list[str]:
+def described(cluster: Cluster, folder: Path) -> list[str]:
     try:
-        found = host_files.describe_files(cluster.hosts, cluster.connect, {"model": "/srv/model"})["model"]
+        found = describe_files(HostAccess(cluster.hosts, cluster.connect), {"model": "/srv/model"})["model"]
     except UserError as error:
         raise RunError(str(error)) from None
     return [str(found.entry("model")["dest"])]
@@ -112,7 +113,7 @@ OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
     "stop-answer": (stopped, "run_stop"),
     "stage": (stage, "receive"),
     "commit": (stage, "commit"),
-    "describe-files": (describe_files, "local_files"),
+    "describe-files": (described, "local_files"),
     "relay": (relayed, "relay"),
     "launch": (launch, "start"),
     "begin": (launch, "begin"),

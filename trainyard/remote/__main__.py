@@ -22,6 +22,7 @@ VERBS = {
     "mesh": ("trainyard.remote.mesh", "measure"),
     "all_reduce": ("trainyard.remote.all_reduce", "measure"),
     "local_files": ("trainyard.remote.local_files", "local_files"),
+    "hub_fetch": ("trainyard.remote.hub_fetch", "hub_fetch"),
     "receive": ("trainyard.remote.receive", "receive"),
     "relay": ("trainyard.remote.relay", "relay"),
     "commit": ("trainyard.remote.commit", "commit"),

@@ -57,15 +57,15 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
 
 @contextlib.contextmanager
 def model_source(name: str, files: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what the planner reads: the model's folder on the controller, its config.json from the hosts, or `name`."""
+    """Yield what the planner reads: the model's folder on the controller, its config.json from a host, or `name`."""
     file = next((file for file in files if file["kind"] == "model"), None)
     if name == TINY or file is None:
         yield name
-    elif "on_hosts" not in file:
+    elif file["src"]:
         yield file["src"]
     else:
         with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
-            (Path(folder) / "config.json").write_text(file["on_hosts"]["config"])
+            (Path(folder) / "config.json").write_text(file["config"])
             yield folder
 
 

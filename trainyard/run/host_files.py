@@ -6,12 +6,12 @@ A host may be compromised: its names and texts are data. No name decides where t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from trainer.data.files import data_suffix
 from trainer.errors import UserError
 from trainer.formats import quoted
 from trainyard.connection import FanOut, Host, HostConnection
@@ -20,7 +20,6 @@ from trainyard.run.errors import HostUnreachableError
 
 DESCRIBE_LIMIT = 3600.0  # s: a host reads every file once
 CONFIG = "config.json"
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _SHOWN = 12  # digits of a digest in a message
 
 
@@ -50,55 +49,54 @@ class HostFiles:
         """Size of all files."""
         return sum(size for size, _ in self.names.values())
 
-    def has(self, patterns: Collection[str]) -> bool:
-        """Return whether a file in the folder itself matches a pattern."""
-        return any(fnmatchcase(name, pattern) for name in self.names for pattern in patterns)
-
     def entry(self, kind: str) -> dict[str, Any]:
         """Return the entry of PreparedRun.files: nothing is copied, and the store has a link to the path."""
         if kind == "model":
             target = f"store/models/{Path(self.path).name or 'model'}-{self.digest[:12]}"
         else:
-            target = f"store/datasets/{self.digest[:16]}{suffix(self.path) if self.kind == 'file' else ''}"
-        linked = {"path": self.path, "config": self.texts.get(CONFIG, "")}
-        about = {"kind": kind, "src": "", "dest": target, "sha256": {}, "bytes": 0}
-        return about | {"digest": self.digest, "on_hosts": linked}
+            target = f"store/datasets/{self.digest[:16]}{data_suffix(Path(self.path)) if self.kind == 'file' else ''}"
+        about = {"kind": kind, "src": "", "dest": target, "sha256": {}, "bytes": 0, "digest": self.digest}
+        return about | {"on_hosts": self.path, "config": self.texts.get(CONFIG, "")}
 
 
-def suffix(path: str | Path) -> str:
-    """Return the suffix of a dataset's name, with that of its format if it is compressed: `.jsonl`, `.csv.gz`."""
-    suffixes = Path(path).suffixes
-    return "".join(suffixes[-2:] if suffixes and suffixes[-1] in _COMPRESSED else suffixes[-1:])
+@dataclass(frozen=True)
+class HostAccess:
+    """The hosts of a run, for what `prepare` asks them.
+
+    Attributes:
+        connect: makes the connection to a host by its name; called in the main thread.
+        run_env: environment variables for the ranks.
+        check: change nothing on the hosts, also not their cache of digests.
+    """
+
+    hosts: Sequence[Host]
+    connect: Callable[[str], HostConnection]
+    run_env: Mapping[str, str] = field(default_factory=dict)
+    check: bool = False
 
 
-def describe_files(
-    hosts: Sequence[Host],
-    connect: Callable[[str], HostConnection],
-    paths: Mapping[str, str],
-    *,
-    check: bool = False,
-) -> dict[str, HostFiles]:
+def describe_files(access: HostAccess, paths: Mapping[str, str]) -> dict[str, HostFiles]:
     """Return what the hosts have at these paths. Every host computes digests at the same time.
 
     A host that does not answer is left for the plan to report.
 
     Args:
         paths: {setting: absolute path on the hosts}.
-        check: change nothing on the hosts, also not their cache of digests.
 
     Raises:
         UserError: a host lacks a path or cannot read it, or two hosts differ.
         HostUnreachableError: no host answers.
     """
+    hosts = access.hosts
     requests = {
         host.name: functools.partial(
-            connect(host.name).call,
+            access.connect(host.name).call,
             "local_files",
             {
                 "paths": sorted(set(paths.values())),
                 "texts": [CONFIG],
                 "cache": f"{host.data_dir}/store/digests.json",
-                "check": check,
+                "check": access.check,
             },
         )
         for host in hosts

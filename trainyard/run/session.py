@@ -13,7 +13,7 @@ import functools
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
-from trainyard.run.host_files import HostFiles, describe_files
+from trainyard.run.host_files import HostAccess
 from trainyard.run.launch import start_ranks
 from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.options import LaunchOptions
@@ -147,7 +147,7 @@ class RunSession:
             work = self.home / ".trainyard"
             if self.check:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self.state.prepared = prepare(self.spec, work, self.report, self._describe_files).as_dict()
+            self.state.prepared = prepare(self.spec, work, self.report, self._access()).as_dict()
         return {"changed": False}
 
     def plan(self) -> dict[str, Any]:
@@ -233,8 +233,8 @@ class RunSession:
             collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
         return collected
 
-    def _describe_files(self, paths: Mapping[str, str]) -> dict[str, HostFiles]:
-        return describe_files(list(self.hosts.values()), self.connect, paths, check=self.check)
+    def _access(self) -> HostAccess:
+        return HostAccess(list(self.hosts.values()), self.connect, self.options.run_env, self.check)
 
     # What a first start and a restart share ---------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def _fetch_from_hosts(
     """Copy to the controller what only the host has that fetched it from the hub. Raises StageError."""
     found = {}
     for file in files:
-        holder = file.get("on_hosts", {}).get("host", "")
+        holder = file.get("fetched_by", "")
         wanted = sorted(dest for dest in missing if dest.startswith(f"{file['dest']}/")) if holder else []
         if not wanted:
             continue
@@ -156,9 +156,9 @@ def receive_request(
 def target_links(entry: Mapping[str, Any], files: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Return {path in the host's store: (path of what the host has already, its SHA-256)}."""
     return {
-        f"{entry['data_dir']}/{file['dest']}": (file["on_hosts"]["path"], file["digest"])
+        f"{entry['data_dir']}/{file['dest']}": (file["on_hosts"], file["digest"])
         for file in files
-        if "on_hosts" in file and file["on_hosts"].get("host", entry["host"]) == entry["host"]
+        if file.get("on_hosts")
     }
 
 
