@@ -153,10 +153,9 @@ def _difference(first: str, mine: Mapping[str, Any], other: str, theirs: Mapping
         what = f"{quoted(name)} " if name else ""
         if here is None or there is None:
             return f"{first if there is None else other} has {what or 'a file '}and {other if there is None else first} has not"
-        sides = [f"{host} has {what}{_shown(side)}" for host, side in ((first, here), (other, there))]
-        return ", ".join(sides)
+        return ", ".join(f"{host} has {_shown(what, side)}" for host, side in ((first, here), (other, there)))
     return ""
 
 
-def _shown(file: Sequence[Any]) -> str:
-    return f"of {file[0]} bytes (SHA-256 {file[1][:_SHOWN]})"
+def _shown(what: str, file: Sequence[Any]) -> str:
+    return f"{what}{'of ' if what else ''}{file[0]} bytes (SHA-256 {file[1][:_SHOWN]})"

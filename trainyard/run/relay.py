@@ -7,6 +7,7 @@ it, are left without the files; the caller sends these from the controller.
 from __future__ import annotations
 
 import functools
+import hashlib
 import ipaddress
 import itertools
 import random
@@ -59,23 +60,27 @@ class Member:
 
     def temporary(self, copy: Copy, token: str) -> str:
         """Return where a file arrives; the token keeps simultaneous copies of the same file apart."""
-        return f"{self.data_dir}/store/incoming/{copy.sha256}-{token}"
+        name = hashlib.sha256(copy.dest.encode()).hexdigest()[:16]  # two files may have the same content
+        return f"{self.data_dir}/store/incoming/{name}-{token}"
 
 
 def plan_relay(members: Sequence[Member], copies: Mapping[str, Copy]) -> list[Member]:
     """Return the chain of hosts, the first one first; empty if copies from the controller are as fast.
 
-    A relay needs two machines, of which one has the files or receives them from the controller. Fast links come first,
-    because a host delays those behind it.
+    A relay needs two machines. The first one is the one that lacks least; what it lacks, the controller must have. Then fast
+    links come first, because a host delays those behind it.
     """
-    lacking = [member for member in members if member.lacks]
-    complete = [member for member in members if not member.lacks]
-    size = sum(copies[name].size for name in {name for member in lacking for name in member.lacks})
-    chain = sorted(lacking, key=lambda member: -member.link_mbit)
-    if complete:
-        chain.insert(0, max(complete, key=lambda member: member.link_mbit))
-    elif chain and any(not copies[name].source for member in chain for name in member.lacks):
+    chain = sorted((member for member in members if member.lacks), key=lambda member: -member.link_mbit)
+    size = sum(copies[name].size for name in {name for member in chain for name in member.lacks})
+
+    def upload(member: Member) -> tuple[int, float]:
+        return sum(copies[name].size for name in member.lacks), -member.link_mbit
+
+    possible = [member for member in members if all(copies[name].source for name in member.lacks)]
+    if not chain or not possible:
         return []
+    first = min(possible, key=upload)
+    chain = [first, *(member for member in chain if member is not first)]
     addresses = {ipaddress.ip_address(member.address) for member in chain}
     if len(chain) < 2 or len(addresses) < len(chain) or size < MINIMUM:
         return []
