@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +92,11 @@ def _zst(data: bytes) -> Callable[[Path], Any]:
     return write
 
 
+def _zst_cut(path: Path) -> None:
+    _zst(_lines({"text": "a" * 999}))(path)
+    path.write_bytes(path.read_bytes()[:-9])
+
+
 def _saved(splits: bool) -> Callable[[Path], Any]:
     def write(path: Path) -> None:
         import datasets
@@ -161,6 +168,8 @@ CASES = [
     Case("bom-crlf.jsonl", _bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n'), 2),
     Case("text.jsonl.gz", _bytes(gzip.compress(_lines({"text": "a"}, {"text": "b"}))), 2),
     Case("text.jsonl.zst", _zst(_lines({"text": "a"})), 1, needs_library=True),
+    Case("text.jsonl.bz2", _bytes(bz2.compress(_lines({"text": "a"}))), 1),
+    Case("text.json.xz", _bytes(lzma.compress(b'[{"text": "a"}]')), 1),
     Case("cut.jsonl.gz", _bytes(gzip.compress(_lines({"text": "a" * 99}))[:-9]), "cut.jsonl.gz: damaged .gz file"),
     Case("no.jsonl.gz", _jsonl({"text": "a"}), "no.jsonl.gz: damaged .gz file (Not a gzipped file"),
     # JSON
@@ -177,6 +186,9 @@ CASES = [
     Case("chat.csv", _csv(["messages"], [json.dumps([USER, ANSWER])]), 1),
     Case("repr.csv", _csv(["messages"], [str([USER, ANSWER])]), "record 1: 'messages' is text that is not JSON: write it with double"),
     Case("text.csv.gz", _bytes(gzip.compress(b"text\nT\n")), 1),
+    Case("text.csv.bz2", _bytes(bz2.compress(b"text\nT\n")), 1),
+    Case("text.tsv.xz", _bytes(lzma.compress(b"text\tn\nT\t1\n")), 1),
+    Case("text.csv.zst", _zst(b"text\nT\n"), "text.csv.zst: decompress it first", needs_library=True),
     Case("twice.csv", _csv(["text", "text"], ["a", "b"]), "twice.csv:1: two columns have the name 'text': rename one"),
     Case("wide.csv", _bytes(b"prompt,completion\na,b\na,b,c\n"), "Expected 2 fields in line 3, saw 3", needs_library=True),
     Case("latin.csv", _bytes(b"text\n\xe9\n"), "not UTF-8 text"),
@@ -190,6 +202,7 @@ CASES = [
          "null.parquet: record 2: 'completion' is NoneType, expected a string", needs_library=True),
     Case("numbers.parquet", _parquet(prompt=["Q"], completion=[7]), "record 1: 'completion' is int", needs_library=True),
     Case("lists.parquet", _parquet(prompt=[["Q"]], completion=[["A"]]), "message 0 of 'prompt' must have role and content", needs_library=True),
+    Case("cut.jsonl.zst", _zst_cut, "cut.jsonl.zst: damaged .zst file", needs_library=True),
     Case("bad.parquet", _bytes(b"PAR1" + bytes(99)), "cannot read", needs_library=True),
     Case("rows.arrow", _arrow(text=["a", "b"]), 2, needs_library=True),
     # Folders

@@ -65,7 +65,7 @@ def check_source(source: DatasetSource) -> None:
     elif kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):
             check_source(source.model_copy(update={"path": str(file)}))
-    elif kind == "file" and path.suffix in TABLES:
+    elif kind == "file" and format_of(path) in TABLES and path.suffix.lower() != ".zst":
         for number, record in csv_records(path):
             try:
                 to_sample(record, source.columns)

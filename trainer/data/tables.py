@@ -61,7 +61,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8 text"
     cause = error.__cause__ or error
-    return printable(first_line(cause).removeprefix("Error tokenizing data. C error: "))
+    text = " ".join(str(cause).split()) or type(cause).__name__  # the library writes remedies on further lines
+    return printable(text.removeprefix("Error tokenizing data. C error: "), 300)
 
 
 def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
@@ -77,6 +78,8 @@ def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int,
     with open_regular(path):  # refuses a FIFO
         pass
     kind = format_of(path)
+    if path.suffix.lower() == ".zst":
+        raise UserError(f"dataset: {path}: decompress it first, or use .gz: zstd -d FILE")
     with _library(str(path)) as datasets, tempfile.TemporaryDirectory() as work:
         options: dict[str, Any] = {}
         if kind in TABLES:
