@@ -77,7 +77,7 @@ class RunSpec(BaseModel):
     )
     model: str = declare(
         TINY,
-        "'tiny' (generated locally), a local model folder, or a hub id (org/name)",
+        "'tiny' (generated locally), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
         aliases=["model_name", "model_name_or_path", "base_model", "model_id"],
         min_length=1,
     )
@@ -89,7 +89,7 @@ class RunSpec(BaseModel):
     dataset: Datasets = declare(
         EMBEDDED_DATASET,
         "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
-        "or a list of datasets with weights; see docs/datasets.md",
+        "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         aliases=["data", "dataset_name", "dataset_path", "data_path", "train_file", "datasets"],
         expected=EXPECTED_DATASET,
     )
