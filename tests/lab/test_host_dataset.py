@@ -31,7 +31,11 @@ def test_a_dataset_of_the_hosts_does_not_pass_through_the_controller(
     model = subprocess.run(["tar", "-C", tmp_path, "-c", "small"], capture_output=True, check=True).stdout
     for host in hosts:
         lab.inside(host, f"{MOUNT} && {VENV}/bin/python -c '{DATASET}' > /srv/files/big.jsonl")
-        subprocess.run([*lab.ssh(host), "sudo tar -C /srv/files --no-same-owner -x"], input=model, check=True)
+        subprocess.run(
+            [*lab.ssh(host), "sudo tar -C /srv/files --no-same-owner -x && sudo chmod -R a+rX /srv/files"],
+            input=model,
+            check=True,
+        )
     sent = Path(f"/sys/class/net/trainyard{lab.running.net}/statistics/tx_bytes")
     variables = {"dataset": "host:/srv/files/big.jsonl", "model": "host:/srv/files/small", "max_steps": 2}
     variables |= {"seq_length": 64, "total_batch_size": 6, "eval_interval": 0, "strategy": "auto"}
