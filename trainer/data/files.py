@@ -67,6 +67,14 @@ def has_card(folder: Path) -> bool:
     return head.startswith(b"---") and bool(re.search(rb"(?m)^configs:", head.partition(b"\n---")[0]))
 
 
+def needs_library(name: str) -> bool:
+    """Return whether only the library `datasets` reads the dataset of this name. JSON files need none."""
+    path = Path(name)
+    if path_kind(path) != "folder":
+        return is_hub_id(name) or format_of(path) in (*TABLES, *COLUMNAR) or path.suffix.lower() == ".zst"
+    return is_saved(path) or has_card(path) or any(needs_library(str(file)) for file in all_files(path))
+
+
 def all_files(folder: Path) -> list[Path]:
     """Return the regular files below a folder in sorted order, without hidden ones.
 

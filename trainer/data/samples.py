@@ -6,7 +6,16 @@ from typing import Any
 
 from trainer.config import EMBEDDED_DATASET, RunSpec
 from trainer.config.dataset_source import DatasetSource
-from trainer.data.files import COLUMNAR, TABLES, data_files, format_of, has_card, is_hub_id, is_saved
+from trainer.data.files import (
+    COLUMNAR,
+    TABLES,
+    data_files,
+    format_of,
+    has_card,
+    is_hub_id,
+    is_saved,
+    needs_library,
+)
 from trainer.data.json_files import json_records
 from trainer.data.shapes import SHAPE_NAMES, Sample, to_sample
 from trainer.data.tables import card_files, csv_records, has_library, hub_records, saved_records, table_records
@@ -60,7 +69,7 @@ def check_source(source: DatasetSource) -> None:
     """
     path = Path(source.path)
     kind = path_kind(path)
-    if has_library() or (kind == "file" and format_of(path) not in (*TABLES, *COLUMNAR) and path.suffix != ".zst"):
+    if has_library() or not needs_library(source.path):
         read_source(source)
     elif kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):

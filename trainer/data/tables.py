@@ -197,9 +197,9 @@ def card_files(folder: Path, config: str, split: str) -> list[Path]:
             known = " or ".join(printable(name, 40) for name in files)
             raise UserError(f"dataset: {folder} has no split {quoted(split)}: set dataset_split to {known}")
         paths = [Path(name) for name in files[split]]
-    top = os.path.realpath(folder)
+    top = os.path.abspath(folder)  # noqa: PTH100 - the files of the hub's cache are links, which stay as they are
     for path in paths:
-        if not os.path.realpath(path).startswith(f"{top}{os.sep}"):
+        if not os.path.abspath(path).startswith(f"{top}{os.sep}"):  # noqa: PTH100
             raise UserError(f"dataset: the README of {folder} names {printable(path)}, which is outside of the folder")
         if format_of(path) not in (*TABLES, *COLUMNAR, ".json", ".jsonl", ".ndjson"):
             raise UserError(f"dataset: {printable(path)} has a format that is not supported")

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from dataset_folder import CASES, Case, write_cases
@@ -12,6 +14,8 @@ from trainer.config import make_spec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.samples import check_source, read_source
 from trainer.errors import UserError
+from trainyard.run.errors import PlanError
+from trainyard.run.gather import check_requirements
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,25 @@ def test_the_check_of_the_controller(library: bool, folder: dict[str, Path], mon
         refusal(case, caught.value)
         if case.columns:
             check_source(source(case, folder, case.columns))
+
+
+def test_hosts_without_the_library_are_refused_where_it_is_needed(folder: dict[str, Path]) -> None:
+    host = SimpleNamespace(name="node2", facts={"versions": {}, "gpus": []}, gpus=[])
+
+    def check(**fields: Any) -> None:
+        check_requirements([host], make_spec(fields, "").model_dump(mode="json"))  # type: ignore[list-item]
+
+    for name in ("chat.csv", "chat.parquet", "text.jsonl.zst", "saved", "card", "parts"):
+        path = folder[name]
+        with pytest.raises(PlanError, match=f"node2: dataset={path} needs the Python package datasets: install it"):
+            check(dataset=["a.jsonl", str(path)])
+        check(dataset=str(path), fake_data=True)
+    for name in ("messages.jsonl", "list.json", "text.jsonl.gz", "splits"):
+        check(dataset=str(folder[name]))
+    with pytest.raises(PlanError, match="dataset=owner/name needs"):
+        check(dataset="owner/name")
+    host.facts["versions"]["datasets"] = "5.2.0"
+    check(dataset="owner/name")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +156,14 @@ def test_a_fifo_is_refused(name: str, tmp_path: Path) -> None:
             read(make_spec({"dataset": str(dataset)}, "").sources[0])
 
 
+def test_a_copy_in_the_cache_of_the_hub_has_links(tmp_path: Path, folder: dict[str, Path]) -> None:
+    for file in [path for path in folder["card"].rglob("*") if path.is_file()]:
+        link = tmp_path / "snapshot" / file.relative_to(folder["card"])
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file)
+    assert len(read_source(make_spec({"dataset": str(tmp_path / "snapshot")}, "").sources[0])) == 2
+
+
 def test_a_readme_cannot_name_files_outside_of_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -140,7 +171,7 @@ def test_a_readme_cannot_name_files_outside_of_its_folder(tmp_path: Path) -> Non
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../secret.jsonl\n---\n")
     with pytest.raises(UserError) as caught:
         read_source(make_spec({"dataset": str(folder)}, "").sources[0])
-    assert str(folder) in str(caught.value) and str(caught.value).isprintable()
+    assert str(folder) in str(caught.value) and "outside of the folder" in str(caught.value)
 
 
 def test_nothing_is_written_but_temporary_files(folder: dict[str, Path], tmp_path: Path) -> None:
