@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trainer.config import FIELDS, TINY, RunSpec, make_spec, parse_mapping
@@ -27,7 +31,6 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
         if host.facts["spec"]:
             before = staged_spec(host).strategy
             return before, f"auto: this run started with {before}"
-    model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
     links = link_speeds(hosts)
     known = []
     for host, count, link in zip(hosts, rank_counts(hosts), links, strict=True):
@@ -41,14 +44,29 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
                 "link_mbit": link,
             }
         )
-    fields = {name: value for name, value in spec.items() if name in FIELDS} | {"model": model}
+    fields = {name: value for name, value in spec.items() if name in FIELDS}
     try:
-        strategy, why = choose(make_spec(fields, "the plan"), known)
+        with model_source(spec["model"], files) as model:
+            strategy, why = choose(make_spec(fields | {"model": model}, "the plan"), known)
     except UserError as error:
         raise PlanError(str(error)) from None
     slowest = min((link for link in links if link), default=0.0)
     measured = slowest in [host.link_to_head.get("mbit") for host in hosts]
     return strategy, f"{why} (link measured)" if measured else why
+
+
+@contextlib.contextmanager
+def model_source(name: str, files: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the planner reads: the model's folder on the controller, its config.json from a host, or `name`."""
+    file = next((file for file in files if file["kind"] == "model"), None)
+    if name == TINY or file is None:
+        yield name
+    elif file["src"]:
+        yield file["src"]
+    else:
+        with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
+            (Path(folder) / "config.json").write_text(file["config"])
+            yield folder
 
 
 def staged_spec(host: HostState) -> RunSpec:

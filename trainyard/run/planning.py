@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.config import FIELDS, changed_fields, make_spec
+from trainer.config.dataset_source import with_paths
 from trainer.formats import quoted
 from trainer.strategy import AUTO
 from trainyard.connection import Host
@@ -201,6 +202,7 @@ def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: Prepared
     return node.as_dict() | {
         "spec": host_spec(spec, prepared.files, node.data_dir),
         "previous": start_of(facts["part"]),
+        "link_mbit": facts["link_mbit"],
         "versions": facts["versions"],
         "gpus": [gpu["name"] for gpu in facts["gpus"]],
         "memory_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=facts["memory_mib"]),
@@ -208,9 +210,17 @@ def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: Prepared
 
 
 def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) -> dict[str, Any]:
-    """Return the spec with the paths of model and dataset on a host."""
-    paths = {entry["kind"]: f"{data_dir}/{entry['dest']}" for entry in files if entry["kind"] in ("model", "dataset")}
-    return {name: value for name, value in spec.items() if name in FIELDS} | paths
+    """Return the spec with the paths of model and datasets on a host."""
+    known = {name: value for name, value in spec.items() if name in FIELDS}
+    listed = known["dataset"]
+    datasets = [listed] if isinstance(listed, str) else [source["path"] for source in listed]
+    for entry in files:
+        path = f"{data_dir}/{entry['dest']}"
+        if entry["kind"] == "model":
+            known["model"] = path
+        elif entry["kind"] == "dataset":
+            datasets[entry.get("source", 0)] = path
+    return known | {"dataset": with_paths(listed, datasets)}
 
 
 def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:
