@@ -80,6 +80,7 @@ class Node(_Open):
     ranks: RanksHere
     hosts: Lines
     attempt: Count
+    devices: NotRequired[Lines]
     started: Number
     status: Line
     ended: NotRequired[Number | None]
@@ -224,6 +225,7 @@ class HostFacts(_Open):
     cpus: Annotated[int, Field(strict=True, ge=1, le=2**20)]
     memory_mib: Count
     gpus: Annotated[list[Gpu], Field(max_length=256)]
+    held_gpus: NotRequired[Annotated[dict[Line, Line], Field(max_length=RANKS_LIMIT)]]
     allocator: Line
     compiler: Flag
     versions: Annotated[dict[Line, Line], Field(max_length=1000)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from trainyard.connection import Host, HostConnection
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gather import gather
+from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_state import HostState, responding
 from trainyard.preflight.mesh import high_ports, measure_all_reduce, measure_mesh
 from trainyard.preflight.report import Finding, Report, by_severity, host_table
@@ -70,6 +71,7 @@ def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -
         master_port: the rendezvous port among them.
     """
     answered = responding(list(states))
+    chosen = assign_gpus(answered)
     findings = [finding for state in states if state.error for finding in host_checks.reachability(state)]
     for state in answered:
         findings += host_checks.environment(state)
@@ -89,6 +91,7 @@ def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -
         cluster_checks.checksums,
     ):
         findings += compare(answered)
+    findings += chosen
     findings += cluster_checks.connectivity([state for state in answered if state.mesh], ports, master_port)
     return by_severity(findings, [state.name for state in states])
 
