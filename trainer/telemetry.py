@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ class Heartbeat:
         if not force and status == self._state["status"] and now - self._written < _HEARTBEAT_INTERVAL:
             self._state.update(fields)
             return
-        self._state.update(fields, status=status, time=now)
+        self._state.update(fields, status=status, time=now, memory_peak_gb=peak_memory_gb())
         self._written = now
         try:
             self._write()
@@ -76,6 +77,11 @@ class Heartbeat:
         except OSError:
             aside.unlink(missing_ok=True)
             raise
+
+
+def peak_memory_gb() -> float:
+    """Return the peak memory of this process in GB."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
 
 
 def gpu_usage(device: "torch.device") -> dict[str, float]:

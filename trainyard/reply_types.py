@@ -116,6 +116,7 @@ class Heartbeat(_Open):
     steps: NotRequired[Count | None]
     loss: NotRequired[Optional]
     tokens_per_second: NotRequired[Optional]
+    memory_peak_gb: NotRequired[Optional]
     eta: NotRequired[Optional]
     time: NotRequired[Number | None]
     pid: NotRequired[Integer | None]
@@ -208,6 +209,19 @@ class PlanFile(_Open):
     """plan.json"""
 
     entries: Annotated[list[PlanEntry], Field(max_length=RANKS_LIMIT)]
+
+
+class MetricsRecord(_Open):
+    step: Count
+    loss: Optional
+    tokens: Count | Number
+    tokens_per_second: Optional
+
+
+class Metrics(_Open):
+    """metrics.jsonl"""
+
+    records: Annotated[list[MetricsRecord], Field(max_length=FILES_LIMIT)]
 
 
 class HostFacts(_Open):
@@ -369,4 +383,5 @@ REPLY_TYPES: dict[str, Any] = {
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,
+    "metrics.jsonl": Metrics,
 }

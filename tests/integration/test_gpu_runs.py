@@ -49,7 +49,9 @@ def test_two_runs_on_one_host_use_different_gpus(bed: Bed, tmp_path: Path, monke
         environment = Path(f"/proc/{state['pid']}/environ").read_text().split("\0")
         assert {f"CUDA_VISIBLE_DEVICES={uuid}", "NCCL_DEBUG=INFO", f"WHO={run}"} <= {*environment}
         assert bed.node(0, run)["devices"] == [uuid]
-    with pytest.raises(PlanError, match=r"^node1: run one uses 1 GPU of this host, 0 of 2 are free and the run needs 1: "):
+    with pytest.raises(
+        PlanError, match=r"^node1: run one uses 1 GPU of this host, 0 of 2 are free and the run needs 1: "
+    ):
         start(host, tmp_path, "three")
     # A folder of another inventory host on the same machine.
     with pytest.raises(PlanError, match=r"^node9: run two uses 1 GPU of this host, 0 of 1 are free"):

@@ -20,9 +20,7 @@ from trainyard.run.plan import environment, plan_lines, plan_nodes
 
 def state(name: str, count: int, machine: str = "", **more: Any) -> HostState:
     host = Host(name, f"10.0.0.{len(name)}", "/d", "/p", **{k: more.pop(k) for k in ("gpus", "processes") if k in more})
-    cards = [
-        {"name": "A", "memory_mib": 1000 * (n + 1), "uuid": f"GPU-{machine or name}-{n}"} for n in range(count)
-    ]
+    cards = [{"name": "A", "memory_mib": 1000 * (n + 1), "uuid": f"GPU-{machine or name}-{n}"} for n in range(count)]
     facts = {"gpus": cards, "boot_id": name, "route_error": "", "interface": "e0", "source": "10.0.0.1", "cpus": 8}
     return HostState(host, facts=facts | more)
 
@@ -122,12 +120,12 @@ def test_a_host_starts_several_runs_on_different_gpus_only(tmp_path: Any) -> Non
     write_json(other / "state/node.json", {"devices": ["GPU-1"]})
     with hold_lock(other / "lock"):
         check_idle(run, ["GPU-0"])
-        with pytest.raises(SupervisorError, match="^busy: run other is running here and uses GPU-1$"):
+        with pytest.raises(SupervisorError, match=r"^busy: run other is running here and uses GPU-1$"):
             check_idle(run, ["GPU-0", "GPU-1"])
-        with pytest.raises(SupervisorError, match="^busy: run other is running here$"):
+        with pytest.raises(SupervisorError, match=r"^busy: run other is running here$"):
             check_idle(run)
         write_json(other / "state/node.json", {"devices": {"bad": 1}})
-        with pytest.raises(SupervisorError, match="^busy: run other is running here$"):
+        with pytest.raises(SupervisorError, match=r"^busy: run other is running here$"):
             check_idle(run, ["GPU-0"])
 
 
