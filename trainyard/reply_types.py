@@ -104,6 +104,9 @@ class RankError(_Open):
 
 class GpuUse(_Open):
     utilisation_percent: NotRequired[Optional]
+    memory_gb: NotRequired[Optional]
+    temperature_c: NotRequired[Optional]
+    power_w: NotRequired[Optional]
     memory_peak_gb: NotRequired[Optional]
 
 

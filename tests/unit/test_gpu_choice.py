@@ -58,11 +58,6 @@ def test_the_gpus_of_a_run(more: dict[str, Any], expected: list[str]) -> None:
         ),
         ({"gpus": ("0", "GPU-a-0")}, "cluster_gpus names GPU 'GPU-a-0' twice: correct cluster_gpus"),
         (
-            {"processes": 4},
-            "cluster_processes is 4, and the run may use 3 GPUs of this host: "
-            "set cluster_processes to at most that, or change cluster_gpus",
-        ),
-        (
             {"held_gpus": {"GPU-a-1": "other"}},
             "run other uses 1 GPU of this host, 2 of 3 are free and the run needs 3: "
             "wait until run other ends, or stop it, or set cluster_processes to 2",
@@ -78,6 +73,15 @@ def test_a_host_without_the_gpus_is_refused_by_one_line(more: dict[str, Any], me
     assert [finding.message for finding in assign_gpus([state("a", 3, **more)])] == [message]
     (found,) = assign_gpus([state("a", 0, gpus=("0",))])
     assert found.text == "cluster_gpus names GPU '0', and the driver shows no GPU"
+
+
+def test_only_the_ranks_of_a_single_host_share_gpus() -> None:
+    assert chosen(state("a", 3, processes=4)) == [["0", "1", "2"]]
+    (found,) = assign_gpus([state("a", 3, processes=4), state("b", 1)])
+    assert found.headline == (
+        "a: cluster_processes is 4, and a run of several hosts may use 3 GPUs of this host: "
+        "set cluster_processes to at most 3, or change cluster_gpus"
+    )
 
 
 def test_hosts_that_are_one_machine_share_its_gpus() -> None:

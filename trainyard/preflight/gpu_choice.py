@@ -31,7 +31,7 @@ def assign_gpus(states: Sequence[HostState]) -> list[Finding]:
     taken: dict[str, str] = {}
     for place, state in enumerate(states):
         try:
-            state.gpus = _choose(state, states[place + 1 :], taken)
+            state.gpus = _choose(state, states[place + 1 :], taken, len(states) == 1)
         except _UnusableError as error:
             text, remedy = error.args
             found.append(Finding("gpu", state.name, "failure", text, remedy))
@@ -51,12 +51,15 @@ def numbers(state: HostState) -> list[int]:
     return [place for place, gpu in enumerate(state.facts["gpus"]) if gpu in state.gpus]
 
 
-def _choose(state: HostState, later: Sequence[HostState], taken: Mapping[str, str]) -> list[dict[str, Any]]:
+def _choose(
+    state: HostState, later: Sequence[HostState], taken: Mapping[str, str], alone: bool
+) -> list[dict[str, Any]]:
     """Return the GPUs of one host. Raises _UnusableError.
 
     Args:
         later: the hosts that choose after this one.
         taken: {UUID: host} of the GPUs that hosts of the run have chosen.
+        alone: whether the run has no other host.
     """
     part = state.facts.get("part") or {}
     if state.facts.get("running") and part.get("devices"):
@@ -64,15 +67,15 @@ def _choose(state: HostState, later: Sequence[HostState], taken: Mapping[str, st
     pool, processes = _pool(state), state.host.processes
     if not pool:
         return []
-    if processes > len(pool):
-        text = f"cluster_processes is {processes}, and the run may use {_gpus(len(pool))} of this host"
-        raise _UnusableError(text, "set cluster_processes to at most that, or change cluster_gpus")
+    if processes > len(pool) and not alone:  # the ranks of a run on one host may share its GPUs
+        text = f"cluster_processes is {processes}, and a run of several hosts may use {_gpus(len(pool))} of this host"
+        raise _UnusableError(text, f"set cluster_processes to at most {len(pool)}, or change cluster_gpus")
     held: dict[str, str] = state.facts.get("held_gpus", {})
     free = [gpu for gpu in pool if gpu.get("uuid") not in held and gpu.get("uuid") not in taken]
     unset = processes == 0 and state.host.gpus is None
     sharers = [other for other in later if unset and _shares(state, other)]
     beside = [name for gpu in pool if (name := taken.get(str(gpu.get("uuid"))))]
-    wanted = processes or len(pool)
+    wanted = min(processes or len(pool), len(pool))
     if unset and (sharers or beside):
         left = [gpu for gpu in pool if gpu.get("uuid") not in taken]
         wanted = max(1, len(left) // (1 + len(sharers)))

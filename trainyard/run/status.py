@@ -11,7 +11,7 @@ from trainyard.connection import FanOut, Host
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
-from trainyard.run.monitor import Part
+from trainyard.run.monitor import Part, gpu_cell
 
 ROWS_LIMIT = 2000  # ranks of one host in the table
 STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]
@@ -180,10 +180,3 @@ def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def gpu_cell(use: dict[str, float]) -> str:
-    """Return a rank's GPU utilisation and peak memory, such as ``87% 11.2GB``; a dash without a GPU."""
-    share, memory = use.get("utilisation_percent"), use.get("memory_peak_gb")
-    words = [] if share is None else [f"{share:.0f}%"]
-    return " ".join([*words, *([] if memory is None else [f"{memory:.1f}GB"])]) or "-"
