@@ -12,8 +12,17 @@ from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, stop_lines, stop_parts
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
-from trainyard.run.status import find_parts, list_runs, no_such_run, parts_to_monitor, request_statuses
+from trainyard.run.status import (
+    RunList,
+    find_parts,
+    list_runs,
+    no_such_run,
+    parts_to_monitor,
+    request_statuses,
+    watch_runs,
+)
 
+WATCH = 5.0  # s between two tables of a watched status
 GRACE = 60.0  # s that ranks have to save a checkpoint and exit
 
 
@@ -56,6 +65,51 @@ def stop_run(
     return {"changed": alive, "hosts": {part.host: part.status for part in parts}, "lines": lines}
 
 
+def stop_all_runs(
+    hosts: list[Host],
+    connect: Connect,
+    options: LaunchOptions,
+    report: Report,
+    *,
+    grace: float = GRACE,
+    now: bool = False,
+    check: bool = False,
+) -> dict[str, Any]:
+    """Stop every run of every host, one after another; arguments as for `stop_run`.
+
+    Args:
+        report: receives the lines of each run when it has stopped.
+
+    Returns:
+        `changed`; `runs`, for each run the status of each host's part; `lines` for a person.
+
+    Raises:
+        RunError: a host does not answer, or did not stop a run; the other runs are stopped.
+    """
+    found = list_runs(hosts, connect, options.lost_limit)
+    names = sorted({(state["node"] or {}).get("run", "") for state in found["runs"] if state["alive"]} - {""})
+    if check:
+        return {"changed": bool(names), "msg": f"would stop {', '.join(names) or 'no run'}"}
+    stopped, troubles = {}, dict(found["troubles"])
+    here = [host for host in hosts if host.name not in troubles]
+    for name in names:
+        try:
+            done = stop_run(name, here, connect, options, grace=grace, now=now)
+        except RunError as error:
+            troubles[f"run {name}"] = str(error)
+            continue
+        stopped[name] = done["hosts"]
+        for line in done["lines"]:
+            report(line)
+    line = f"stopped {len(stopped)} runs on {len(here)} hosts" if names else f"no run is alive on {len(here)} hosts"
+    if troubles:
+        where, why = next(iter(troubles.items()))
+        more = f" ({len(troubles)} problems, all listed below)" if len(troubles) > 1 else ""
+        lines = [f"{place}: {reason}" for place, reason in troubles.items()]
+        raise RunError(f"{where}: {why}{more}", troubles=troubles, lines=[line, *lines], runs=stopped)
+    return {"changed": bool(stopped), "runs": stopped, "lines": [line]}
+
+
 def follow_run(
     run: str, hosts: Iterable[Host], connect: Connect, options: LaunchOptions, report: Report
 ) -> dict[str, Any]:
@@ -78,12 +132,16 @@ def manage_runs(
     grace: float = GRACE,
     now: bool = False,
     check: bool = False,
+    every: bool = False,
+    watch: float = 0.0,
 ) -> dict[str, Any]:
     """List the runs of the hosts, or stop or follow one run.
 
     Args:
         state: `listed`, `stopped` or `followed`.
         run: the run's name; for `listed` it may be empty.
+        every: for `stopped`: all runs.
+        watch: for `listed`: seconds after which the list is reported again, until no run is alive; 0 lists once.
 
     Raises:
         RunError: the name is missing, or see `stop_run` and `follow_run`.
@@ -94,9 +152,16 @@ def manage_runs(
         return connect(by_name[name])
 
     if state == "listed":
-        return {"changed": False} | list_runs(hosts, connect_name, options.lost_limit, run)
+        listing = RunList(hosts, connect_name, options.lost_limit, run)
+        found = watch_runs(listing, report, watch) if watch and not check else listing.read()
+        return {"changed": False} | found
+    if state == "stopped" and every:
+        if run:
+            raise RunError("name a run or all=true, not both")
+        return stop_all_runs(hosts, connect_name, options, report, grace=grace, now=now, check=check)
     if not run:
-        raise RunError("name the run: -e run=NAME")
+        hint = ", or -e all=true for every run" if state == "stopped" else ""
+        raise RunError(f"name the run: -e run=NAME{hint}")
     if state == "stopped":
         return stop_run(run, hosts, connect_name, options, grace=grace, now=now, check=check)
     return {"skipped": True} if check else follow_run(run, hosts, connect_name, options, report)
