@@ -54,6 +54,7 @@ __all__ = [
 SPEC_KEYS = ("type", "elements", "default", "choices", "required", "aliases")
 ANSWER_LIMIT = 0.5  # s for pending answers: after the loss of a host, they delay the report of it
 KILL_LIMIT = 0.5  # s for the threads of requests whose clients were killed
+OLLAMA_PORT = 11434  # roles/ollama
 DEFAULT_PYTHON = "/usr/bin/python3"
 _GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[A-Za-z0-9-]{1,64}")
 
@@ -259,6 +260,7 @@ def make_host(name: str, variables: Any) -> Host:
         processes=processes,
         gpus=_gpus(name, variables.get("cluster_gpus")),
         env=_environment(name, variables.get("cluster_env")),
+        ollama_port=_ollama_port(variables),
         managed=bool(variables.get("cluster_managed", True)),
         system_python=python if python.startswith("/") else DEFAULT_PYTHON,
         login=_login(name, variables),
@@ -277,6 +279,15 @@ def _gpus(name: str, value: Any) -> tuple[str, ...] | None:
             f"{name}: cluster_gpus is {quoted(value)}; set it to a list of GPU numbers or UUIDs, as [0, 2]"
         )
     return tuple(str(word) for word in words)
+
+
+def _ollama_port(variables: Any) -> int:
+    """Return the port of a host's Ollama if the role ollama manages it or the discovery found it, else 0."""
+    found = re.fullmatch(r"http://.*:([0-9]{1,5})", str(variables.get("discovered_url") or ""))
+    if str(variables.get("ollama_state")) != "present" and not found:
+        return 0
+    word = str(variables.get("ollama_port") or (found[1] if found else OLLAMA_PORT))
+    return int(word) if word.isdecimal() and 0 < int(word) < 65536 else OLLAMA_PORT
 
 
 def _environment(name: str, value: Any) -> dict[str, str]:

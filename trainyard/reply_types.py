@@ -288,6 +288,7 @@ class Mesh(_Open):
     taken: Annotated[list[Port], Field(max_length=1000)]
     reached: Annotated[dict[Line, dict[Line, Line]], Field(max_length=RANKS_LIMIT)]
     lines: Annotated[dict[Line, Link], Field(max_length=RANKS_LIMIT)]
+    services: NotRequired[Annotated[dict[Line, Line], Field(max_length=RANKS_LIMIT)]]
     shares_with: Lines
     write_error: Line
 
@@ -342,6 +343,21 @@ class GpuState(_Open):
     users: Annotated[list[Line], Field(max_length=1000)]
 
 
+class GpuCard(_Open):
+    name: Line
+    memory_mib: Count
+
+
+class Hardware(_Open):
+    gpus: Annotated[list[GpuCard], Field(max_length=256)]
+    cpu: Line
+    cores: Count
+    memory_mib: Count
+    free_bytes: Count
+    models: Annotated[list[Line], Field(max_length=1000)] | None
+    model_count: Count
+
+
 class Files(_Open):
     damaged: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
     equal: Annotated[dict[Line, Line], Field(max_length=FILES_LIMIT)]
@@ -359,6 +375,7 @@ class Health(_Open):
     spin: Spin
     torchruns: Annotated[list[Torchrun], Field(max_length=1000)]
     gpu: GpuState
+    hardware: NotRequired[Hardware]
     files: Files
     sudo: Flag
     inodes_free: Count
@@ -374,6 +391,7 @@ class AllReduce(_Open):
 REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
+    "hardware": Hardware,
     "mesh": Mesh,
     "all_reduce": AllReduce,
     "receive": Receive,

@@ -19,6 +19,7 @@ ARGUMENTS = {
     "force": {"type": "bool", "default": False},
     "all": {"type": "bool", "default": False},
     "watch": {"type": "bool", "default": False},
+    "hardware": {"type": "bool", "default": False},
     "interval": {"type": "float", "default": WATCH},
 }
 
@@ -33,7 +34,11 @@ class ActionModule(ClusterAction):
             options = options_from_variables(variables, resolve)
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             stop = {"grace": a["grace"], "now": a["force"], "check": self._task.check_mode}
-            stop |= {"every": a["all"], "watch": max(0.5, a["interval"]) if a["watch"] else 0.0}
+            stop |= {
+                "every": a["all"],
+                "hardware": a["hardware"],
+                "watch": max(0.5, a["interval"]) if a["watch"] else 0.0,
+            }
             return manage_runs(a["state"], a["run"], hosts, connect, options, Display().display, **stop)
         except (RunError, UserError, InventoryError) as error:
             return failure(str(error), **getattr(error, "details", {}))

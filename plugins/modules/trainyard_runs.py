@@ -37,6 +37,10 @@ options:
     description: With C(listed), print the list again every I(interval) seconds until no run is alive.
     type: bool
     default: false
+  hardware:
+    description: With C(listed), list the hardware and the Ollama models of every host, too.
+    type: bool
+    default: false
   interval:
     description: Seconds between two lists.
     type: float

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainyard.connection import Host, HostConnection
+from trainyard.preflight.hardware import gather_hardware, hardware_table
 from trainyard.run.errors import RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import Connect
@@ -134,6 +135,7 @@ def manage_runs(
     check: bool = False,
     every: bool = False,
     watch: float = 0.0,
+    hardware: bool = False,
 ) -> dict[str, Any]:
     """List the runs of the hosts, or stop or follow one run.
 
@@ -142,6 +144,7 @@ def manage_runs(
         run: the run's name; for `listed` it may be empty.
         every: for `stopped`: all runs.
         watch: for `listed`: seconds after which the list is reported again, until no run is alive; 0 lists once.
+        hardware: for `listed`: whether to list the hardware of the hosts before the runs.
 
     Raises:
         RunError: the name is missing, or see `stop_run` and `follow_run`.
@@ -153,8 +156,15 @@ def manage_runs(
 
     if state == "listed":
         listing = RunList(hosts, connect_name, options.lost_limit, run)
+        known = gather_hardware(hosts, connect_name, options.lost_limit) if hardware else {}
+        table = [*hardware_table([host.name for host in hosts], known), ""] if hardware else []
+        if watch and not check:
+            for line in table:
+                report(line)
+            table = []
         found = watch_runs(listing, report, watch) if watch and not check else listing.read()
-        return {"changed": False} | found
+        more = {"hardware": known, "lines": [*table, *found["lines"]]} if hardware else {}
+        return {"changed": False} | found | more
     if state == "stopped" and every:
         if run:
             raise RunError("name a run or all=true, not both")
