@@ -8,13 +8,12 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from interpreters import interpreter
 
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
@@ -102,15 +101,6 @@ def test_newer_syntax_is_refused() -> None:
     for text in ("try:\n    pass\nexcept* ValueError:\n    pass", "type A = int", "def f[T](x: T) -> T: ..."):
         with pytest.raises(SyntaxError):
             ast.parse(text, feature_version=(3, 10))
-
-
-def interpreter(version: str) -> str:
-    """Return the path of an interpreter that runs, or an empty string. pyenv's shims exist without running."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
-    for path in [shutil.which(f"python{version}") or "", *map(str, sorted(pyenv.glob(f"{version}.*/bin/python3")))]:
-        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return path
-    return ""
 
 
 @pytest.mark.slow
