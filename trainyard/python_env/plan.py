@@ -38,8 +38,11 @@ def plan_environments(
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
     """
+    managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
+    cuda = options["torch"] and resolve.choose_flavour(options["flavour"], managed) != "cpu"
+    extras = [*options["extras"], *(["nvml"] if cuda else [])]
     request = EnvironmentRequest(
-        resolve.requirements(top / "pyproject.toml", options["extras"], options["torch"]),
+        resolve.requirements(top / "pyproject.toml", extras, options["torch"]),
         resolve.read_constraints(Path(options["lock"] or top / "constraints.txt")),
         trainer_version(top),
         options["flavour"],

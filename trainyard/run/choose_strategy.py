@@ -39,7 +39,7 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
             {
                 "processes": count,
                 "threads": max(1, facts["cpus"] // count),
-                "gpu_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=0),
+                "gpu_mib": min((gpu["memory_mib"] for gpu in host.gpus), default=0),
                 "memory_mib": facts["memory_mib"],
                 "link_mbit": link,
             }

@@ -101,7 +101,8 @@ def plan_run(
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     hosts = members or hosts
-    isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, options.run_env)
+    variables = {name: value for host in hosts for name, value in host.host.env.items()} | options.run_env
+    isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, variables)
     nodes = plan_nodes(
         hosts,
         run=run,
@@ -204,8 +205,8 @@ def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: Prepared
         "previous": start_of(facts["part"]),
         "link_mbit": facts["link_mbit"],
         "versions": facts["versions"],
-        "gpus": [gpu["name"] for gpu in facts["gpus"]],
-        "memory_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=facts["memory_mib"]),
+        "gpus": [gpu["name"] for gpu in host.gpus],
+        "memory_mib": min((gpu["memory_mib"] for gpu in host.gpus), default=facts["memory_mib"]),
     }
 
 
