@@ -94,7 +94,7 @@ class Bench:
         """Train a case as a user does; return losses, speed and memory. The run folder remains."""
         if missing := [package for package in case.packages if not importlib.util.find_spec(package)]:
             return Outcome("skipped", reason=f"{', '.join(missing)} is not installed")
-        flags = self.scale.fields() | case.fields | fields
+        flags = self.scale.fields(case) | case.fields | fields
         flags |= {"run": name, "model": str(self.folder / case.size), "dataset": str(self.folder / "dataset.jsonl")}
         arguments = [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in flags.items()]
         command = [*self._launcher(case.ranks), "-m", "trainer", *arguments, f"--data-dir={self.folder}"]

@@ -11,7 +11,7 @@ Size = tuple[int, int, int, int, int, str]
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the models and of a step. `rows`: rows per step; `steps`: steps of every run; `cpu`: for a stand-in."""
+    """Sizes of the models and of a step. `rows`: rows per step; `steps`: steps of every run; `cpu`: a stand-in for a GPU."""
 
     name: str
     sizes: dict[str, Size]
@@ -20,11 +20,14 @@ class Scale:
     rows: int
     steps: int
     collective_mib: int
+    lora_lr: float = 1e-3
+    full_lr: float = 3e-4
     cpu: bool = False
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the run spec that all runs share."""
+    def fields(self, case: Case) -> dict[str, Any]:
+        """Return the fields of the run spec that this scale sets for a case."""
         return {
+            "lr": self.full_lr if case.fields.get("lora_r") == 0 else self.lora_lr,
             "seq_length": self.seq_length,
             "batch_size": self.batch_size,
             "total_batch_size": self.rows,
@@ -53,7 +56,18 @@ _CPU_SIZES: dict[str, Size] = {
 LARGE_MEMORY = 22 * 1024  # MiB of a GPU from which micro-batches have four rows
 CUDA = Scale("cuda", _CUDA_SIZES, seq_length=1024, batch_size=4, rows=16, steps=12, collective_mib=256)
 CUDA_SMALL = Scale("cuda-small", _CUDA_SIZES, seq_length=512, batch_size=2, rows=8, steps=12, collective_mib=64)
-CPU = Scale("cpu", _CPU_SIZES, seq_length=64, batch_size=2, rows=4, steps=4, collective_mib=1, cpu=True)
+CPU = Scale(
+    "cpu",
+    _CPU_SIZES,
+    seq_length=64,
+    batch_size=2,
+    rows=4,
+    steps=4,
+    collective_mib=1,
+    lora_lr=3e-2,
+    full_lr=1e-2,
+    cpu=True,
+)
 
 
 def scale_for(device: str, memory_mib: float) -> Scale:
@@ -86,7 +100,7 @@ class Case:
     packages: tuple[str, ...] = ()
 
 
-FULL = {"lora_r": 0, "lr": 1e-4}
+FULL = {"lora_r": 0}
 FP32 = {"precision": "32-true"}
 ZERO = FULL | {"strategy": "deepspeed"}
 # The most important runs come first: a time limit cuts off the last ones.

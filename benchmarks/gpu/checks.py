@@ -83,7 +83,7 @@ class Evidence:
         if "memory_mib" not in plan:
             raise Unavailable("failed", f"the plan of {name}: {plan.get('error', 'it did not run')}")
         peak = self.values(name)["cuda_mib"] or self.values(name)["resident_mib"]
-        return Figure(f"{name}: memory, measured / planned", peak / plan["memory_mib"], "x", 0.8, 1.25, self.cuda)
+        return Figure(f"{name}: memory, measured / planned", peak / plan["memory_mib"], "x", 0.8, 1.25)
 
     def peak(self, name: str) -> Figure:
         """Return the measured peak in MiB."""
@@ -107,7 +107,7 @@ class Evidence:
         """Return the last loss of a run relative to its first one."""
         losses = self.values(name)["losses"]
         finite = all(loss is not None for loss in losses)
-        return Figure(f"{name}: last loss / first loss", losses[-1] / losses[0] if finite else math.inf, "", 0, 1.02)
+        return Figure(f"{name}: last loss / first loss", losses[-1] / losses[0] if finite else math.inf, "", 0, 0.999)
 
 
 def plan(evidence: Evidence) -> list[Figure]:

@@ -22,7 +22,7 @@ from trainer.config import RunSpec, make_spec
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.planner.cost import Layout
-from trainer.planner.hosts import own_memory_mib
+from trainer.planner.hosts import BASE, own_memory_mib
 from trainer.planner.model_shape import shape_of
 from trainer.planner.report import plan, rows_of
 from trainer.strategy import plan_of
@@ -48,7 +48,8 @@ def write_model(tokenizer: Path, folder: Path, size: Size, device: str) -> None:
     config = json.loads((tokenizer / "config.json").read_text())
     config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "dtype": dtype}
     config |= {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": hidden // heads}
-    shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    ignored = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(tokenizer, folder, ignore=ignored, dirs_exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(1)
     with torch.device(device):
@@ -60,17 +61,18 @@ def write_model(tokenizer: Path, folder: Path, size: Size, device: str) -> None:
 
 def run_spec(name: str, case: Case, scale: Scale, folder: Path) -> RunSpec:
     """Return the run spec of a case. Raises UserError if this version of the trainer refuses it."""
-    fields = scale.fields() | case.fields
+    fields = scale.fields(case) | case.fields
     fields |= {"run": name, "model": str(folder / case.size), "dataset": str(folder / "dataset.jsonl")}
     return make_spec(fields, f"the case {name}")
 
 
 def predict(name: str, case: Case, scale: Scale, folder: Path, device: str) -> dict[str, Any]:
-    """Return the predicted memory (MiB) of one process, and tokens/s if the case is `planned`."""
+    """Return the predicted memory (MiB) of one process (on a CPU with Python and its libraries), and tokens/s if the case is `planned`."""
     spec = run_spec(name, case, scale, folder)
     rows, _ = rows_of(spec, folder)
     memory = plan_of(spec).memory(spec, shape_of(spec), Layout((1,)), rows, cuda=device == "cuda")
-    found: dict[str, Any] = {"memory_mib": memory.total / 2**20, "parts": memory.step}
+    base = 0 if device == "cuda" else BASE
+    found: dict[str, Any] = {"memory_mib": memory.total / 2**20 + base, "parts": memory.step}
     if case.planned and not (scale.cpu and name != "lora"):  # a measurement takes seconds on a CPU
         report = plan(spec, [{"host": "here", "processes": 1}], None, fast=False, data_dir=folder)
         found["tokens_per_second"] = report["options"][0]["tokens_per_second"]

@@ -19,7 +19,7 @@ def resumed(bench: Bench) -> Outcome:
     try:
         for name in ("straight", "repeated", "resumed"):
             if name == "resumed":
-                source = bench.folder / "runs" / "straight" / "checkpoints" / f"step-{middle}"
+                source = bench.folder / "runs" / "straight" / "checkpoints" / f"step-{middle:08d}"
                 shutil.copytree(source, bench.folder / "runs" / name / "checkpoints" / source.name)
             outcome = bench.train(name, CASE, checkpoint_interval=middle, checkpoint_keep=10)
             seconds += outcome.seconds
