@@ -104,10 +104,16 @@ class Evidence:
         return Figure(f"{name}: loss against {reference}", worst, "", 0, limit)
 
     def learned(self, name: str) -> Figure:
-        """Return the last loss of a run relative to its first one."""
+        """Return the mean loss of the last three steps relative to that of the first three."""
         losses = self.values(name)["losses"]
         finite = all(loss is not None for loss in losses)
-        return Figure(f"{name}: last loss / first loss", losses[-1] / losses[0] if finite else math.inf, "", 0, 0.999)
+        return Figure(
+            f"{name}: last losses / first losses",
+            sum(losses[-3:]) / sum(losses[:3]) if finite else math.inf,
+            "",
+            0,
+            0.999,
+        )
 
 
 def plan(evidence: Evidence) -> list[Figure]:
