@@ -27,7 +27,6 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
         if host.facts["spec"]:
             before = staged_spec(host).strategy
             return before, f"auto: this run started with {before}"
-    model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
     links = link_speeds(hosts)
     known = []
     for host, count, link in zip(hosts, rank_counts(hosts), links, strict=True):
@@ -41,14 +40,23 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
                 "link_mbit": link,
             }
         )
-    fields = {name: value for name, value in spec.items() if name in FIELDS} | {"model": model}
     try:
-        strategy, why = choose(make_spec(fields, "the plan"), known)
+        strategy, why = choose(spec_here(spec, files), known)
     except UserError as error:
         raise PlanError(str(error)) from None
     slowest = min((link for link in links if link), default=0.0)
     measured = slowest in [host.link_to_head.get("mbit") for host in hosts]
     return strategy, f"{why} (link measured)" if measured else why
+
+
+def spec_here(spec: dict[str, Any], files: list[dict[str, Any]]) -> RunSpec:
+    """Return the spec with the path of its model on the controller. Raises UserError if it is invalid.
+
+    Args:
+        files: the files of the prepared run, among them the model.
+    """
+    model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
+    return make_spec({name: value for name, value in spec.items() if name in FIELDS} | {"model": model}, "the plan")
 
 
 def staged_spec(host: HostState) -> RunSpec:
