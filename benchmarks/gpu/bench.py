@@ -94,6 +94,8 @@ class Bench:
         """Train a case as a user does; return losses, speed and memory. The run folder remains."""
         if missing := [package for package in case.packages if not importlib.util.find_spec(package)]:
             return Outcome("skipped", reason=f"{', '.join(missing)} is not installed")
+        if case.fields.get("torch_compile") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+            return Outcome("skipped", reason="no C compiler (gcc) is installed, which torch.compile needs")
         flags = self.scale.fields(case) | case.fields | fields
         flags |= {"run": name, "model": str(self.folder / case.size), "dataset": str(self.folder / "dataset.jsonl")}
         arguments = [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in flags.items()]

@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
     "full": Case("medium", FULL, timed=True, planned=True),
     "large": Case("large", timed=True, planned=True),
     "checkpointing": Case("medium", {"gradient_checkpointing": True}, timed=True, planned=True),
-    "kernels": Case("large", {"kernels": "auto"}, timed=True),
+    "kernels": Case("large", {"kernels": "auto"}, timed=True, planned=True),
     "fp32": Case("medium", FP32, timed=True),
     "fp16": Case("medium", {"precision": "fp16-mixed"}, timed=True),
     "eager": Case("small", timed=True),

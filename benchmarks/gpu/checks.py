@@ -89,6 +89,14 @@ class Evidence:
         """Return the measured peak in MiB."""
         return Figure(f"{name}: peak", self.values(name)["cuda_mib"] or self.values(name)["resident_mib"], "MiB")
 
+    def planned_speed(self, name: str) -> list[Figure]:
+        """Return the speed of a run, and relative to its plan if the plan predicts it."""
+        tokens = self.values(name)["tokens_per_second"]
+        found = [Figure(f"{name}: speed", tokens, "tokens/s")]
+        if predicted := self.bench.planned[name].get("tokens_per_second"):
+            found.append(Figure(f"{name}: speed, measured / planned", tokens / predicted, "x", 0.7, 1.4, self.cuda))
+        return found
+
     def speed(self, name: str, reference: str, low: float = 0.0) -> Figure:
         """Return the speed of a run relative to another."""
         ratio = self.values(name)["tokens_per_second"] / self.values(reference)["tokens_per_second"]
@@ -120,10 +128,7 @@ def plan(evidence: Evidence) -> list[Figure]:
     found = []
     for name in ("lora", "full", "large", "checkpointing"):
         found += [evidence.memory(name), evidence.peak(name)]
-        tokens = evidence.values(name)["tokens_per_second"]
-        found.append(Figure(f"{name}: speed", tokens, "tokens/s"))
-        if predicted := evidence.bench.planned[name].get("tokens_per_second"):
-            found.append(Figure(f"{name}: speed, measured / planned", tokens / predicted, "x", 0.7, 1.4, evidence.cuda))
+        found += evidence.planned_speed(name)
     return found
 
 
@@ -211,7 +216,8 @@ def trl(evidence: Evidence) -> list[Figure]:
 
 
 def kernels(evidence: Evidence) -> list[Figure]:
-    return [evidence.loss("kernels", "large", 0.02), evidence.speed("kernels", "large"), evidence.peak("kernels")]
+    found = [evidence.loss("kernels", "large", 0.02), evidence.speed("kernels", "large"), evidence.peak("kernels")]
+    return found + evidence.planned_speed("kernels")
 
 
 def resume(evidence: Evidence) -> list[Figure]:
