@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
