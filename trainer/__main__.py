@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer import unsloth_backend
 from trainer.config import (
     RunSpec,
     is_known,
@@ -204,7 +205,7 @@ def train(argv: list[str]) -> int:
         if not under_torchrun or not run_dir:
             raise
         return report_failure(Heartbeat(run_dir, rank), error)  # the controller shows it instead of an exit code
-    needs_bitsandbytes = spec.quantize != "none" or spec.optimizer == "adamw8bit" or spec.backend == "unsloth"
+    needs_bitsandbytes = spec.quantize != "none" or spec.optimizer == "adamw8bit" or unsloth_backend.may_use(spec)
     if under_torchrun and not needs_bitsandbytes:
         # peft imports an installed bitsandbytes, which imports torch's compiler: a fifth of the start-up time.
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
@@ -238,8 +239,6 @@ def _first_heartbeat(run_dir: Path, rank: int) -> Heartbeat:
 
 def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:
     """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
-    from trainer import train as loop
-    from trainer.distributed.world import World
     from trainer.run_dir import claim, finished_result
 
     previous = finished_result(run_dir)
@@ -249,6 +248,10 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 
         spec, reason = choose_here(spec, run_dir)
         print(reason)
+    unsloth_backend.import_early(spec)
+    from trainer import train as loop
+    from trainer.distributed.world import World
+
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
     world = World.join(spec.collective_timeout, replica)

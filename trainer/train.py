@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer import unsloth_backend
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
@@ -74,6 +75,7 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     """
     if spec.dataset.startswith("~"):
         spec = spec.model_copy(update={"dataset": str(user_path(spec.dataset, "dataset"))})
+    spec = unsloth_backend.resolve_backend(spec, world)
     requested = spec
     spec = world.once_per_host(lambda: with_tiny_model(requested, store))
     if spec.torch_compile:
@@ -299,7 +301,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     spec, steps = job.spec, job.steps
     all_ranks, world = world, strategy.world
     batches = Batches(job, world)
-    state = RunState(steps, world.size, job.data, bool(spec.packing))
+    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend)
     checkpoints = run_dir / "checkpoints"
 
     def waiting() -> bool:

@@ -80,7 +80,7 @@ class RunSpec(BaseModel):
     )
     backend: Literal["auto", "peft", "unsloth"] = declare(
         "auto",
-        "library that loads the model and adds LoRA; auto selects peft; unsloth requires CUDA",
+        "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
         aliases=["model_backend"],
     )
     dataset: str = declare(
