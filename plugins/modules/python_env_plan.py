@@ -24,13 +24,18 @@ options:
     elements: str
     default: []
   lock:
-    description: Constraints file on the controller; empty for constraints.txt.
+    description: Constraints file on the controller; empty for the one of C(packages).
     type: str
     default: ""
   flavour:
     description: Build of torch, or C(auto) for the newest one that all drivers and GPUs support.
     type: str
     default: auto
+  packages:
+    description: Set of packages, with its own constraints file.
+    type: str
+    choices: [standard, unsloth]
+    default: standard
   conda_lock:
     description: Explicit conda lock on the controller; empty without conda.
     type: str
@@ -82,6 +87,10 @@ torch:
   description: The pinned requirement of torch; empty without torch.
   returned: success
   type: str
+locked:
+  description: Whether the constraints have a digest for every package.
+  returned: success
+  type: bool
 kit:
   description: Paths of C(pip) and C(trainer) on the controller; empty if no host changes.
   returned: success

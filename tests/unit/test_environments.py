@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from trainyard.connection import Host
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
-from trainyard.python_env.plan import consistency_error, differences, plan
+from trainyard.python_env.plan import consistency_error, differences, plan, plan_environments
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest, choose_flavour
 
 TOP = Path(__file__).resolve().parents[2]
@@ -178,3 +181,72 @@ def test_the_same_environment_on_all_hosts_is_consistent() -> None:
     assert [row.split() for row in rows] == [["a", "b"], ["trainyard", "0.1.0", "0.2.0"]]
     # An environment that trainyard does not manage has no separate trainer.
     assert consistency_error({**other, "c": info(env="as-is", versions={"python": "3.11.2"})}) == ""
+
+
+# python_flavour: unsloth -------------------------------------------------------------------------------------------------
+
+GPU = {"driver": "580.65.06", "capabilities": ["8.9"]}
+OPTIONS = {
+    "extras": [],
+    "torch": True,
+    "lock": "",
+    "packages": "unsloth",
+    "flavour": "auto",
+    "conda_lock": "",
+    "port": 1,
+}
+
+
+def unsloth_plan(infos: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    hosts = [Host(name, f"10.0.0.{place}", "/data", "/data/venv/bin/python") for place, name in enumerate(infos, 1)]
+    return plan_environments(TOP, hosts, infos, OPTIONS | more, build=False)
+
+
+def test_the_lock_of_unsloth_is_the_whole_environment_of_a_node() -> None:
+    lock = resolve.read_constraints(TOP / "constraints-unsloth.txt")
+    assert all(re.fullmatch(r"[a-z0-9-]+==[^ ]+( --hash=sha256:[0-9a-f]{64})+", line) for line in lock)
+    wanted = [Requirement(line) for line in resolve.requirements(TOP / "pyproject.toml", ["unsloth"], torch=True)]
+    pinned = {name: version.split()[0] for name, _, version in (line.partition("==") for line in lock)}
+    for requirement in wanted:
+        assert pinned[resolve.normal_name(requirement.name)] in requirement.specifier, requirement
+    assert pinned["triton"] and any(name.startswith("nvidia-nccl-cu13") for name in pinned), (
+        "CUDA 13, as check_unsloth says"
+    )
+
+
+def test_site_plans_the_environment_of_unsloth() -> None:
+    made = unsloth_plan({"a": info(**GPU), "b": info()})
+    assert made["locked"] and made["torch"] == "", "torch comes with the lock, from the package index"
+    assert "unsloth" in made["requirements"] and any(line.startswith("unsloth==") for line in made["constraints"])
+    assert [made["hosts"][name]["todo"] for name in "ab"] == ["all", "all"] and made["hosts"]["b"]["builder"] == "a"
+    assert made["hosts"]["b"]["flavour"] == "cu130", "a host without a GPU has the same build"
+    standard = unsloth_plan({"a": info(**GPU)}, packages="standard")
+    assert not standard["locked"] and standard["torch"].startswith("torch==")
+    assert standard["hosts"]["a"]["key"] != made["hosts"]["a"]["key"]
+    done = {"key": made["hosts"]["a"]["key"], "trainer": made["trainer"]}
+    assert not unsloth_plan({"a": info(**GPU, marker=done)})["todo"]
+
+
+@pytest.mark.parametrize(
+    ("infos", "more", "message"),
+    [
+        ({"a": info()}, {}, r"capability of 7.5 or higher \(no host has a driver\): install the driver"),
+        ({"a": info(driver="550.1", capabilities=["8.9"])}, {}, r"driver 580 or newer .* \(a: driver 550.1\)"),
+        ({"a": info(driver="580.1", capabilities=["6.1"])}, {}, "set python_flavour: standard"),
+        (
+            {"a": info(**GPU, machine="aarch64")},
+            {},
+            "a: python_flavour is unsloth, whose lock is for x86_64, but the host",
+        ),
+        ({"a": info(**GPU)}, {"extras": ["deepspeed"]}, "python_lock has digests, but not for deepspeed"),
+        (
+            {"a": info(**GPU)},
+            {"lock": str(TOP / "constraints.txt")},
+            "its python_lock needs a digest for every package",
+        ),
+    ],
+)
+def test_hosts_that_cannot_have_unsloth(infos: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvironmentBuildError, match=message) as caught:
+        unsloth_plan(infos, **more)
+    assert "\n" not in str(caught.value)

@@ -38,13 +38,17 @@ def plan_environments(
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
     """
+    packages = options["packages"]
+    extras = [*options["extras"], *([packages] if packages != "standard" else [])]
     request = EnvironmentRequest(
-        resolve.requirements(top / "pyproject.toml", options["extras"], options["torch"]),
-        resolve.read_constraints(Path(options["lock"] or top / "constraints.txt")),
+        resolve.requirements(top / "pyproject.toml", extras, options["torch"]),
+        resolve.read_constraints(Path(options["lock"] or top / resolve.FLAVOURS[packages])),
         trainer_version(top),
         options["flavour"],
         resolve.conda_lock(options["conda_lock"]),
+        packages,
     )
+    resolve.check_lock(request)
     plans = plan(infos, request)
     todo = any(entry["todo"] != "none" for entry in plans.values())
     folder = top / ".trainyard" / "python"
@@ -61,7 +65,9 @@ def plan_environments(
         "hosts": plans,
         "requirements": list(request.requirements),
         "constraints": list(request.constraints),
-        "torch": request.torch if options["torch"] else "",
+        # A lock with digests also has torch, from the package index.
+        "torch": request.torch if options["torch"] and not request.locked else "",
+        "locked": request.locked,
         "trainer": request.trainer,
         "kit": kit,
         "conda": resolve.conda_packages(request.conda),
@@ -92,6 +98,8 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
     """
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     flavour = resolve.choose_flavour(request.flavour, managed)
+    if request.packages == "unsloth":
+        resolve.check_unsloth(managed, flavour)
     plans: dict[str, dict[str, Any]] = {}
     builders: dict[str, str] = {}
     for host, info in managed.items():
