@@ -37,7 +37,15 @@ options:
     choices: [standard, unsloth]
     default: standard
   conda_lock:
-    description: Explicit conda lock on the controller; empty without conda.
+    description: Explicit conda lock on the controller; empty for conda.lock in the project's folder.
+    type: str
+    default: ""
+  conda_installer:
+    description: Installer of conda, as a URL or a file on the controller; empty for the one that the lock names.
+    type: str
+    default: ""
+  conda_sha256:
+    description: SHA-256 of the installer.
     type: str
     default: ""
   port:
@@ -93,6 +101,10 @@ locked:
   type: bool
 kit:
   description: Paths of C(pip) and C(trainer) on the controller; empty if no host changes.
+  returned: success
+  type: dict
+installer:
+  description: C(source) and C(digest) of the installer of conda; empty without conda.
   returned: success
   type: dict
 conda:

@@ -45,11 +45,13 @@ def plan_environments(
         resolve.read_constraints(Path(options["lock"] or top / resolve.FLAVOURS[packages])),
         trainer_version(top),
         options["flavour"],
-        resolve.conda_lock(options["conda_lock"]),
+        resolve.conda_lock(options["conda_lock"], top),
         packages,
     )
     resolve.check_lock(request)
     plans = plan(infos, request)
+    conda = any(info["env"] == "conda" for info in infos.values())
+    installer = (options["conda_installer"], options["conda_sha256"])
     todo = any(entry["todo"] != "none" for entry in plans.values())
     folder = top / ".trainyard" / "python"
     kit = {"pip": str(pip_archive(folder)), "trainer": str(trainer_wheel(top, folder))} if todo and build else {}
@@ -70,7 +72,8 @@ def plan_environments(
         "locked": request.locked,
         "trainer": request.trainer,
         "kit": kit,
-        "conda": resolve.conda_packages(request.conda),
+        "conda": resolve.conda_packages(request.conda) if conda else [],
+        "installer": resolve.conda_installer(request.conda, *installer) if conda else {},
     }
 
 
@@ -141,7 +144,8 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
     if info["env"] == "conda":
         if not request.conda:
             raise EnvironmentBuildError(
-                "python_env is conda: set python_conda_lock to a lock file, see roles/python/README.md"
+                "python_env is conda: write a lock with make lock-conda CHANNEL=URL, or set python_conda_lock, see "
+                "roles/python/README.md"
             )
         return
     if not info["version"]:
