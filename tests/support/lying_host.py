@@ -135,7 +135,15 @@ def health(host: Host) -> dict[str, Any]:
         "busy": [{"pid": 4, "name": "x", "uid": 0, "cores": 2.0}], "spin": {"share": 1.0, "gap": 0.0, "pauses": 0},
         "torchruns": [{"pid": 5, "command": "torchrun"}], "sudo": True, "inodes_free": 10**6, "clock": [NOW, NOW + 1],
         "gpu": {"cards": 1, "gpus": [{"name": "A", "total_mib": 1, "used_mib": 1}], "users": ["1, x, 2 MiB"]},
+        "hardware": hardware(),
         "files": {"damaged": ["/d/x"], "equal": {"datasets/a": "0" * 64}},
+    }  # fmt: skip
+
+
+def hardware() -> dict[str, Any]:
+    return {
+        "gpus": [{"name": "A", "memory_mib": 1000}], "cpu": "C", "cores": 4, "memory_mib": 8000, "free_bytes": 10**12,
+        "models": ["m:1b"], "model_count": 1,
     }  # fmt: skip
 
 
@@ -145,7 +153,7 @@ def mesh(host: Host, request: dict[str, Any]) -> dict[str, Any]:
     ports = {str(port): "" for port in request.get("ports", [])}
     return {
         "mtu": 1500, "taken": [], "reached": dict.fromkeys(peers, ports), "lines": dict.fromkeys(peers, link),
-        "shares_with": [], "write_error": "",
+        "services": dict.fromkeys(request.get("services", {}), "no answer"), "shares_with": [], "write_error": "",
     }  # fmt: skip
 
 
@@ -179,6 +187,7 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
     answers: dict[str, Callable[[], dict[str, Any]]] = {
         "host_facts": lambda: facts(host, number),
         "health": lambda: health(host),
+        "hardware": hardware,
         "mesh": lambda: mesh(host, request),
         "all_reduce": lambda: {"mbit": 900.0, "latency_ms": 0.5, "torch": "2.13.0"},
         "receive": lambda: {"lacking": [], "changed": list(request.get("files", {}))},

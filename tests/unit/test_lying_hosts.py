@@ -56,6 +56,10 @@ def listed(cluster: Cluster, folder: Path) -> list[str]:
     return manage_runs("listed", "", cluster.hosts, cluster.connect, OPTIONS, print)["lines"]
 
 
+def hardware(cluster: Cluster, folder: Path) -> list[str]:
+    return manage_runs("listed", "", cluster.hosts, cluster.connect, OPTIONS, print, hardware=True)["lines"]
+
+
 def stopped(cluster: Cluster, folder: Path) -> list[str]:
     return manage_runs("stopped", RUN, cluster.hosts, cluster.connect, OPTIONS, print, now=True)["lines"]
 
@@ -109,6 +113,7 @@ def preflight(cluster: Cluster, folder: Path) -> list[str]:
 OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
     "collect": (collect, "read_files"),
     "status": (listed, "run_list"),
+    "status-hardware": (hardware, "hardware"),
     "stop": (stopped, "run_status"),
     "stop-answer": (stopped, "run_stop"),
     "stage": (stage, "receive"),

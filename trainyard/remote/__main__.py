@@ -19,6 +19,7 @@ from trainer.supervise.files import SupervisorError
 VERBS = {
     "host_facts": ("trainyard.remote.host_facts", "gather"),
     "health": ("trainyard.remote.health", "gather"),
+    "hardware": ("trainyard.remote.hardware", "gather"),
     "mesh": ("trainyard.remote.mesh", "measure"),
     "all_reduce": ("trainyard.remote.all_reduce", "measure"),
     "local_files": ("trainyard.remote.local_files", "local_files"),

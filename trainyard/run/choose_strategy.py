@@ -39,15 +39,14 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
             {
                 "processes": count,
                 "threads": max(1, facts["cpus"] // count),
-                "gpu_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=0),
+                "gpu_mib": min((gpu["memory_mib"] for gpu in host.gpus), default=0),
                 "memory_mib": facts["memory_mib"],
                 "link_mbit": link,
             }
         )
-    fields = {name: value for name, value in spec.items() if name in FIELDS}
     try:
-        with model_source(spec["model"], files) as model:
-            strategy, why = choose(make_spec(fields | {"model": model}, "the plan"), known)
+        with spec_here(spec, files) as here:
+            strategy, why = choose(here, known)
     except UserError as error:
         raise PlanError(str(error)) from None
     slowest = min((link for link in links if link), default=0.0)
@@ -56,17 +55,23 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
 
 
 @contextlib.contextmanager
-def model_source(name: str, files: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what the planner reads: the model's folder on the controller, its config.json from a host, or `name`."""
-    file = next((file for file in files if file["kind"] == "model"), None)
-    if name == TINY or file is None:
-        yield name
-    elif file["src"]:
-        yield file["src"]
-    else:
-        with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
-            (Path(folder) / "config.json").write_text(file["config"])
-            yield folder
+def spec_here(spec: dict[str, Any], files: list[dict[str, Any]]) -> Iterator[RunSpec]:
+    """Yield the spec with a model that the controller can read: its folder here, or the config.json of a host.
+
+    Args:
+        files: the files of the prepared run, among them the model.
+
+    Raises:
+        UserError: the spec is invalid.
+    """
+    file = next((file for file in files if file["kind"] == "model" and spec["model"] != TINY), None)
+    fields = {name: value for name, value in spec.items() if name in FIELDS}
+    if file is None or file["src"]:
+        yield make_spec(fields | ({"model": file["src"]} if file else {}), "the plan")
+        return
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
+        (Path(folder) / "config.json").write_text(file["config"])
+        yield make_spec(fields | {"model": folder}, "the plan")
 
 
 def staged_spec(host: HostState) -> RunSpec:

@@ -263,7 +263,7 @@ class RunSession:
         while True:
             try:
                 return stage_files(
-                    *(state.plan, self.prepared, self.connect, self.options.run_env, state.token),
+                    *(state.plan, self.prepared, self.connect, self._environments(), state.token),
                     check=self.check,
                     transfer=self.options.transfer,
                     report=self.report,
@@ -277,6 +277,10 @@ class RunSession:
                 time.sleep(CLAIM_POLL)
             if self._make_plan(previous).phase != "new":
                 return {}
+
+    def _environments(self) -> dict[str, dict[str, str]]:
+        """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
+        return {name: {**host.env, **self.options.run_env} for name, host in self.hosts.items()}
 
     def _launch(self) -> dict[str, Any]:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -29,7 +30,7 @@ def stage_files(
     entries: list[dict[str, Any]],
     prepared: PreparedRun,
     connect: Connect,
-    run_env: dict[str, str],
+    environments: Mapping[str, dict[str, str]],
     token: str,
     check: bool = False,
     transfer: str = "auto",
@@ -39,7 +40,7 @@ def stage_files(
 
     Args:
         entries: the plan; each entry has the node's fields, its `spec` and its `previous` start. Their `claim` is set.
-        run_env: environment variables for the ranks.
+        environments: environment variables for the ranks, by host.
         token: of this controller's claim on the run.
         check: compare only.
         transfer: `auto`: from host to host where that is faster; `controller`: from the controller only.
@@ -51,9 +52,9 @@ def stage_files(
     Raises:
         StageError: a host lacks a file afterwards.
         RunClaimedError: another controller starts the run, or has started it since it was planned.
-        PlanError: a value of `run_env` cannot be written to a file.
+        PlanError: a value of `environments` cannot be written to a file.
     """
-    commits = {e["host"]: commit_request(e, entries, prepared, run_env, token) for e in entries}
+    commits = {e["host"]: commit_request(e, entries, prepared, environments.get(e["host"], {}), token) for e in entries}
     changed = copy_to_hosts(entries, prepared.files, connect, token, check=check, transfer=transfer, report=report)
     if check:
         return changed
