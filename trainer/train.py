@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer import unsloth_backend
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
@@ -81,6 +82,7 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     """
     paths = [source.path for source in spec.sources]
     spec = spec.with_dataset_paths([str(user_path(p, "dataset")) if p.startswith("~") else p for p in paths])
+    spec = unsloth_backend.resolve_backend(spec, world)
     requested = spec
     spec = world.once_per_host(lambda: with_tiny_model(requested, store))
     if spec.torch_compile:
@@ -307,7 +309,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     spec, steps = job.spec, job.steps
     all_ranks, world = world, strategy.world
     batches = Batches(job, world)
-    state = RunState(steps, world.size, job.data, bool(spec.packing))
+    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend)
     checkpoints = run_dir / "checkpoints"
 
     def waiting() -> bool:

@@ -23,6 +23,7 @@ def declare(
     description: str,
     *,
     aliases: Sequence[str] = (),
+    suggested_names: Sequence[str] = (),
     deprecated_names: Sequence[str] = (),
     mutable: bool = False,
     unit: str = "",
@@ -34,7 +35,9 @@ def declare(
     Args:
         default: the default value.
         description: one line for `--help` and the documentation.
-        aliases: names that other tools use. They are not accepted: an error message suggests the field instead.
+        aliases: names that other tools use. They are accepted; `trainer.config.conversions` converts values that differ.
+        suggested_names: names that are not accepted, because they are ambiguous or Ansible reserves them: an error
+            message suggests the field instead.
         deprecated_names: former names of the field. They are accepted with a note.
         mutable: whether a resumed run may change the value.
         unit: unit of a number, for example ``steps``.
@@ -43,6 +46,7 @@ def declare(
     """
     extra: dict[str, Any] = {
         "aliases": list(aliases),
+        "suggested_names": list(suggested_names),
         "deprecated_names": list(deprecated_names),
         "mutable": mutable,
         "unit": unit,
@@ -56,13 +60,13 @@ def declare(
 
 
 def metadata(field: FieldInfo) -> dict[str, Any]:
-    """Return what `declare` recorded: aliases, deprecated_names, mutable, unit, expected."""
+    """Return what `declare` recorded: aliases, suggested_names, deprecated_names, mutable, unit, expected."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
 
 
 def names_in(fields: Mapping[str, FieldInfo], kind: str) -> dict[str, str]:
-    """Return {other name: field name} for the ``aliases`` or the ``deprecated_names`` of all `fields`."""
+    """Return {other name: field name} for one kind of other names (``aliases``, ``deprecated_names``, ...) of all `fields`."""
     return {other: name for name, field in fields.items() for other in metadata(field)[kind]}
 
 

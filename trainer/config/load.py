@@ -1,6 +1,6 @@
 """Build a run spec from a YAML file, flags or ``-e`` values, and compare two specs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
     Raises:
         UserError: an unknown name (with the closest known one), or an invalid value (with what is expected).
     """
-    values, _ = resolve_aliases(values)
+    values, _ = resolve_aliases(values, source=source)
     unknown = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in values if name not in FIELDS]
     if unknown:
         raise UserError(f"run spec: {', and '.join(unknown)}")
@@ -77,13 +77,32 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def read_spec(path: Path | None, overrides: Mapping[str, Any], source: str) -> RunSpec:
-    """Read a spec from a YAML file (or none) and apply `overrides`; error messages name the `source` of the overrides."""
-    values, _ = resolve_aliases(read_yaml(path) if path else {})
+def read_spec(
+    path: Path | None,
+    overrides: Mapping[str, Any],
+    source: str,
+    *,
+    ranks: int | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> RunSpec:
+    """Read a spec from a YAML file (or none) and apply `overrides`.
+
+    Args:
+        source: source of the overrides, for error messages.
+        ranks: number of ranks of the run, if it is known.
+        report: receives a line for each name whose meaning differs.
+
+    Raises:
+        UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
+    """
+    values, notes = resolve_aliases(read_yaml(path) if path else {}, source=str(path), ranks=ranks)
     if path:
         make_spec(values, str(path))
-    resolved, _ = resolve_aliases(overrides, values)
-    return make_spec({**values, **resolved}, source)
+    resolved, more = resolve_aliases(overrides, values, source=source, ranks=ranks)
+    spec = make_spec({**values, **resolved}, source)
+    for note in notes + more:
+        report(note)
+    return spec
 
 
 def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:

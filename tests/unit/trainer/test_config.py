@@ -18,6 +18,7 @@ from trainer.config import (
     FIELDS,
     MUTABLE,
     PRESETS,
+    SUGGESTED,
     RunSpec,
     changed_fields,
     expects,
@@ -28,6 +29,8 @@ from trainer.config import (
     suggest,
     table,
 )
+from trainer.config.aliases import IGNORED, REFUSED
+from trainer.config.fields import metadata
 from trainer.errors import UserError
 
 
@@ -48,6 +51,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "dataset_split": ("train[:10]", "train[:10]"),
         "dataset_config": ("main", "main"),
         "columns": ("prompt=question, completion=answer", {"prompt": "question", "completion": "answer"}),
+        "wandb_project": ("mine", "mine"),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "deepspeed_stage": ("3", 3),
@@ -172,12 +176,11 @@ def test_several_invalid_values_are_reported_together() -> None:
     ("name", "near"),
     [
         ("batchsize", "batch_size"),
-        ("learning_rate", "lr"),
+        ("learning_rates", "learning_rate"),
         ("LR", "lr"),
-        ("max-steps", "max_steps"),
-        ("lora_rank", "lora_r"),
+        ("Learning-Rate", "lr"),
     ]
-    + [(other, name) for other, name in ALIASES.items()],
+    + list(SUGGESTED.items()),
 )
 def test_an_unknown_name_suggests_the_nearest_name(name: str, near: str) -> None:
     assert error_of({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
@@ -189,7 +192,9 @@ def test_an_unknown_name_without_a_near_name_has_no_suggestion() -> None:
 
 
 def test_aliases_are_unambiguous_and_not_fields() -> None:
-    names = [alias for name in FIELDS for alias in (FIELDS[name].json_schema_extra or {})["aliases"]]  # type: ignore[index,call-overload]
+    kinds = ("aliases", "suggested_names", "deprecated_names")
+    names = [other for field in FIELDS.values() for kind in kinds for other in metadata(field)[kind]]
+    names += [*IGNORED, *REFUSED]
     assert not set(names) & set(FIELDS)
     assert len(names) == len(set(names))
 
@@ -300,7 +305,7 @@ def test_fields_that_a_resumed_run_may_change() -> None:
         (b"- lr\n", "expected names and values (model: tiny), got a value of type list"),
         (b"lr\n", "expected names and values (model: tiny), got a value of type str"),
         (b"lr: !!python/object:os.system x\n", ":1: not YAML"),
-        (b"learning_rate: 1\n", "unknown name 'learning_rate' in"),
+        (b"learning_rates: 1\n", "unknown name 'learning_rates' in"),
         (b"1: 1\n", "unknown name '1' in"),
         (b"lr: yes\n", "lr: expected a number > 0 and <= 1e+38, got True"),
     ],
@@ -348,7 +353,7 @@ def test_flags(argv: list[str], values: dict[str, str]) -> None:
     ("argv", "why"),
     [
         (["lr=1"], "unexpected argument 'lr=1'"),
-        (["--learning-rate", "1"], "unknown name 'learning_rate' in the flags; did you mean 'lr'?"),
+        (["--learningrate", "1"], "unknown name 'learningrate' in the flags; did you mean 'learning_rate'?"),
         (["--no-lr"], "unknown name 'no_lr' in the flags"),
         (["--lr"], "--lr has no value: expected a number > 0"),
     ],
@@ -376,7 +381,12 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from(list(FIELDS)) | st.sampled_from(list(ALIASES)) | st.text(st.characters()) | st.integers()
+names = (
+    st.sampled_from(list(FIELDS))
+    | st.sampled_from([*ALIASES, *IGNORED, *REFUSED])
+    | st.text(st.characters())
+    | st.integers()
+)
 
 
 @given(st.dictionaries(names, anything, max_size=5))
