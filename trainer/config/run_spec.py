@@ -21,6 +21,7 @@ from trainer.config.dataset_source import (
     Datasets,
     DatasetSource,
     columns_error,
+    resolved,
     with_paths,
 )
 from trainer.config.fields import (
@@ -443,19 +444,7 @@ class RunSpec(BaseModel):
     @property
     def sources(self) -> tuple[DatasetSource, ...]:
         """The datasets of the run, at least one, each with its own split, configuration and columns."""
-        listed = (
-            (DatasetSource.model_validate({"path": self.dataset}),) if isinstance(self.dataset, str) else self.dataset
-        )
-        return tuple(
-            source.model_copy(
-                update={
-                    "split": source.split or self.dataset_split,
-                    "config": source.config or self.dataset_config,
-                    "columns": source.columns or self.columns,
-                }
-            )
-            for source in listed
-        )
+        return resolved(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
 
     @property
     def dataset_name(self) -> str:
