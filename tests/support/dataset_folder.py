@@ -181,6 +181,8 @@ CASES = [
     # CSV and TSV
     Case("alpaca.csv", _csv(["instruction", "input", "output"], ["Q", "", "A"], ["Q, \"x\"\nline", "NA", "007"]), 2),
     Case("qa.csv", _csv(["id", "question", "answer"], [1, "Q", "A"]), NEAREST_QA, {"prompt": "question", "completion": "answer"}, 1),
+    Case("half.csv", _csv(["prompt", "response"], ["Q", "A"]), "use columns=completion=response", {"completion": "response"}, 1),
+    Case("half.parquet", _parquet(prompt=["Q"], response=["A"], image=[b"x"]), "has the keys prompt, response, image; expected", {"completion": "response"}, 1, True),
     Case("excel.csv", _csv(["prompt", "completion"], ["Q", "A"], ["", "1,5"], delimiter=";", bom=True), 2),
     Case("tabs.tsv", _csv(["text", "n"], ["a, b", 1], delimiter="\t"), 1),
     Case("chat.csv", _csv(["messages"], [json.dumps([USER, ANSWER])]), 1),

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS
+from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
 from trainer.data.files import COLUMNAR, TABLES, all_files, format_of
 from trainer.data.json_files import MAX_LINE, unpacked
 from trainer.errors import UserError, first_line
@@ -104,10 +104,13 @@ def _literal(path: Path) -> str:
 
 
 def _wanted(names: Iterable[str], columns: Mapping[str, str]) -> list[str]:
-    """Return the columns to read: those that can be a part of a sample, or all of them if there is none."""
+    """Return the columns to read: those that can be a part of a sample; all if they have no shape, for the message."""
     names = list(names)
+    known = {*names, *columns}
+    if not any(known.issuperset(required) for required, _ in SHAPES):
+        return names
     used = {*COLUMNS, *columns.values()}.difference(MESSAGE_KEYS)
-    return [name for name in names if name in used] or names
+    return [name for name in names if name in used]
 
 
 def _selected(rows: Any, columns: Mapping[str, str]) -> Iterator[Any]:
@@ -115,6 +118,8 @@ def _selected(rows: Any, columns: Mapping[str, str]) -> Iterator[Any]:
     names = rows.column_names
     if names and len(chosen := _wanted(names, columns)) < len(names):
         rows = rows.select_columns(chosen)
+    if hasattr(rows, "decode"):
+        rows = rows.decode(False)  # images and audio stay bytes
     for row in rows:
         yield {key: _without_null(value) for key, value in row.items()}
 
