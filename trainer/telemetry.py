@@ -258,7 +258,7 @@ def _start_wandb(spec: RunSpec, run_dir: Path) -> Any:
             "loggers: wandb is not installed on this host: pip install 'trainyard[wandb]', or set loggers=tensorboard"
         ) from None
     return wandb.init(
-        project="trainyard",
+        project=spec.wandb_project,
         name=spec.run,
         id=spec.run,
         dir=str(run_dir),

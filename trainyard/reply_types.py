@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
@@ -259,9 +259,35 @@ class HostFacts(_Open):
     unreadable: Lines
 
 
+FileNames = Annotated[dict[Annotated[str, Field(max_length=4096)], tuple[Count, Digest]], Field(max_length=FILES_LIMIT)]
+
+
+class LocalFile(_Open):
+    kind: Literal["file", "folder", ""]
+    names: FileNames
+    texts: Annotated[dict[str, Text], Field(max_length=100)]
+    error: Line
+
+
+class LocalFiles(_Open):
+    files: Annotated[dict[str, LocalFile], Field(max_length=100)]
+
+
+class HubFetch(_Open):
+    names: FileNames
+    texts: Annotated[dict[str, Text], Field(max_length=100)]
+    unreachable: Line
+
+
 class Receive(_Open):
     lacking: Annotated[list[str], Field(max_length=FILES_LIMIT)]
     changed: NotRequired[Annotated[list[Line], Field(max_length=FILES_LIMIT)]]
+
+
+class Relay(_Open):
+    installed: Annotated[list[str], Field(max_length=FILES_LIMIT)]
+    receive_error: Line
+    send_error: Line
 
 
 class Commit(_Open):
@@ -394,7 +420,10 @@ REPLY_TYPES: dict[str, Any] = {
     "hardware": Hardware,
     "mesh": Mesh,
     "all_reduce": AllReduce,
+    "local_files": LocalFiles,
+    "hub_fetch": HubFetch,
     "receive": Receive,
+    "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
     "run_status": RunStatus,

@@ -157,6 +157,11 @@ def mesh(host: Host, request: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def local_file() -> dict[str, Any]:
+    names = {"config.json": [2, "0" * 64], "a/b": [5, "1" * 64]}
+    return {"kind": "folder", "names": names, "texts": {"config.json": "{}"}, "error": ""}
+
+
 RESULT = {
     "run": RUN, "status": "finished", "step": 9, "steps": 9, "world_size": 2, "tokens": 100, "samples": 10,
     "tokens_per_second": 5.0, "loss_first": 2.0, "loss_last": 1.0, "eval_loss": 1.0, "adapter": "/x/adapter",
@@ -186,6 +191,8 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "mesh": lambda: mesh(host, request),
         "all_reduce": lambda: {"mbit": 900.0, "latency_ms": 0.5, "torch": "2.13.0"},
         "receive": lambda: {"lacking": [], "changed": list(request.get("files", {}))},
+        "local_files": lambda: {"files": {path: local_file() for path in request.get("paths", [])}},
+        "relay": lambda: {"installed": [], "receive_error": "", "send_error": ""},
         "commit": lambda: {"changed": ["spec.yml"]},
         "read_files": lambda: read_files(number, request),
         "run_status": lambda: status(host, number),
