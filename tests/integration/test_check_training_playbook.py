@@ -28,7 +28,7 @@ def test_every_host_trains_alone_and_one_table_compares_them(tmp_path: Path) -> 
 
     checked = run_playbook("playbooks/check_training.yml", path, QUICK, "--check", "--limit", "node1")
     assert checked.rc == 0 and not (tmp_path / "node1").exists(), checked.stdout
-    played = run_playbook("playbooks/check_training.yml", path, QUICK, "-v")
+    played = run_playbook("playbooks/check_training.yml", path, QUICK)
     text = played.stdout
     assert played.rc != 0 and "error: node3 cannot train alone" in text, text
     assert "node3: failed: there is no Python at /nonexistent/python: run site.yml" in text
