@@ -25,7 +25,7 @@ CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 # Variables that playbooks read from -e, in addition to the run spec, the launch options and the variables of roles.
-PLAYBOOK_VARIABLES = {"force", "grace", "host", "json", "logs_to", "quick", "run"}
+PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "host", "json", "logs_to", "quick", "run"}
 # What an error message in the documentation is about.
 UNKNOWN_ON_PURPOSE = {"learning_rate"}
 
