@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -21,6 +22,7 @@ from benchmarks.gpu.cases import CASES, CPU, Case, Scale
 
 TOP = Path(__file__).resolve().parents[2]
 WARM = 3  # steps that do not count for speed
+_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _PORTS = iter(range(29_600, 29_900))
 
 
@@ -109,8 +111,10 @@ class Bench:
 
     def run_case(self, name: str) -> None:
         """Train a case, keep its outcome, and remove its run folder, which may have gigabytes."""
+        run = self.folder / "runs" / name
+        shutil.rmtree(run, ignore_errors=True)
         self.outcomes[name] = self.train(name, CASES[name])
-        shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)
 
     def _launcher(self, ranks: int) -> list[str]:
         if not ranks:
@@ -147,13 +151,23 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int | None
             if pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 return None if ended else process.returncode, usage.ru_maxrss / 1024
-            if time.monotonic() > deadline and not ended:
-                ended = True
-                os.killpg(process.pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                # torchrun ends its ranks, which have process groups of their own, after SIGTERM only.
+                _signal(process, signal.SIGKILL if ended else signal.SIGTERM)
+                ended, deadline = True, deadline + _GRACE
             time.sleep(0.05)
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            _signal(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+            if process.returncode is None:
+                _signal(process, signal.SIGKILL)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _last_error(text: str) -> str:
