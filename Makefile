@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site lock clean
+.PHONY: help setup train test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site lock lock-unsloth lock-conda clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
@@ -32,6 +32,8 @@ help:
 	@echo "make lab-down                                 stop the lab"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
 	@echo "make lock                                     update constraints.txt to the newest versions"
+	@echo "make lock-unsloth                              update constraints-unsloth.txt (python_flavour=unsloth)"
+	@echo "make lock-conda CHANNEL=URL                   write conda.lock for linux-64 from a channel (python_env=conda)"
 	@echo "make clean                                    remove the environment and the caches"
 
 setup: $(READY)
@@ -80,6 +82,12 @@ docs-site: $(READY)
 
 lock:
 	@tools/lock $(PYTHON)
+
+lock-unsloth:
+	@$(PYTHON) tools/lock_unsloth.py
+
+lock-conda:
+	@$(PYTHON) tools/lock_conda.py $(CHANNEL) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site
