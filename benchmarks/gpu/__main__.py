@@ -64,8 +64,12 @@ def run_all(bench: Bench, checks: list[str], jobs: int, done: Callable[[str], No
             run(name)
     rest = [name for name in needed if bench.scale.cpu or name not in timed]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(run, name) for name in rest]:
-            future.result()
+        try:
+            for future in [pool.submit(run, name) for name in rest]:
+                future.result()
+        except BaseException:
+            bench.deadline = 0.0  # ends the runs that the pool would wait for
+            raise
 
 
 def jobs_for(bench: Bench) -> int:
@@ -145,4 +149,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted: results.json and results.md have the runs that ended")

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ class Bench:
             process = subprocess.Popen(
                 command, cwd=self.folder, env=self.environment(), stdout=out, stderr=errors, start_new_session=True
             )
-            code, memory = _wait(process, began + seconds)
+            # The deadline moves to the past when the driver is interrupted.
+            code, memory = _wait(process, lambda: min(began + seconds, self.deadline))
         took = time.monotonic() - began
         text = output.read_text(errors="replace")
         if code == 0:
@@ -142,19 +143,21 @@ def _free_port() -> int:
     raise RuntimeError("no free port from 29600 to 29899")
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int | None, float]:
+def _wait(process: subprocess.Popen[bytes], limit: Callable[[], float]) -> tuple[int | None, float]:
     """Return the exit code (None: it was ended at the deadline), and the largest resident set in MiB."""
-    ended = False
+    ended = 0.0
     try:
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 return None if ended else process.returncode, usage.ru_maxrss / 1024
-            if time.monotonic() > deadline:
+            if ended and time.monotonic() > ended + _GRACE:
+                _signal(process, signal.SIGKILL)
+            elif not ended and time.monotonic() > limit():
                 # torchrun ends its ranks, which have process groups of their own, after SIGTERM only.
-                _signal(process, signal.SIGKILL if ended else signal.SIGTERM)
-                ended, deadline = True, deadline + _GRACE
+                _signal(process, signal.SIGTERM)
+                ended = time.monotonic()
             time.sleep(0.05)
     finally:
         if process.returncode is None:
