@@ -153,6 +153,7 @@ def test_site_ends_with_the_roles_that_changed_something(tmp_path: Path) -> None
         (tmp_path / name).write_text(yaml.safe_dump(play))
         command = [Path(sys.executable).with_name("ansible-playbook"), "-i", "a,b", tmp_path / name]
         environment = os.environ | {"ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        environment["ANSIBLE_PYTHON_INTERPRETER"] = sys.executable
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert [each for each in done.stdout.splitlines() if each.startswith("changed: ") and "[" not in each] == (
             [line] if line else []
