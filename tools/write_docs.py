@@ -107,17 +107,15 @@ changes these defaults:
 
 The controller creates `dataset={config.EMBEDDED_DATASET}`: questions and answers from the documentation of ansible-core.
 
-A JSONL file holds one sample per line, in any of four formats:
+[Datasets](datasets.md) describes files, folders and hub datasets, the accepted shapes of a record, `columns`, and several datasets with
+weights. A JSONL file holds one sample per line:
 
 ```json
 {{"instruction": "...", "input": "...", "output": "..."}}
 {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}
-{{"prompt": "...", "completion": "..."}}
-{{"text": "..."}}
 ```
 
-The first two formats use the chat template of the model, or a simple one if the model has none. Only answers carry loss unless
-`train_on=all`. Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `result.json` counts
+Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `result.json` counts
 both.
 
 ## Names of other tools

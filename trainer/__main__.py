@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer import unsloth_backend
 from trainer.config import (
+    FIELDS,
     RunSpec,
     is_known,
     parse_flags,
@@ -175,13 +176,17 @@ def config(argv: list[str]) -> int:
 def show_help() -> int:
     """Print the usage, and the fields of the spec as flags."""
     import tyro
+    from pydantic import Field, create_model
 
     print(USAGE)
     print("strategies:")
     for name, summary in summaries().items():
         print(f"  {name:<11}{summary}")
     print()
-    tyro.cli(RunSpec, prog="python -m trainer", args=["--help"])
+    # tyro makes subcommands of a union with a model, and splits a mapping: both flags are one text.
+    columns = Field("", description=FIELDS["columns"].description)
+    flags = create_model("Flags", __base__=RunSpec, dataset=(str, FIELDS["dataset"]), columns=(str, columns))
+    tyro.cli(flags, prog="python -m trainer", args=["--help"], description=RunSpec.__doc__)
     return 0
 
 

@@ -100,7 +100,7 @@ class RunState:
         stored = json.loads((checkpoint / "state.json").read_text())
         if stored.get("data") != self.data:
             raise UserError(
-                f"dataset: {spec.dataset} or its encoding has changed since run {spec.run} started: "
+                f"dataset: {spec.dataset_name} or its encoding has changed since run {spec.run} started: "
                 "restore the original dataset, or set another run name with run="
             )
         if stored.get("packing", self.packing) != self.packing:

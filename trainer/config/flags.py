@@ -74,7 +74,7 @@ def table() -> str:
     lines = ["| name | value | default | description |", "| --- | --- | --- | --- |"]
     for name, field in FIELDS.items():
         default = field.default
-        shown = ",".join(default) if isinstance(default, tuple) else "" if default in (None, "") else str(default)
+        shown = ",".join(default) if isinstance(default, tuple) else "" if default in (None, "", {}) else str(default)
         shown = shown.lower() if isinstance(default, bool) else shown
         mark = " *" if name in MUTABLE else ""
         lines.append(f"| `{name}`{mark} | {expects(name)} | {f'`{shown}`' if shown else ''} | {describe(name)} |")

@@ -11,7 +11,7 @@ from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
 from trainer.errors import UserError
-from trainer.formats import quoted
+from trainer.formats import printable, quoted
 from trainer.inputs import read_regular
 
 MAX_LISTED = 5  # unknown names in an error message
@@ -110,8 +110,16 @@ def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     if (old["packing"], new["packing"]) in ((True, "auto"), ("auto", True), ("auto", False)):
         old["packing"] = new["packing"]  # RunState.restore compares what auto chose
-    return [
-        f"{name}: was {quoted(old[name])}, now {quoted(new[name])}"
-        for name in FIELDS
-        if name not in MUTABLE and old[name] != new[name]
-    ]
+    names = [name for name in FIELDS if name not in MUTABLE and old[name] != new[name]]
+    return [f"{name}: {_change(old[name], new[name])}" for name in names]
+
+
+def _change(old: Any, new: Any) -> str:
+    """Return ``was X, now Y``; for a list of as many datasets as before, only the first change."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for one, other in zip(old, new, strict=True):
+            if one != other and isinstance(one, dict) and isinstance(other, dict):
+                key = next(key for key in one if one[key] != other.get(key))
+                what = f"{key} of {printable(one['path'])}: " if key != "path" else ""
+                return f"{what}was {quoted(one[key], 200)}, now {quoted(other.get(key), 200)}"
+    return f"was {quoted(old)}, now {quoted(new)}"

@@ -6,6 +6,7 @@ Importable without torch: the controller also validates specs.
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,15 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from trainer.config.dataset_source import (
+    EXPECTED_COLUMNS,
+    EXPECTED_DATASET,
+    Columns,
+    Datasets,
+    DatasetSource,
+    columns_error,
+    with_paths,
+)
 from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
@@ -41,6 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
     },
 }
+_LATER_FIELDS = ("dataset_config", "columns")  # of the run spec; without effect by default
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -83,14 +94,24 @@ class RunSpec(BaseModel):
         "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
         aliases=["model_backend"],
     )
-    dataset: str = declare(
+    dataset: Datasets = declare(
         EMBEDDED_DATASET,
-        "'ansible-docs' (generated locally), a JSONL file, or a hub id (org/name; requires the hub extra)",
+        "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
+        "or a list of datasets with weights; see docs/datasets.md",
         aliases=["data", "dataset_name", "dataset_path", "dataset_name_or_path", "data_path", "train_file", "datasets"],
-        min_length=1,
+        expected=EXPECTED_DATASET,
     )
     dataset_split: str = declare(
-        "train", "split of a hub dataset", min_length=1, aliases=["split", "dataset_train_split"]
+        "train", "split of a hub dataset or a folder", min_length=1, aliases=["split", "dataset_train_split"]
+    )
+    dataset_config: str = declare(
+        "", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset", "dataset_config_name"]
+    )
+    columns: Columns = declare(
+        {},
+        "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
+        aliases=["column_mapping", "dataset_columns", "field_mapping", "dataset_text_field"],
+        expected=EXPECTED_COLUMNS,
     )
     fake_data: bool = declare(
         False, "train on random tokens instead of the dataset, to measure speed", aliases=["dummy_data"]
@@ -402,6 +423,9 @@ class RunSpec(BaseModel):
                     f"gradient_accumulation {self.gradient_accumulation} x batch_size {self.batch_size} = {product} rows, "
                     f"but total_batch_size is {self.total_batch_size}: set only one of them"
                 )
+        for source in self.sources:
+            if reason := columns_error(source.columns):
+                raise ValueError(reason)
         if "none" in self.loggers and len(self.loggers) > 1:
             raise ValueError(f"loggers: 'none' excludes other loggers, got {','.join(self.loggers)}")
         if self.backend == "unsloth" and not self.lora_r:
@@ -417,6 +441,32 @@ class RunSpec(BaseModel):
             )
         plan_of(self).validate(self)
         return self
+
+    @property
+    def sources(self) -> tuple[DatasetSource, ...]:
+        """The datasets of the run, at least one, each with its own split, configuration and columns."""
+        listed = (
+            (DatasetSource.model_validate({"path": self.dataset}),) if isinstance(self.dataset, str) else self.dataset
+        )
+        return tuple(
+            source.model_copy(
+                update={
+                    "split": source.split or self.dataset_split,
+                    "config": source.config or self.dataset_config,
+                    "columns": source.columns or self.columns,
+                }
+            )
+            for source in listed
+        )
+
+    @property
+    def dataset_name(self) -> str:
+        """The paths of all datasets, separated by commas, for messages."""
+        return ", ".join(source.path for source in self.sources)
+
+    def with_dataset_paths(self, paths: Sequence[str]) -> "RunSpec":
+        """Return the spec with other paths of its datasets, one for each of `sources`."""
+        return self.model_copy(update={"dataset": with_paths(self.dataset, paths)})
 
     @property
     def rows_per_step(self) -> int:
@@ -437,11 +487,12 @@ class RunSpec(BaseModel):
 
     def digest(self) -> str:
         """Return 6 hex digits that identify all fields that a resumed run must not change."""
-        # Fields keep their former names here, so that a run keeps its default name.
+        # Fields keep their former names here, and later fields count only if they are set, so that a run keeps its
+        # default name.
         fixed = {
             next(iter(metadata(FIELDS[name])["deprecated_names"]), name): value
             for name, value in self.model_dump(mode="json").items()
-            if not metadata(FIELDS[name])["mutable"]
+            if not metadata(FIELDS[name])["mutable"] and not (name in _LATER_FIELDS and value == FIELDS[name].default)
         }
         fixed["packing"] = bool(fixed["packing"])  # a run keeps its default name: packing was true before it was auto
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from trainer.config import FIELDS, RunSpec
+from trainer.data.files import needs_library
+from trainer.formats import printable
 from trainer.strategy import plan_of, possible_plans
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.preflight import cluster_checks, host_checks
@@ -137,15 +139,16 @@ def check_consistency(hosts: list[HostState]) -> None:
         raise PlanError(finding.headline if finding.check == "address" else finding.message)
 
 
-def check_requirements(hosts: list[HostState], spec: dict[str, Any], dataset_staged: bool) -> None:
+def check_requirements(hosts: list[HostState], spec: dict[str, Any]) -> None:
     """Check that every host has the packages and tools that the spec needs. Raises PlanError."""
     eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
+    dataset = next((source.path for source in spec_of(spec).sources if needs_library(source.path)), "")
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
         **plan_of(spec_of(spec)).needs_packages(spec_of(spec)),
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
-        "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",
+        "datasets": bool(dataset) and not spec["fake_data"] and f"dataset={printable(dataset)}",
     }
     for host in hosts:
         name, facts = host.name, host.facts

@@ -88,7 +88,7 @@ def plan_run(
     hosts, left_out = usable_hosts(head_first(hosts, options.head), connect, prepared, options, previous.lost)
     check_consistency(hosts)
     chosen = _resolve_strategy(hosts, connect, spec, prepared)
-    check_requirements(hosts, spec, prepared.has_dataset)
+    check_requirements(hosts, spec)
     apart = own_torchrun(spec)
     if apart:
         check_torchft([host.host for host in hosts], options)

@@ -99,7 +99,7 @@ def prepare(spec: RunSpec, work: Path, report: Report) -> PreparedRun:
     archive = trainer_archive(work)
     digest = sha256_file(archive)
     files.append(_entry(archive, f"store/trainers/{digest[:16]}.zip", {"": digest}, "trainer"))
-    origin = {"model": spec.model, "dataset": spec.dataset}
+    origin = {"model": spec.model, "dataset": spec.dataset_name}
     if not spec.run:
         # The name depends on the contents of model and dataset, not on their paths on this controller.
         stem = RunSpec.named(spec).run.rpartition("-")[0]
@@ -134,14 +134,14 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
             except (OSError, RuntimeError) as error:
                 raise UserError(f"dataset: cannot create {EMBEDDED_DATASET}: {error}") from None
         return path
-    path = user_path(spec.dataset, "dataset")
+    path = user_path(spec.dataset_name, "dataset")
     kind = path_kind(path)
     if kind == "folder":
         raise UserError(f"dataset: {path} is a folder: give the JSONL file in it")
     if kind == "other":
         raise UserError(f"dataset: {path} is not a regular file: give a JSONL file")
     if not kind:
-        if is_hub_id(spec.dataset):
+        if is_hub_id(spec.dataset_name):
             return None
         raise UserError(
             f"dataset: no file {path}{_suggest_file(path)}: give a JSONL file, '{EMBEDDED_DATASET}', or a hub id (org/name)"

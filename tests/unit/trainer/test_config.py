@@ -50,6 +50,8 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "dataset": ("x.jsonl", "x.jsonl"),
         "dataset_split": ("train[:10]", "train[:10]"),
         "wandb_project": ("mine", "mine"),
+        "dataset_config": ("main", "main"),
+        "columns": ("prompt=question, completion=answer", {"prompt": "question", "completion": "answer"}),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "deepspeed_stage": ("3", 3),
@@ -103,6 +105,21 @@ def invalid_values() -> list[tuple[str, Any]]:
             values = BAD["list"]
         elif kind is str:
             values = BAD["str"]
+        elif name == "dataset":
+            values = [
+                "",
+                [],
+                [7],
+                {},
+                None,
+                True,
+                [{"path": "a", "weight": 0}],
+                [{"weight": 1}],
+                "[a: b: c]",
+                "{path: }",
+            ]
+        elif name == "columns":
+            values = ["x", [], 7, None, True, {"prompt": ""}, "prompt=", {"prompt": ["a"]}]
         else:
             kind = bool if bool in get_args(kind) else kind  # a switch that also accepts auto
             values = BAD[getattr(kind, "__name__", "int") if kind in (bool, int, float) else "int"]
@@ -135,6 +152,12 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
         ("run", "x" * 65, "letters, digits, '.', '_' and '-', at most 64"),
         ("loggers", "tensorboard,mlflow", "one or more of tensorboard, wandb, none"),
         ("lora_targets", "", "a list such as all-linear"),
+        (
+            "dataset",
+            [{"path": "a", "wieght": 2}],
+            "a path, a hub id, or a list such as [a.jsonl, {path: b.csv, weight: 0.3}]",
+        ),
+        ("columns", "prompt", "names of a shape and of columns, such as {prompt: question, completion: answer}"),
         ("batch_size", "4.5", "an integer of rows >= 1 and <= 65536"),
     ],
 )
@@ -211,6 +234,50 @@ def test_names_and_digests() -> None:
         same = make_spec({name: text}, "").digest() == spec.digest()
         alone = get_origin(FIELDS[name].annotation) is Literal and len(get_args(FIELDS[name].annotation)) == 1
         assert alone or same == (name in MUTABLE), name
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ["a.jsonl", {"path": "b.csv", "weight": 0.3}],
+        "[a.jsonl, {path: b.csv, weight: 0.3}]",
+        '["a.jsonl", {"path": "b.csv", "weight": "0.3"}]',
+    ],
+    ids=["list", "YAML", "JSON"],
+)
+def test_several_datasets(dataset: Any, tmp_path: Path) -> None:
+    spec = make_spec({"dataset": dataset, "dataset_split": "test", "columns": {"prompt": "q"}}, "-e")
+    assert [(s.path, s.weight, s.split, s.columns) for s in spec.sources] == [
+        ("a.jsonl", 1.0, "test", {"prompt": "q"}),
+        ("b.csv", 0.3, "test", {"prompt": "q"}),
+    ]
+    assert spec.dataset_name == "a.jsonl, b.csv"
+    assert make_spec(spec.model_dump(mode="json"), "JSON") == spec
+    assert parse_flags([f"--dataset={dataset}"]) == {"dataset": str(dataset)}
+    moved = spec.with_dataset_paths(["/x", "/y"])
+    assert [(s.path, s.weight) for s in moved.sources] == [("/x", 1.0), ("/y", 0.3)]
+    assert make_spec({"dataset": "a"}, "").with_dataset_paths(["/x"]).dataset == "/x"
+
+
+def test_a_dataset_may_have_columns_of_its_own() -> None:
+    spec = make_spec({"dataset": {"path": "a", "columns": "text=body", "split": "dev"}, "columns": "text=all"}, "")
+    (source,) = spec.sources
+    assert (source.columns, source.split) == ({"text": "body"}, "dev")
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"question": "prompt"}, "columns: unknown name 'question': did you mean {prompt: question}?"),
+        ({"q\x1b": "a"}, "columns: expected names of a shape"),
+        ({"quest": "a"}, "columns: unknown name 'quest': expected one of messages, conversations, instruction"),
+    ],
+)
+def test_columns_map_names_of_a_shape(columns: dict[str, str], why: str) -> None:
+    assert why in error_of({"columns": columns})
+    assert why.replace("columns: expected names of a shape", "dataset: expected a path") in error_of(
+        {"dataset": {"path": "a", "columns": columns}}
+    )
 
 
 def test_fields_that_a_resumed_run_may_change() -> None:

@@ -224,7 +224,7 @@ def test_data_reaches_a_message_escaped_and_short(tmp_path: Path) -> None:
 
 
 def test_a_record_of_endless_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.samples.MAX_LINE", 1 << 20)
+    monkeypatch.setattr("trainer.data.json_files.MAX_LINE", 1 << 20)
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "good"}\n' + "x" * (2 << 20))
     assert f"{file}:2: longer than 1 MiB" in refusal(lambda: read_samples(file))
