@@ -70,10 +70,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     kernels = fast_kernels(spec, device)
     model = _load_pretrained(spec, device, kernels)
     if "liger" in kernels:
-        from transformers.integrations.liger import apply_liger_kernel
-
-        # TokenLoss sums over the tokens with loss; liger's own loss would average.
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        apply_liger(model)
     if spec.quantize == "nf4":
         model = _prepare_quantized(model)
     if spec.gradient_checkpointing:
@@ -125,6 +122,14 @@ def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
     if spec.precision == "bf16-mixed":  # flash attention supports only 16-bit numbers
         wanted["flash attention"] = "flash_attn"
     return [name for name, package in wanted.items() if importlib.util.find_spec(package)]
+
+
+def apply_liger(model: Any) -> None:
+    """Replace modules of the model by Liger kernels."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    # TokenLoss sums over the tokens with loss; liger's own loss would average.
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def _nf4_options(spec: RunSpec, device: torch.device) -> dict[str, Any]:

@@ -40,6 +40,10 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
+up_to_date:
+  description: Whether O(path) was as O(state) asks before this task.
+  type: bool
+  returned: success
 """
 
 import os
@@ -121,7 +125,7 @@ def main() -> None:
     except OSError as error:
         module.fail_json(msg=f"cannot write {path}: {error.strerror}", plain=True)
     diff = {"before_header": str(path), "after_header": str(path), "before": before, "after": text}
-    module.exit_json(changed=changed, diff=[diff] if changed else [])
+    module.exit_json(changed=changed, up_to_date=not changed, diff=[diff] if changed else [])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from trainer.inputs import path_kind, user_path
 from trainer.planner.cost import Layout, Rows
 from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
+from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, recommend
 from trainer.strategy import possible_plans
 
@@ -100,9 +101,7 @@ def _measured(spec: RunSpec, rows: Rows) -> tuple[Speed, str, list[str], str]:
 
 def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) -> list[str]:
     """Return the settings that affect speed or memory, as ``name=value`` or a name."""
-    packing = {True: ["packing"], "auto": ["packing (if the model keeps the samples of a row apart)"]}.get(
-        spec.packing, []
-    )
+    packing = [f"rows {packing_text(spec)}"] if spec.packing else []
     found = [*kernels, *packing, *(["gradient bucket views"] if layout.world > 1 else [])]
     names = ("gradient_comm_dtype", "optimizer", "quantize", "precision")
     found += [f"{name}={getattr(spec, name)}" for name in names]

@@ -39,7 +39,13 @@ def plan_environments(
         EnvironmentBuildError: a host cannot have the environment.
     """
     packages = options["packages"]
-    extras = [*options["extras"], *([packages] if packages != "standard" else [])]
+    managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
+    cuda = options["torch"] and resolve.choose_flavour(options["flavour"], managed) != "cpu"
+    extras = [
+        *options["extras"],
+        *(["nvml"] if cuda else []),
+        *([packages] if packages != "standard" else []),
+    ]
     request = EnvironmentRequest(
         resolve.requirements(top / "pyproject.toml", extras, options["torch"]),
         resolve.read_constraints(Path(options["lock"] or top / resolve.FLAVOURS[packages])),

@@ -12,6 +12,7 @@ from trainer.formats import printable
 from trainer.strategy import plan_of, possible_plans
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import HostUnreachableError, PlanError
 from trainyard.run.options import LaunchOptions
@@ -109,7 +110,8 @@ def usable_hosts(
         if not minimum and unreachable:
             raise HostUnreachableError(_unreachable_line(unreachable))
         reached = [host for host in hosts if host.name not in unreachable]
-        unfit = {host.name: why for host in reached if (why := unfitness(host, prepared.size))}
+        unfit = {finding.host: finding.message for finding in assign_gpus(reached)}
+        unfit |= {host.name: why for host in reached if (why := unfitness(host, prepared.size))}
         if not minimum and unfit:
             raise PlanError(": ".join(next(iter(unfit.items()))))
         left_out |= unreachable | unfit
@@ -152,7 +154,7 @@ def check_requirements(hosts: list[HostState], spec: dict[str, Any]) -> None:
     }
     for host in hosts:
         name, facts = host.name, host.facts
-        if spec["backend"] == "unsloth" and not facts["gpus"]:
+        if spec["backend"] == "unsloth" and not host.gpus:
             raise PlanError(f"{name}: backend=unsloth needs an NVIDIA GPU and the host has none: use backend=peft")
         for package, setting in needs.items():
             if setting and package not in facts["versions"]:

@@ -72,7 +72,7 @@ def test_a_path_that_cannot_exist_is_one_line(path: str, tmp_path: Path, capsys:
         assert code == 0 or (code == 2 and shown.startswith("error: ") and shown.count("\n") == 1), (argv, shown)
     for field, reader in (
         ("dataset", dataset_file),
-        ("model", lambda spec, *_: model_folder(spec, None, tmp_path, print)),
+        ("model", lambda spec, *_: model_folder(spec, [], tmp_path, print)),
     ):
         refusal(lambda field=field, reader=reader: reader(make_spec({field: path}, "-e"), tmp_path, print))  # type: ignore[misc]
     refusal(lambda: read_run_spec(path, {}, TOP))
@@ -104,7 +104,7 @@ def test_a_model_folder_with_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     os.mkfifo(tmp_path / "model.safetensors")
-    text = refusal(lambda: model_folder(make_spec({"model": str(tmp_path)}, "-e"), None, tmp_path, print))
+    text = refusal(lambda: model_folder(make_spec({"model": str(tmp_path)}, "-e"), [], tmp_path, print))
     assert "weights" in text or "not a regular file" in text
 
 
