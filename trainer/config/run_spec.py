@@ -105,11 +105,13 @@ class RunSpec(BaseModel):
     dataset_split: str = declare(
         "train", "split of a hub dataset or a folder", min_length=1, aliases=["split", "dataset_train_split"]
     )
-    dataset_config: str = declare("", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset"])
+    dataset_config: str = declare(
+        "", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset", "dataset_config_name"]
+    )
     columns: Columns = declare(
         {},
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
-        aliases=["column_mapping", "dataset_columns", "field_mapping"],
+        aliases=["column_mapping", "dataset_columns", "field_mapping", "dataset_text_field"],
         expected=EXPECTED_COLUMNS,
     )
     fake_data: bool = declare(
