@@ -188,6 +188,7 @@ class FinalResult(_Open):
     loss_first: Optional
     loss_last: Optional
     eval_loss: NotRequired[Optional]
+    eval_loss_first: NotRequired[Optional]
     adapter: NotRequired[Line | None]
     model: NotRequired[Line | None]
     merged: NotRequired[Line | None]

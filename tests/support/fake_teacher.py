@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -76,7 +77,9 @@ def question_of(body: dict[str, Any]) -> str:
 
 
 def text_of(body: dict[str, Any]) -> str:
-    """Return the answer to a question: words that depend on it alone."""
+    """Return the answer to a question: the next number, or words that depend on the question alone."""
+    if numbers := re.findall(r"What follows (\d+)\?", body["messages"][-1]["content"]):
+        return f"After {numbers[0]} comes {int(numbers[0]) + 1}."
     draw = random.Random(question_of(body))
     return " ".join(f"w{draw.randrange(10_000)}" for _ in range(24))
 
