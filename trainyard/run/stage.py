@@ -54,7 +54,7 @@ def stage_files(
     commits = {e["host"]: commit_request(e, entries, prepared, run_env, token) for e in entries}
     copies = {
         entry["host"]: functools.partial(
-            _copy_files, connect(entry["host"]), entry=entry, files=prepared.files, token=token, check=check
+            copy_to_host, connect(entry["host"]), entry=entry, files=prepared.files, token=token, check=check
         )
         for entry in entries
     }
@@ -101,7 +101,7 @@ def _ask(
     return done.answers
 
 
-def _copy_files(
+def copy_to_host(
     connection: HostConnection, *, entry: dict[str, Any], files: list[dict[str, Any]], token: str, check: bool
 ) -> dict[str, Any]:
     """Compare, copy what the host lacks, and move it to the store. Raises RemoteError."""
