@@ -11,15 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trainer_fixtures
 import yaml
 from fake_teacher import Teacher, serve
 from lab_hosts import Played, run_playbook
 from run_hosts import TOP, free_port
-from trainer_fixtures import model_folder  # noqa: F401  a fixture
 
 from trainyard.ollama.answers import answers_path
 
-FIELDS = {"near_duplicates": 0, "epochs": 8, "seq_length": 64, "total_batch_size": 4, "eval_interval": 0}
+FIELDS = {
+    "near_duplicates": 0,
+    "epochs": 20,
+    "max_steps": 30,
+    "lr": 0.02,
+    "seq_length": 64,
+    "total_batch_size": 4,
+    "eval_interval": 0,
+    "checkpoint_interval": 0,
+}
+model_folder = trainer_fixtures.model_folder
 STUDENTS = ("one", "two")
 MODEL = f"test{os.getpid()}"
 

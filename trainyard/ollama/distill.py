@@ -88,11 +88,11 @@ def make_distill_options(values: Mapping[str, Any]) -> DistillOptions:
         raise UserError(f"distill: {'; '.join(lines)}") from None
 
 
-def option_table() -> str:
-    """Return the options as a Markdown table for the documentation."""
+def option_table(fields: Mapping[str, FieldInfo]) -> str:
+    """Return the options of playbooks/distill.yml or playbooks/merge.yml as a Markdown table for the documentation."""
     lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
-    for name, info in OPTIONS.items():
-        shown = "" if info.default == "" else f"`{str(info.default).lower()}`"
+    for name, info in fields.items():
+        shown = "" if info.default in ("", ()) else f"`{str(info.default).lower()}`"
         lines.append(f"| `{name}` | {expected_value(info)} | {shown} | {info.description} |")
     return "\n".join(lines)
 
