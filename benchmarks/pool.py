@@ -65,7 +65,7 @@ def main() -> int:
             pool = seconds_of(nodes, prompts(a.prompts))
             part = a.prompts // len(nodes)
             with ThreadPoolExecutor(len(nodes)) as executor:
-                static = max(executor.map(lambda node: seconds_of([node], prompts(part)), nodes))
+                static = max(executor.map(lambda node, part=part: seconds_of([node], prompts(part)), nodes))
             shares.append(a.prompts / pool / rate)
             gains.append(static / pool)
             print(
