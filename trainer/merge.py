@@ -234,7 +234,7 @@ def _held_out(request: MergeRequest) -> Corpus:
     """Return the held-out samples of the first run."""
     spec = request.parts[0].spec
     corpus = encoded_dataset(spec, load_tokenizer(str(request.parts[0].weights)), request.store)
-    return split(corpus, held_out(spec, len(corpus)))[1]
+    return split(corpus, held_out(spec, len(corpus), corpus.sources))[1]
 
 
 def _loss_of(model: Any, request: MergeRequest) -> TokenLoss:

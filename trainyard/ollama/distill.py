@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 from trainer.config import TINY, RunSpec
 from trainer.config.fields import MAX_SECONDS, check_input, declare, expected_value, split_words
-from trainer.data.samples import _records as json_records
-from trainer.data.samples import to_sample
+from trainer.data.json_files import json_records
+from trainer.data.shapes import to_sample
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.formats import clock, printable, quoted, thousands
@@ -30,7 +30,7 @@ from trainyard.ollama.students import Connect, student_table, train_students
 from trainyard.ollama.teachers import Candidate, find_teachers
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import model_folder
+from trainyard.run.session import RunSession
 
 Report = Callable[[str], None]
 
@@ -139,7 +139,7 @@ def _chat(record: Any) -> list[dict[str, str]]:
         if trained:
             raise ValueError("is plain text without a prompt: rename 'text' to 'prompt' if the teacher shall answer it")
         return [{"role": "user", "content": text}]
-    messages = [{"role": message["role"], "content": message["content"]} for message in sample.messages]
+    messages = [{"role": message["role"], "content": str(message.get("content") or "")} for message in sample.messages]
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages:
@@ -341,8 +341,11 @@ class Distillation:
         """
         options, work = self.options, self.home / ".trainyard"
         for spec in self.specs:
-            if spec.model != TINY:  # before the teachers work for hours
-                model_folder(spec, None, work, self.report)
+            if spec.model != TINY:  # check the model before the teachers work for hours
+                alone = spec.model_copy(update={"fake_data": True})
+                RunSession(
+                    self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report
+                ).prepare()
         chats = read_prompts(user_path(options.prompts, "prompts"), options.system)
         nodes = find_teachers(
             self.machines,

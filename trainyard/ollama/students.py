@@ -84,8 +84,8 @@ def train_students(
     groups = host_groups(hosts, len(specs), hybrid)
     settings = _options_of(groups, options)
     states = []
-    for spec in specs:
-        session = RunSession([], connect, options, spec=spec, home=home, report=report)
+    for index, spec in enumerate(specs):
+        session = RunSession(groups[index % len(groups)], connect, options, spec=spec, home=home, report=report)
         session.prepare()
         states.append(session.state)
     runs = [

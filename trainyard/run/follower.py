@@ -144,10 +144,11 @@ def follow_parts(
     """
     world_size = sum(len(part.ranks) for part in parts)
     report(f"following {run}: {world_size} ranks on {', '.join(part.host for part in parts)}")
-    report(
-        f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "
-        f"to stop it: playbooks/stop.yml -e run={run}"
-    )
+    if any(part.status not in ENDED for part in parts):
+        report(
+            f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "
+            f"to stop it: playbooks/stop.yml -e run={run}"
+        )
     progress = Progress(world_size, options.progress_interval, options.stall_limit)
     follower = Follower(parts, connect, progress, options, report)
     cause = follower.follow()

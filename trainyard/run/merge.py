@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,8 @@ from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import trainer_archive
-from trainyard.run.stage import copy_to_host
 from trainyard.run.status import find_parts, no_such_run
+from trainyard.run.transfer import copy_to_hosts
 
 MERGE_LIMIT = 24 * 3600.0  # s
 MAX_PROMPTS = 10_000
@@ -133,12 +134,8 @@ def merge_runs(
             digest = sha256_file(archive)
             trainer = f"store/trainers/{digest[:16]}.zip"
             files.append({"src": str(archive), "dest": trainer, "sha256": {"": digest}})
-            entry = {"data_dir": target.data_dir}
-            in_time(
-                connection,
-                lambda: copy_to_host(connection, entry=entry, files=files, token="merge", check=False),
-                MERGE_LIMIT,
-            )
+            entry = {"host": target.name, "address": target.address, "data_dir": target.data_dir}
+            copy_to_hosts([entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8))
         request = {
             "parts": parts,
             "method": options.method,

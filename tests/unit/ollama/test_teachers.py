@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from fake_teacher import Teacher, serve
-from run_hosts import free_port
+from run_hosts import TOP, free_port
 
 from trainer.errors import UserError
-from trainyard.ollama.distill import DistillOptions, make_distill_options, read_prompts
+from trainyard.connection import Host
+from trainyard.ollama.distill import DistillOptions, make_distill_options, read_prompts, student_specs
+from trainyard.ollama.students import host_groups
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
+from trainyard.run.merge import MergeOptions, make_merge_options
 
 OTHER = "b" * 64
 
@@ -104,3 +107,52 @@ def test_options() -> None:
         make_distill_options({"prompts": "p"})
     with pytest.raises(UserError, match="temperature: expected a number >= 0 and <= 100, got 'hot'"):
         make_distill_options({"teacher": "t", "prompts": "p", "temperature": "hot"})
+
+
+def test_students() -> None:
+    given = {"teacher": "t", "prompts": "p", "model": "tiny,org/a", "run": "mine", "lr": 0.1}
+    specs = student_specs("", given, TOP, print)
+    assert [(spec.model, spec.run, spec.lr, spec.eval_start) for spec in specs] == [
+        ("tiny", "mine-1", 0.1, True),
+        ("org/a", "mine-2", 0.1, True),
+    ]
+    with pytest.raises(UserError, match="set prompts instead of dataset"):
+        student_specs("", {**given, "dataset": "x"}, TOP, print)
+    with pytest.raises(UserError, match="temprature: unknown name"):
+        student_specs("", {**given, "temprature": 1}, TOP, print)
+
+
+def test_groups_of_hosts() -> None:
+    hosts = [Host(f"n{n}", "10.0.0.1", "/d", "/p") for n in range(5)]
+
+    def names(students: int, hybrid: bool) -> list[str]:
+        return [" ".join(host.name for host in group) for group in host_groups(hosts, students, hybrid)]
+
+    assert names(2, False) == ["n0", "n1"]
+    assert names(9, False) == ["n0", "n1", "n2", "n3", "n4"]
+    assert names(2, True) == ["n0 n1", "n2 n3 n4"]
+    assert names(4, True) == ["n0 n1", "n2 n3 n4"]
+    assert names(1, True) == ["n0 n1 n2 n3 n4"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"runs": "a"}, "runs: expected"),
+        ({"runs": "a,../b"}, "'../b' is no name of a run"),
+        ({"runs": "a,a"}, "name each run once"),
+        ({"runs": "a,b", "run": "a"}, "give the result another name"),
+        ({"runs": "a,b", "weights": "1"}, "weights: expected 2 numbers"),
+        ({"runs": "a,b", "weights": "1,x"}, "weights: expected"),
+        ({"runs": "a,b", "method": "vote"}, "method=vote needs prompts=FILE"),
+        ({"runs": "a,b", "method": "sum"}, "method: expected one of cat, linear"),
+    ],
+)
+def test_mistakes_in_a_merge(values: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_merge_options(values)
+
+
+def test_options_of_a_merge() -> None:
+    options = make_merge_options({"runs": "a, b", "weights": "0.25,0.75", "lr": 1})
+    assert options == MergeOptions(runs=("a", "b"), weights=(0.25, 0.75))
