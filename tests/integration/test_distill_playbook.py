@@ -52,7 +52,9 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     with serve(*teachers):
         yield folder
-    answers_path(TOP / ".trainyard", MODEL).unlink(missing_ok=True)
+    answers = answers_path(TOP / ".trainyard", MODEL)
+    for file in (answers, *(TOP / ".trainyard/distill").glob(f"{answers.stem}-*.jsonl")):
+        file.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
