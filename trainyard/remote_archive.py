@@ -33,9 +33,10 @@ PACKAGE_VERBS = frozenset({"all_reduce"})  # verbs that import installed package
 
 @functools.cache
 def remote_archive() -> bytes:
-    """Return the archive of `trainyard/remote` and `trainer/supervise`. The same sources give the same bytes."""
+    """Return the archive of `trainyard/remote`, `trainer/supervise` and the client of Ollama. The same sources give the same bytes."""
     controller, node = (Path(package.__path__[0]) for package in (trainyard, trainer))
-    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b""}
+    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b"", "trainyard/ollama/__init__.py": b""}
+    files["trainyard/ollama/client.py"] = (controller / "ollama" / "client.py").read_bytes()
     for package, folder in ((controller, "remote"), (node, "supervise")):
         for path in (package / folder).glob("*.py"):
             files[str(path.relative_to(package.parent))] = path.read_bytes()

@@ -352,6 +352,57 @@ class AllReduce(_Open):
     torch: Line
 
 
+class OllamaBase(_Open):
+    digest: Digest
+    architecture: Line
+    shape: Annotated[list[Count], Field(min_length=5, max_length=5)]
+    tokens: Digest
+    fields: Annotated[dict[Line, Line], Field(max_length=1000)]
+
+
+class OllamaRecord(_Open):
+    key: Line
+    digest: Line
+
+
+class Ollama(_Open):
+    """Each step of the verb answers with some of these."""
+
+    version: NotRequired[Annotated[list[Count], Field(min_length=3, max_length=3)]]
+    adapters: NotRequired[Flag]
+    digest: NotRequired[Line]
+    record: NotRequired[OllamaRecord | None]
+    base: NotRequired[OllamaBase | None]
+    answers: NotRequired[Annotated[list[Text], Field(max_length=1000)]]
+    changed: NotRequired[Flag]
+    foreign: NotRequired[Flag]
+
+
+class GreedyPrompt(_Open):
+    messages: NotRequired[Annotated[list[dict[str, Text]], Field(min_length=1, max_length=1000)]]
+    prompt: NotRequired[Text]
+
+
+class GreedyAnswers(_Open):
+    created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d$")]
+    max_tokens: Annotated[int, Field(strict=True, ge=1, le=1000)]
+    bos: Annotated[str, Field(max_length=100)]
+    prompts: Annotated[list[GreedyPrompt], Field(max_length=1000)]
+    answers: Annotated[list[Text], Field(max_length=1000)]
+
+
+class GgufFile(_Open):
+    path: Line
+    bytes: Count
+    sha256: Digest
+    adds_bos: Flag
+
+
+class GgufExport(_Open):
+    answers: GreedyAnswers
+    gguf: GgufFile | None
+
+
 REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
@@ -363,6 +414,8 @@ REPLY_TYPES: dict[str, Any] = {
     "run_status": RunStatus,
     "run_stop": RunStop,
     "run_list": RunList,
+    "ollama": Ollama,
+    "gguf_export": GgufExport,
     "start": Started,
     "begin": Begun,
     "plan.json": PlanFile,

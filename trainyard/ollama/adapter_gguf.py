@@ -40,7 +40,13 @@ _TENSOR = re.compile(r"base_model\.model\.([A-Za-z0-9_.]{1,200})\.lora_([AB])\.w
 _TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 # Settings of peft that GGUF adapters cannot express. The merged model expresses all of them.
 _UNSUPPORTED = ("use_dora", "alpha_pattern", "modules_to_save", "lora_bias", "fan_in_fan_out", "target_parameters")
-_UNSUPPORTED += ("trainable_token_indices", "use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication")
+_UNSUPPORTED += (
+    "trainable_token_indices",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+)
 
 
 class AdapterError(UserError):
@@ -78,10 +84,14 @@ def write_adapter(folder: Path, config: Mapping[str, Any], target: Path) -> None
             raise AdapterError(f"{folder}: {quoted(name)} has one of lora_A and lora_B only")
         a, b = tensors[name, "A"], tensors[name, "B"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            raise AdapterError(f"{folder}: {quoted(name)} has the shapes A {a.shape} and B {b.shape}; expected [r, in] and [out, r]")
+            raise AdapterError(
+                f"{folder}: {quoted(name)} has the shapes A {a.shape} and B {b.shape}; expected [r, in] and [out, r]"
+            )
         key = names.get_name(name)
         if key is None or (name == "lm_head" and config.get("tie_word_embeddings")):
-            raise AdapterError(f"{folder}: GGUF has no adapter for {quoted(name)} of this architecture; set deploy_as=merged")
+            raise AdapterError(
+                f"{folder}: GGUF has no adapter for {quoted(name)} of this architecture; set deploy_as=merged"
+            )
         if base.permute and name.endswith(("q_proj", "k_proj")):
             b = _permute(b, base.heads if name.endswith("q_proj") else base.kv_heads, name)
         out[f"{key}.weight.lora_a"], out[f"{key}.weight.lora_b"] = a, b

@@ -8,10 +8,18 @@ becomes a Go template. The proof renders other conversations with both templates
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import itertools
+import json
+import os
 import random
-from collections.abc import Sequence
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from trainer.formats import quoted
 from trainyard.ollama.go_template import RANGE, go_string, render
@@ -19,6 +27,8 @@ from trainyard.ollama.hf_template import HfTemplate, Message, TemplateError
 
 TURNS = 4  # turns of the longest conversation that a template is derived from
 PROOFS = 300  # conversations of the proof
+_TIME_LIMIT = 60.0  # s to derive a template
+_MEMORY_LIMIT = 2 << 30  # bytes
 _SYSTEM = "$.System"
 _MARKERS = {"system": "zqSyszq", "user": "zqUse{}zq", "assistant": "zqAss{}zq"}
 # Conditions of a text, in Go. `last` of an assistant is the answer before the last question.
@@ -84,7 +94,9 @@ def prove(template: HfTemplate, go: str, added_bos: str = "", system: bool = Tru
         chat = _conversation(rng, system)
         expected, got = template.render(chat), added_bos + render(go, chat)
         if expected != got:
-            at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(min(expected, got)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(min(expected, got))
+            )
             raise TemplateError(
                 f"chat template: the derived template differs at character {at} of a conversation with {len(chat)} messages: "
                 f"{quoted(got[at : at + 30])} instead of {quoted(expected[at : at + 30])}; write one and set -e template=FILE"
@@ -134,7 +146,9 @@ def _cut(template: HfTemplate, turns: int, system: bool) -> list[_Text]:
 def _parts(text: str) -> tuple[str, ...]:
     """Return a text as literals and `_SYSTEM`. Raises TemplateError if it holds a part of another marker."""
     if "zqUse" in text or "zqAss" in text:
-        raise TemplateError("chat template: it writes messages out of order; write a Go template and set -e template=FILE")
+        raise TemplateError(
+            "chat template: it writes messages out of order; write a Go template and set -e template=FILE"
+        )
     pieces: list[str] = []
     for index, literal in enumerate(text.split(_MARKERS["system"])):
         pieces += [_SYSTEM] if index else []
@@ -226,5 +240,51 @@ def _differences(template: HfTemplate, go: str, added_bos: str) -> list[str]:
     if differs(" \n a \n ", " \n b \n "):
         notes.append("the chat template removes spaces around a message; Ollama keeps them")
     if differs("a", "<think>\nb\n</think>\n\nc"):
-        notes.append("the chat template removes the thoughts of earlier answers; Ollama keeps those that a client sends back")
+        notes.append(
+            "the chat template removes the thoughts of earlier answers; Ollama keeps those that a client sends back"
+        )
     return notes
+
+
+def derive_apart(source: str, tokens: Mapping[str, str], today: datetime.datetime, added_bos: str = "") -> Derived:
+    """Derive a template in a process of its own with limits, because the template is a program of the model.
+
+    Args:
+        source, tokens, today: of HfTemplate.
+        added_bos: of `derive`.
+
+    Raises:
+        TemplateError: see `derive`, or the template takes too much time or memory.
+    """
+    request = {"source": source, "tokens": dict(tokens), "today": today.isoformat(), "added_bos": added_bos}
+    words = [sys.executable, "-P", "-m", "trainyard.ollama.chat_template"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    try:
+        done = subprocess.run(
+            words, input=json.dumps(request), capture_output=True, text=True, timeout=_TIME_LIMIT, env=environment
+        )
+        reply = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        raise TemplateError(
+            "chat template: it takes too much time or memory; write a Go template and set -e template=FILE"
+        ) from None
+    if "error" in reply:
+        raise TemplateError(reply["error"])
+    return Derived(**reply)
+
+
+def main() -> None:
+    """Derive the template of the request on standard input."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(_TIME_LIMIT), int(_TIME_LIMIT)))
+    request = json.loads(sys.stdin.read())
+    try:
+        template = HfTemplate(request["source"], request["tokens"], datetime.datetime.fromisoformat(request["today"]))
+        reply = dataclasses.asdict(derive(template, request["added_bos"]))
+    except TemplateError as error:
+        reply = {"error": str(error)}
+    print(json.dumps(reply))
+
+
+if __name__ == "__main__":
+    main()

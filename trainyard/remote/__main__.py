@@ -23,6 +23,7 @@ VERBS = {
     "all_reduce": ("trainyard.remote.all_reduce", "measure"),
     "receive": ("trainyard.remote.receive", "receive"),
     "commit": ("trainyard.remote.commit", "commit"),
+    "ollama": ("trainyard.remote.ollama", "ollama"),
     "read_files": ("trainyard.remote.read_files", "read_files"),
     "run_status": ("trainer.supervise.status", "status"),
     "run_stop": ("trainer.supervise.stop", "stop"),

@@ -82,7 +82,7 @@ def test_adapter_equals_llama_cpps(arch: str, tmp_path: Path) -> None:
 def test_rank_stabilized_scale_and_16_bit_types(tmp_path: Path) -> None:
     config = make_adapter(tmp_path / "a", use_rslora=True)
     write_adapter(tmp_path / "a", config, tmp_path / "a.gguf")
-    tensors, keys = read(tmp_path / "a.gguf")
+    _, keys = read(tmp_path / "a.gguf")
     assert keys["adapter.lora.alpha"] == pytest.approx(8 * math.sqrt(4))
     first = (tmp_path / "a.gguf").read_bytes()
     write_adapter(tmp_path / "a", config, tmp_path / "a.gguf")
@@ -92,7 +92,10 @@ def test_rank_stabilized_scale_and_16_bit_types(tmp_path: Path) -> None:
     from safetensors.torch import save_file as save_torch
 
     weights = load_file(tmp_path / "a" / "adapter_model.safetensors")
-    save_torch({name: value.to(torch.bfloat16) for name, value in weights.items()}, tmp_path / "a" / "adapter_model.safetensors")
+    save_torch(
+        {name: value.to(torch.bfloat16) for name, value in weights.items()},
+        tmp_path / "a" / "adapter_model.safetensors",
+    )
     write_adapter(tmp_path / "a", config, tmp_path / "b.gguf")
     value = weights["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"].to(torch.bfloat16).float().numpy()
     assert read(tmp_path / "b.gguf")[0]["blk.0.ffn_up.weight.lora_a"][1] == value.tobytes()
@@ -124,7 +127,7 @@ def test_swapped_factors_unknown_models_and_damaged_files_are_refused(tmp_path: 
         write_adapter(tmp_path / "a", {"architectures": ["BertModel"]}, tmp_path / "x.gguf")
     with pytest.raises(AdapterError, match="num_hidden_layers is -1"):
         write_adapter(tmp_path / "a", config | {"num_hidden_layers": -1}, tmp_path / "x.gguf")
-    with pytest.raises(AdapterError, match="no adapter for 'model.layers.1"):
+    with pytest.raises(AdapterError, match=r"no adapter for .model\.layers\.1"):
         write_adapter(tmp_path / "a", config | {"num_hidden_layers": 1}, tmp_path / "x.gguf")
     path = tmp_path / "a" / "adapter_model.safetensors"
     whole = path.read_bytes()

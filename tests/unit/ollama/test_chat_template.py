@@ -47,7 +47,9 @@ TEMPLATES = {
     "mistral, system last": MISTRAL.replace("WHERE", "last"),
     "gemma": GEMMA,
     "phi": PHI,
-    "tiny": PHI.replace("{{ '<|'", "{% generation %}{{ '<|'").replace("{% endfor %}", "{% endgeneration %}{% endfor %}"),
+    "tiny": PHI.replace("{{ '<|'", "{% generation %}{{ '<|'").replace(
+        "{% endfor %}", "{% endgeneration %}{% endfor %}"
+    ),
     "first answer": PHI.replace("+ m['content']", "+ ('!' if loop.index0 == 1 else '') + m['content']"),
     "last answer": PHI.replace("+ m['content']", "+ ('!' if loop.revindex == 2 else '') + m['content']"),
     "date": "{{ strftime_now('%d %b %Y') }}" + PHI,
@@ -117,7 +119,7 @@ def test_proof_finds_one_wrong_newline() -> None:
 
 
 def test_go_strings_hold_any_text() -> None:
-    text = "a\n\t\r\0\x7f{{ \"x\" }}\\ \u200b 😀 é \U000e0001"
+    text = 'a\n\t\r\0\x7f{{ "x" }}\\ \u200b 😀 é \U000e0001'
     assert render(f"{{{{ {go_string(text)} }}}}", []) == text
     assert go_string(text).isprintable()
 
