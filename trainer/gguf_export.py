@@ -96,7 +96,8 @@ def convert(converter: str, model: str, target: str, quantize: str) -> None:
     import conversion.base
     import gguf
 
-    original = conversion.base.TextModel.get_vocab_base_pre
+    text_model: Any = conversion.base.TextModel
+    original, sentencepiece = text_model.get_vocab_base_pre, text_model._create_vocab_sentencepiece
 
     def known_or_byte_level(self: Any, tokenizer: Any) -> str:
         try:
@@ -106,7 +107,12 @@ def convert(converter: str, model: str, target: str, quantize: str) -> None:
                 raise
             return "gpt-2"
 
-    conversion.base.TextModel.get_vocab_base_pre = known_or_byte_level
+    def only_with_its_file(self: Any) -> Any:  # the original imports its package even where the file is missing
+        if not (Path(model) / "tokenizer.model").is_file():
+            raise FileNotFoundError("tokenizer.model")
+        return sentencepiece(self)
+
+    text_model.get_vocab_base_pre, text_model._create_vocab_sentencepiece = known_or_byte_level, only_with_its_file
     sys.argv = ["convert_hf_to_gguf.py", "--outfile", target, "--outtype", quantize, model]
     runpy.run_path(f"{converter}/convert_hf_to_gguf.py", run_name="__main__")
     fields = gguf.GGUFReader(target).fields

@@ -226,13 +226,13 @@ class Deployment:
             done = FanOut(
                 {run.host.name: functools.partial(connection.run, command, json.dumps(request).encode(), "gguf_export")}
             ).wait(EXPORT_LIMIT)
-            if done.errors:
-                raise RemoteError(done.errors[run.host.name])
-            self._exports[quantize] = done.answers[run.host.name]
+            self._exports[quantize] = done.answers.get(run.host.name, {"error": done.errors.get(run.host.name)})
+        if "error" in self._exports[quantize]:
+            raise RemoteError(str(self._exports[quantize]["error"]))
         return self._exports[quantize]
 
     def _answers(self, run: TrainedRun) -> dict[str, Any]:
-        known = next(iter(self._exports.values()), None) or self._export(run)
+        known = next((reply for reply in self._exports.values() if "answers" in reply), None) or self._export(run)
         answers: dict[str, Any] = known["answers"]
         if not answers["prompts"] or len(answers["prompts"]) != len(answers["answers"]):
             raise RemoteError("the run's dataset has no prompt to compare answers with")
