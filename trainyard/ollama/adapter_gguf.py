@@ -39,14 +39,10 @@ ARCHITECTURES = {
 _TENSOR = re.compile(r"base_model\.model\.([A-Za-z0-9_.]{1,200})\.lora_([AB])\.weight")
 _TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 # Settings of peft that GGUF adapters cannot express. The merged model expresses all of them.
-_UNSUPPORTED = ("use_dora", "alpha_pattern", "modules_to_save", "lora_bias", "fan_in_fan_out", "target_parameters")
-_UNSUPPORTED += (
-    "trainable_token_indices",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "layer_replication",
-)
+_UNSUPPORTED = (
+    "use_dora", "alpha_pattern", "modules_to_save", "lora_bias", "fan_in_fan_out", "target_parameters",
+    "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication",
+)  # fmt: skip
 
 
 class AdapterError(UserError):

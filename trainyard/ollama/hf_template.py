@@ -30,7 +30,7 @@ class TemplateError(UserError):
 class _GenerationTag(jinja2.ext.Extension):
     """Accepts ``{% generation %}``, which marks the text of an assistant for the loss, and renders what is inside."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         next(parser.stream)
