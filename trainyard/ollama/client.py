@@ -199,10 +199,13 @@ class OllamaClient:
         cancel: Cancel | None = None,
     ) -> Answer:
         body = body | {"stream": True, "options": dict(options or {})}
-        text, thinking, last = [], [], {}
+        text, thinking = [], []
+        last: dict[str, Any] = {}
         for line in self._lines("POST", path, body, deadline=deadline, first=first, cancel=cancel):
-            message = line.get("message") if isinstance(line.get("message"), dict) else line
-            text.append(_string(message, "content" if message is not line else "response"))
+            message = line.get("message", line)  # of /api/chat
+            if not isinstance(message, dict):
+                raise OllamaError(f"the reply of {path} has no message")
+            text.append(_string(message, "response" if message is line else "content"))
             thinking.append(_string(message, "thinking"))
             last = line
         if last.get("done") is not True:
