@@ -365,16 +365,20 @@ class OllamaRecord(_Open):
     digest: Line
 
 
-class Ollama(_Open):
-    """Each step of the verb answers with some of these."""
+class OllamaState(_Open):
+    version: Annotated[list[Count], Field(min_length=3, max_length=3)]
+    adapters: Flag
+    digest: Line
+    record: OllamaRecord | None
+    base: OllamaBase | None
 
-    version: NotRequired[Annotated[list[Count], Field(min_length=3, max_length=3)]]
-    adapters: NotRequired[Flag]
-    digest: NotRequired[Line]
-    record: NotRequired[OllamaRecord | None]
-    base: NotRequired[OllamaBase | None]
-    answers: NotRequired[Annotated[list[Text], Field(max_length=1000)]]
-    changed: NotRequired[Flag]
+
+class OllamaCreate(_Open):
+    answers: Annotated[list[Text], Field(max_length=1000)]
+
+
+class OllamaChange(_Open):
+    changed: Flag
     foreign: NotRequired[Flag]
 
 
@@ -414,7 +418,9 @@ REPLY_TYPES: dict[str, Any] = {
     "run_status": RunStatus,
     "run_stop": RunStop,
     "run_list": RunList,
-    "ollama": Ollama,
+    "ollama_state": OllamaState,
+    "ollama_create": OllamaCreate,
+    "ollama_change": OllamaChange,
     "gguf_export": GgufExport,
     "start": Started,
     "begin": Begun,

@@ -204,10 +204,10 @@ class Deployment:
     def _tokens(self) -> list[str]:
         """Return the tokens of the run's tokenizer by id; empty if there is no tokenizer.json that lists them all."""
         try:
-            value = untrusted_json((self._local / "tokenizer.json").read_text(encoding="utf-8"))
+            value = json.loads((self._local / "tokenizer.json").read_text(encoding="utf-8"))
             ids = {int(number): str(token) for token, number in value["model"]["vocab"].items()}
             ids |= {int(token["id"]): str(token["content"]) for token in value.get("added_tokens", [])}
-        except (OSError, ReplyError, LookupError, TypeError, ValueError, AttributeError):
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
             return []
         return [ids[number] for number in range(len(ids))] if set(ids) == set(range(len(ids))) else []
 
@@ -264,12 +264,17 @@ class Deployment:
         self, step: str, more: Mapping[str, dict[str, Any]], limit: float
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Ask the hosts in `more` at once; return their replies and errors by name."""
-        calls = {
-            name: functools.partial(self.connections[name].call, "ollama", self._request(name, step) | extra)
-            for name, extra in more.items()
-        }
+        calls = {name: functools.partial(self._call, name, step, extra) for name, extra in more.items()}
         done = FanOut(calls).wait(limit)
         return done.answers, done.errors
+
+    def _call(self, name: str, step: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply of a node to a step of the verb `ollama`. Raises RemoteError."""
+        reply = self.connections[name].call("ollama", self._request(name, step) | dict(more))
+        try:
+            return checked_reply(f"ollama_{step}" if step in ("state", "create") else "ollama_change", reply)
+        except ReplyError as error:
+            raise RemoteError(str(error)) from None
 
     def _states(self, tokens: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         more = {"base": self.options.deploy_base if self.options.deploy_as != "merged" else "", "tokens": tokens}
@@ -297,7 +302,8 @@ class Deployment:
     def _misfit(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> str:
         """Return why a node cannot take the adapter; empty if it can."""
         base, name = state["base"], self.options.deploy_base
-        arch = next(iter(run.base.get("architectures") or [""]), "")
+        names = run.base.get("architectures")
+        arch = str(names[0]) if isinstance(names, list) and names else ""
         if run.kind != "adapter":
             return "the run has no adapter"
         if not name:
@@ -397,15 +403,21 @@ class Deployment:
         return {name: text for name, text in deployed.items() if name not in refused}, errors | refused
 
     def _fetch(self, run: TrainedRun, artifact: Artifact) -> None:
-        """Copy the merged model from the run's host to the controller, unless it is there. Raises RemoteError."""
+        """Copy the merged model from the run's host to the controller, unless it is there. Raises RemoteError, UserError."""
         if artifact.file.exists():
             return
+        try:
+            self._fetch_gguf(run, artifact)
+        except OSError as error:
+            raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
+
+    def _fetch_gguf(self, run: TrainedRun, artifact: Artifact) -> None:
         gguf = self._export(run, self.options.deploy_quantize)["gguf"]
         self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
         with tempfile.TemporaryDirectory(dir=self.work) as aside:
             arrived = Path(aside) / "model.gguf"
             fetch_file(self.connections[run.host.name], gguf["path"], arrived, gguf["bytes"])
-            if sha256_file(arrived) != artifact.sha256:
+            if not arrived.exists() or sha256_file(arrived) != artifact.sha256:
                 raise RemoteError(f"{gguf['path']} arrived damaged: run the same command again")
             arrived.replace(artifact.file)
 
@@ -417,7 +429,7 @@ class Deployment:
             for prompt in answers["prompts"]
         ]
         options = {"temperature": 0, "seed": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": answers["max_tokens"]}
-        request = self._request(name, "create") | {
+        request = {
             "file": self._put(connection, artifact.file),
             "sha256": artifact.sha256,
             "template": artifact.template,
@@ -425,8 +437,8 @@ class Deployment:
             "prompts": prompts,
             "options": options,
         }
-        reply = connection.call("ollama", request)
-        if len(reply.get("answers", [])) != len(prompts):
+        reply = self._call(name, "create", request)
+        if len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")
         return reply
 

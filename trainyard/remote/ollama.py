@@ -115,7 +115,9 @@ def create_body(version: tuple[int, int, int], name: str, request: dict[str, Any
     """Return the body of /api/create in the form that this version of the server takes."""
     digest, base, template = f"sha256:{request['sha256']}", request["base"], request["template"]
     if version >= NEW_FORM:
-        source: dict[str, Any] = {"from": base, "adapters": {"adapter.gguf": digest}} if base else {"files": {"model.gguf": digest}}
+        source: dict[str, Any] = (
+            {"from": base, "adapters": {"adapter.gguf": digest}} if base else {"files": {"model.gguf": digest}}
+        )
         return {"model": name, "template": template, **source}
     if '"""' in template:
         raise ValueError('the template contains """, which this version of Ollama cannot read')
