@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-rest test-long lint docs docs-site lock clean
+.PHONY: help setup train test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site lock lock-unsloth lock-conda clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
@@ -23,6 +23,8 @@ help:
 	@echo "make test-all                                 every test but the nightly ones (less than an hour)"
 	@echo "make test-rest                                what test-all runs and test does not"
 	@echo "make test-long                                the nightly tests (hours)"
+	@echo "make test-gpu [PYTHON=python3]                check the trainer on one NVIDIA GPU (10 minutes, no network)"
+	@echo "make gpu-wheels [GPU_PYTHON=3.12 GPU_CUDA=13.0]  what test-gpu needs besides torch, as one file of 60 MB"
 	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
 	@echo "make docs                                     generate docs/run-spec.md and the tables of the role READMEs"
 	@echo "make docs-site                                build the documentation site into site/"
@@ -30,6 +32,8 @@ help:
 	@echo "make lab-down                                 stop the lab"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
 	@echo "make lock                                     update constraints.txt to the newest versions"
+	@echo "make lock-unsloth                              update constraints-unsloth.txt (python_flavour=unsloth)"
+	@echo "make lock-conda CHANNEL=URL                   write conda.lock for linux-64 from a channel (python_env=conda)"
 	@echo "make clean                                    remove the environment and the caches"
 
 setup: $(READY)
@@ -58,6 +62,15 @@ test-rest: $(READY)
 test-long: $(READY)
 	@$(RUN) tools/run-tests long $(ARGS)
 
+# It needs no environment of the project: PYTHON is one with torch for CUDA.
+test-gpu:
+	@tools/gpu-test $(PYTHON) $(ARGS)
+
+GPU_PYTHON ?= 3.12
+GPU_CUDA ?= 13.0
+gpu-wheels: $(READY)
+	@$(RUN) python -m benchmarks.gpu.wheels --python $(GPU_PYTHON) --cuda $(GPU_CUDA) $(ARGS)
+
 lint: $(READY)
 	@$(RUN) tools/lint
 
@@ -69,6 +82,12 @@ docs-site: $(READY)
 
 lock:
 	@tools/lock $(PYTHON)
+
+lock-unsloth:
+	@$(PYTHON) tools/lock_unsloth.py
+
+lock-conda:
+	@$(PYTHON) tools/lock_conda.py $(CHANNEL) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

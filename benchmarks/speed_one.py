@@ -19,6 +19,8 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # before transformers
 
+import torch
+
 from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.distributed.world import World, leave
@@ -50,13 +52,17 @@ class Clock:
         self.times: list[tuple[float, float, int]] = []
 
     def step(self, tokens: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.tokens.append(tokens)
         self.times.append((time.perf_counter(), time.process_time(), sent_bytes()))
 
     def result(self) -> dict[str, Any]:
         (began, cpu_began, sent_before), (ended, cpu_ended, sent) = self.times[self.warm - 1], self.times[-1]
         tokens = sum(self.tokens[self.warm :])
+        cuda = torch.cuda.is_available()
         return {
+            "cuda_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
             "tokens": tokens,
             "seconds": ended - began,
             "tokens_per_second": tokens / (ended - began),
@@ -101,9 +107,8 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def trl(a: dict[str, Any]) -> dict[str, Any]:
-    """Run TRL's SFTTrainer on the same samples; `fields` are fields of SFTConfig."""
+    """Run TRL's SFTTrainer on the same samples; `fields`: fields of SFTConfig; `dtype`: data type of the base weights."""
     import datasets
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
@@ -140,7 +145,7 @@ def trl(a: dict[str, Any]) -> dict[str, Any]:
             "disable_tqdm": True,
             "save_strategy": "no",
         } | a.get("fields", {})
-        model = AutoModelForCausalLM.from_pretrained(a["model"], dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(a["model"], dtype=getattr(torch, a.get("dtype", "float32")))
         trainer = SFTTrainer(
             model=model,
             args=SFTConfig(**config),
@@ -156,9 +161,9 @@ def trl(a: dict[str, Any]) -> dict[str, Any]:
 
 def main(side: str, requests: list[dict[str, Any]]) -> None:
     """Run all requests in this process; rank 0 prints the JSON list of results."""
-    world = World.join(600)
-    answers = [trainyard(about, world) if side == "trainyard" else trl(about) for about in requests]
-    if world.rank == 0:
+    world = World.join(600) if side == "trainyard" else None
+    answers = [trainyard(about, world) if world else trl(about) for about in requests]
+    if world is None or world.rank == 0:
         print(json.dumps(answers), flush=True)
     leave(0)
 

@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from trainer import config
+from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED
+from trainer.config.conversions import CONVERSIONS
 from trainer.strategy import summaries
 from trainyard.run.options import table as launch_options_table
 
@@ -23,6 +25,33 @@ def names_table(aliases: dict[str, str], left: str, right: str) -> str:
     """Return {name: meaning} as a Markdown table with two columns of code."""
     rows = [f"| `{old}` | `{new}` |" for old, new in aliases.items()]
     return "\n".join([f"| {left} | {right} |", "| --- | --- |", *rows])
+
+
+def other_names() -> str:
+    """Return the names of other tools: those with equal values by field, then those with a conversion."""
+    rows = ["| field | other names |", "| --- | --- |"]
+    for target in config.FIELDS:
+        same = [name for name, field in config.ALIASES.items() if field == target and name not in CONVERSIONS]
+        if same and not set(same) <= ACCUMULATION:
+            rows.append(f"| `{target}` | {', '.join(f'`{name}`' for name in same)} |")
+    rows += ["", "Values of these names are converted. A message says how.", ""]
+    rows += ["| name | field | values |", "| --- | --- | --- |"]
+    for each in dict.fromkeys(CONVERSIONS.values()):
+        names = ", ".join(f"`{name}`" for name, conversion in CONVERSIONS.items() if conversion is each)
+        rows.append(
+            f"| {names} | `{each.field}` | {each.meaning}{f' ({each.difference})' if each.difference else ''} |"
+        )
+    return "\n".join(rows)
+
+
+def reasons(names: dict[str, str]) -> str:
+    """Return names and reasons as a Markdown table, with one row per reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in names.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    return "\n".join(
+        ["| name | reason |", "| --- | --- |", *(f"| {', '.join(each)} | {why} |" for why, each in by_reason.items())]
+    )
 
 
 def run_spec() -> str:
@@ -48,8 +77,10 @@ The run spec says what a run computes. A YAML file, flags and `-e` use the same 
 ansible-playbook train.yml -e model=tiny -e lr=1e-3 -e max_steps=50      # on every host
 ansible-playbook train.yml -e spec=run.yml -e seed=2                     # from a file; -e overrides it
 python -m trainer run.yml --seed 2                                       # one process, without Ansible
-torchrun --nproc-per-node 2 -m trainer run.yml                           # several processes, without Ansible
+torchrun --nproc-per-node 2 -m trainer run.yml --run-name mine           # several processes, without Ansible
 ```
+
+`torchrun` takes the flag `--run` for its own `--run-path`. Set the name of the run with `--run-name`, which is another name of `run`.
 
 ## Fields
 
@@ -76,18 +107,41 @@ changes these defaults:
 
 The controller creates `dataset={config.EMBEDDED_DATASET}`: questions and answers from the documentation of ansible-core.
 
-A JSONL file holds one sample per line, in any of four formats:
+[Datasets](datasets.md) describes files, folders and hub datasets, the accepted shapes of a record, `columns`, and several datasets with
+weights. A JSONL file holds one sample per line:
 
 ```json
 {{"instruction": "...", "input": "...", "output": "..."}}
 {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}
-{{"prompt": "...", "completion": "..."}}
-{{"text": "..."}}
 ```
 
-The first two formats use the chat template of the model, or a simple one if the model has none. Only answers carry loss unless
-`train_on=all`. Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `result.json` counts
+Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `result.json` counts
 both.
+
+## Names of other tools
+
+Files, flags and `-e` also accept names of OpenDiLoCo, transformers, TRL, torchtune, axolotl and LLaMA-Factory, with dashes or
+underscores. Two names of one field with different values are an error.
+
+{other_names()}
+
+{", ".join(f"`{name}`" for name in sorted(ACCUMULATION))} count the micro-batches of one rank. The trainer multiplies them by the number
+of ranks. `train.yml` refuses them, because a step has the same rows on any number of ranks: set `total_batch_size` to their product with
+`batch_size` and the number of ranks.
+
+Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`. With `hv.galaxy_size`, `total_batch_size` is that of one replica, and is multiplied;
+`sharding_strategy` is that of a replica.
+
+These names have no effect, and a message says why:
+
+{reasons(IGNORED)}
+
+These names are refused unless their value is false:
+
+{reasons(REFUSED)}
+
+Ansible reserves some names, and others are ambiguous: {", ".join(f"`{name}`" for name in sorted(config.SUGGESTED))}. They are not
+accepted; the error message names the field.
 {old_names if config.DEPRECATED else ""}"""
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer import unsloth_backend
 from trainer.config import (
+    FIELDS,
     RunSpec,
     is_known,
-    make_spec,
     parse_flags,
+    plain_name,
     read_spec,
-    read_yaml,
-    resolve_aliases,
     table,
 )
 from trainer.distributed.replica import Replica
@@ -38,7 +38,8 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
                                                               print the spec as a configuration file of another tool
 
 SPEC.yml contains fields of the run spec; flags override it. `lr=1e-3` is equivalent to `--lr=1e-3`.
-Several ranks: torchrun ... -m trainer run=mine lr=1e-3 (torchrun interprets --run as one of its own options).
+Several ranks: torchrun ... -m trainer --run-name mine --lr 1e-3 (torchrun takes --run for its own --run-path).
+Names of other tools are understood, such as --learning_rate or --per-device-train-batch-size: docs/run-spec.md.
 --hosts: their number, or a JSON list with one object per host (host, processes, memory_mib); a run's plan.json works.
 DIR: the data directory (default: the current one) contains runs/<run>/, and store/ with files that runs share.
 """
@@ -88,24 +89,33 @@ def take_positional(argv: list[str]) -> str | None:
     return argv.pop(0) if argv and not argv[0].startswith("--") else None
 
 
-def take_spec(argv: list[str]) -> RunSpec:
-    """Return the spec that the remaining arguments define: an optional file, and flags. Raises UserError."""
-    # torchrun interprets --run=x as an abbreviation of its --run-path, so run=x is also a flag unless it is a file.
+def take_spec(argv: list[str], ranks: int | None) -> RunSpec:
+    """Return the spec that the remaining arguments define: an optional file, and flags. Raises UserError.
+
+    `ranks`: number of ranks of the run, if it is known.
+    """
+    # run=x is also a flag unless it is a file: torchrun interprets --run=x as an abbreviation of its --run-path.
     argv[:] = [f"--{argument}" if _is_assignment(argument) else argument for argument in argv]
     positional = take_positional(argv)
     path = user_path(positional, "run spec") if positional is not None else None
     flags = parse_flags(argv)
-    if os.environ.get("RANK", "0") == "0":
-        # On stderr, because `check` prints the spec on stdout.
-        from_file, notes = resolve_aliases(read_yaml(path) if path else {})
-        for note in notes + resolve_aliases(flags, from_file)[1]:
-            print(note, file=sys.stderr)
-    return read_spec(path, flags, "the flags") if path else make_spec(flags, "the flags")
+    report = _print_note if os.environ.get("RANK", "0") == "0" else lambda line: None
+    return read_spec(path, flags, "the flags", ranks=ranks, report=report)
+
+
+def _print_note(line: str) -> None:
+    print(line, file=sys.stderr)  # not stdout, where `check` prints the spec
+
+
+def _world_size() -> int | None:
+    """Return the number of ranks of this torchrun, or of this process alone."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    return int(value) if value.isdecimal() else None
 
 
 def _is_assignment(argument: str) -> bool:
     name, equals, _ = argument.partition("=")
-    return bool(equals) and is_known(name.replace("-", "_")) and not path_kind(Path(argument))
+    return bool(equals) and is_known(plain_name(name)) and not path_kind(Path(argument))
 
 
 # Commands --------------------------------------------------------------------------------------------------------------
@@ -113,7 +123,7 @@ def _is_assignment(argument: str) -> bool:
 
 def check(argv: list[str]) -> int:
     """Print the complete spec."""
-    print(take_spec(argv).named().to_yaml(), end="")
+    print(take_spec(argv, _world_size()).named().to_yaml(), end="")
     return 0
 
 
@@ -131,7 +141,8 @@ def plan(argv: list[str]) -> int:
     data_dir, hosts = take_path(argv, "--data-dir") or Path.cwd(), read_hosts(take_value(argv, "--hosts") or "1")
     as_json, fast = take_switch(argv, "--json"), take_switch(argv, "--no-measure")
     link = _link_speed(take_value(argv, "--link-mbit"))
-    made = make_plan(take_spec(argv), hosts, link, fast=fast, data_dir=data_dir)
+    ranks = sum(host["processes"] for host in hosts)
+    made = make_plan(take_spec(argv, ranks), hosts, link, fast=fast, data_dir=data_dir)
     print(json.dumps(made, indent=1) if as_json else "\n".join(made["lines"]))
     return 0
 
@@ -150,26 +161,32 @@ def _link_speed(value: str | None) -> float | None:
 
 def config(argv: list[str]) -> int:
     """Print the spec as the configuration of another tool."""
+    from trainer.planner.hosts import read_hosts
     from trainer.tool_configs import render
 
     kind = take_positional(argv) or ""
     hosts, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
     gpus = not take_switch(argv, "--no-gpu")
     flags = list(argv)
-    print(render(kind, take_spec(argv), hosts, head, flags, gpus), end="")
+    ranks = sum(host["processes"] for host in read_hosts(hosts))
+    print(render(kind, take_spec(argv, ranks), hosts, head, flags, gpus), end="")
     return 0
 
 
 def show_help() -> int:
     """Print the usage, and the fields of the spec as flags."""
     import tyro
+    from pydantic import Field, create_model
 
     print(USAGE)
     print("strategies:")
     for name, summary in summaries().items():
         print(f"  {name:<11}{summary}")
     print()
-    tyro.cli(RunSpec, prog="python -m trainer", args=["--help"])
+    # tyro makes subcommands of a union with a model, and splits a mapping: both flags are one text.
+    columns = Field("", description=FIELDS["columns"].description)
+    flags = create_model("Flags", __base__=RunSpec, dataset=(str, FIELDS["dataset"]), columns=(str, columns))
+    tyro.cli(flags, prog="python -m trainer", args=["--help"], description=RunSpec.__doc__)
     return 0
 
 
@@ -187,13 +204,13 @@ def train(argv: list[str]) -> int:
 
             die_with_launcher()
             redirect_output(run_dir / "logs" / f"rank{rank}.log")
-        spec = take_spec(argv).named()
+        spec = take_spec(argv, None if replica.count > 1 else _world_size()).named()
         replica.check(spec)
     except UserError as error:
         if not under_torchrun or not run_dir:
             raise
         return report_failure(Heartbeat(run_dir, rank), error)  # the controller shows it instead of an exit code
-    needs_bitsandbytes = spec.quantize != "none" or spec.optimizer == "adamw8bit" or spec.backend == "unsloth"
+    needs_bitsandbytes = spec.quantize != "none" or spec.optimizer == "adamw8bit" or unsloth_backend.may_use(spec)
     if under_torchrun and not needs_bitsandbytes:
         # peft imports an installed bitsandbytes, which imports torch's compiler: a fifth of the start-up time.
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
@@ -227,8 +244,6 @@ def _first_heartbeat(run_dir: Path, rank: int) -> Heartbeat:
 
 def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:
     """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
-    from trainer import train as loop
-    from trainer.distributed.world import World
     from trainer.run_dir import claim, finished_result
 
     previous = finished_result(run_dir)
@@ -238,6 +253,10 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 
         spec, reason = choose_here(spec, run_dir)
         print(reason)
+    unsloth_backend.import_early(spec)
+    from trainer import train as loop
+    from trainer.distributed.world import World
+
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
     world = World.join(spec.collective_timeout, replica)

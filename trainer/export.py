@@ -11,7 +11,7 @@ import yaml
 
 from trainer import __version__
 from trainer.config import RunSpec
-from trainer.data.samples import HUB_ID
+from trainer.data.files import HUB_ID
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 
@@ -155,7 +155,7 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
     # train.yml stores the original names of model and dataset here; the spec has their paths in the store.
     origin_file = folder.parent / "origin.json"
     origin = json.loads(origin_file.read_text()) if origin_file.exists() else {}
-    model, dataset = origin.get("model", spec.model), origin.get("dataset", spec.dataset)
+    model, dataset = origin.get("model", spec.model), origin.get("dataset", spec.dataset_name)
     versions = {"python": platform.python_version(), "trainyard": __version__}
     versions |= {name: importlib.metadata.version(name) for name in _PACKAGES}
     eval_loss = "none" if result["eval_loss"] is None else f"{result['eval_loss']:.4f}"

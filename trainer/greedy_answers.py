@@ -14,7 +14,7 @@ from trainer.data.samples import Sample, read_dataset
 from trainer.files import to_json, write_atomic
 
 COUNT = 20  # prompts
-MAX_TOKENS = 32  # tokens of an answer
+MAX_TOKENS = 28  # tokens of an answer; Ollama aborts an answer that repeats one token 30 times
 MAX_PROMPT = 2000  # characters
 _TEXT_WORDS = 12  # of a sample of plain text
 _ROLES = ("system", "user", "assistant")

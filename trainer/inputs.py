@@ -13,6 +13,8 @@ from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.supervise import files
 
+HOST_PREFIX = "host:"
+
 
 def user_path(text: str, what: str) -> Path:
     """Return the path that a user wrote, with ``~`` and ``~user`` expanded.
@@ -29,6 +31,23 @@ def user_path(text: str, what: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise UserError(f"{what}: {quoted(text)} begins with '~' and an unknown user: give a full path") from None
+
+
+def host_path(text: str, what: str) -> str:
+    """Return the absolute path in ``host:/path``, which names a file or folder of the hosts; empty for any other text.
+
+    Args:
+        what: the name of the setting; it begins the error message.
+
+    Raises:
+        UserError: the path is not absolute, or no path can look like it.
+    """
+    if not text.startswith(HOST_PREFIX):
+        return ""
+    path = text.removeprefix(HOST_PREFIX)
+    if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
+        raise UserError(f"{what}: {quoted(text)}: give the absolute path on the hosts, as host:/path")
+    return os.path.normpath(path)
 
 
 def path_kind(path: Path) -> Literal["file", "folder", "other", ""]:

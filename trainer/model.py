@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from trainer import unsloth_backend
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
 from trainer.errors import UserError, first_line
@@ -20,7 +21,6 @@ from trainer.strategy import plan_of
 # Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
 _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 _MAMBA_UNUSED = {"conv1d", "out_proj"}
-_UNSLOTH_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -64,14 +64,13 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     """
     torch.manual_seed(spec.seed)
     if spec.backend == "unsloth":
-        return _load_unsloth(spec, device)
+        model = unsloth_backend.load(spec, base_dtype(spec))
+        model.train()
+        return model
     kernels = fast_kernels(spec, device)
     model = _load_pretrained(spec, device, kernels)
     if "liger" in kernels:
-        from transformers.integrations.liger import apply_liger_kernel
-
-        # TokenLoss sums over the tokens with loss; liger's own loss would average.
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        apply_liger(model)
     if spec.quantize == "nf4":
         model = _prepare_quantized(model)
     if spec.gradient_checkpointing:
@@ -125,6 +124,14 @@ def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
     return [name for name, package in wanted.items() if importlib.util.find_spec(package)]
 
 
+def apply_liger(model: Any) -> None:
+    """Replace modules of the model by Liger kernels."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    # TokenLoss sums over the tokens with loss; liger's own loss would average.
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+
+
 def _nf4_options(spec: RunSpec, device: torch.device) -> dict[str, Any]:
     """Return the options of from_pretrained for an NF4 base, as in QLoRA (https://arxiv.org/abs/2305.14314)."""
     import_bitsandbytes("quantize: nf4")
@@ -176,32 +183,6 @@ def add_lora(spec: RunSpec, model: Any) -> nn.Module:
             f"lora_targets: {first_line(error)}: set all-linear, or linear layers of this model: {', '.join(layers)}"
         ) from None
     return adapted
-
-
-def _load_unsloth(spec: RunSpec, device: torch.device) -> nn.Module:
-    if device.type != "cuda":
-        raise UserError("backend: unsloth needs an NVIDIA GPU with CUDA, but this host has none: set backend=peft")
-    try:
-        from unsloth import FastLanguageModel
-    except Exception as error:  # without a supported GPU it raises errors other than ImportError
-        raise UserError(
-            f"backend: unsloth is unavailable ({first_line(error)}): pip install 'trainyard[unsloth]', or set backend=peft"
-        ) from None
-    model, _ = FastLanguageModel.from_pretrained(
-        spec.model, max_seq_length=spec.seq_length, load_in_4bit=spec.quantize == "nf4"
-    )
-    targets = list(spec.lora_targets)
-    if targets == ["all-linear"]:
-        targets = list(_UNSLOTH_TARGETS)
-    return FastLanguageModel.get_peft_model(
-        model,
-        r=spec.lora_r,
-        lora_alpha=spec.lora_alpha,
-        lora_dropout=spec.lora_dropout,
-        target_modules=targets,
-        use_gradient_checkpointing="unsloth" if spec.gradient_checkpointing else False,
-        random_state=spec.seed,
-    )
 
 
 class TokenLoss(nn.Module):

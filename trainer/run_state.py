@@ -84,6 +84,7 @@ class RunState:
     world_size: int
     data: str
     packing: bool = True
+    backend: str = "peft"
     step: int = 0
     synced_step: int = 0
     totals: dict[str, Any] = field(default_factory=_no_totals)
@@ -94,18 +95,23 @@ class RunState:
         """Read the progress from a checkpoint folder.
 
         Raises:
-            UserError: the run started with other data, or with another value of packing.
+            UserError: the run started with other data, or with another packing or backend.
         """
         stored = json.loads((checkpoint / "state.json").read_text())
         if stored.get("data") != self.data:
             raise UserError(
-                f"dataset: {spec.dataset} or its encoding has changed since run {spec.run} started: "
+                f"dataset: {spec.dataset_name} or its encoding has changed since run {spec.run} started: "
                 "restore the original dataset, or set another run name with run="
             )
         if stored.get("packing", self.packing) != self.packing:
             raise UserError(
                 f"packing: auto chose {str(stored['packing']).lower()} when run {spec.run} started, and now "
                 f"{str(self.packing).lower()}: install the same versions of torch and transformers as before"
+            )
+        if stored.get("backend", self.backend) != self.backend:
+            raise UserError(
+                f"backend: auto chose {stored['backend']} when run {spec.run} started, and now {self.backend}: install the "
+                "same packages on all hosts as before, or set another run name with run="
             )
         self.step = self.synced_step = stored["step"]
         self.history = RunHistory(stored.get("starts", []))
@@ -120,6 +126,7 @@ class RunState:
             "world_size": self.world_size,
             "data": self.data,
             "packing": self.packing,
+            "backend": self.backend,
         }
 
     def begin(self, start: dict[str, str]) -> None:

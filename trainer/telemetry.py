@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from trainer.config import RunSpec
 from trainer.errors import DiskError, UserError
 from trainer.files import to_json, write_atomic
 from trainer.formats import clock
+from trainer.gpu_use import gpu_use, gpu_uuid
 from trainer.run_state import RunHistory
 
 if TYPE_CHECKING:  # the first heartbeat is written before torch is imported
@@ -53,7 +55,7 @@ class Heartbeat:
         if not force and status == self._state["status"] and now - self._written < _HEARTBEAT_INTERVAL:
             self._state.update(fields)
             return
-        self._state.update(fields, status=status, time=now)
+        self._state.update(fields, status=status, time=now, memory_peak_gb=peak_memory_gb())
         self._written = now
         try:
             self._write()
@@ -78,16 +80,18 @@ class Heartbeat:
             raise
 
 
+def peak_memory_gb() -> float:
+    """Return the peak memory of this process in GB."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
+
+
 def gpu_usage(device: "torch.device") -> dict[str, float]:
-    """Return the peak memory (GB) of the GPU and, with NVML, its utilisation (percent); nothing on a CPU."""
+    """Return the peak memory (GB) of this process on the GPU and the GPU's use (see gpu_use); nothing on a CPU."""
     if device.type != "cuda":
         return {}
     import torch
 
-    usage = {"memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
-    with contextlib.suppress(Exception):  # pynvml is not installed, or the driver rejects the query
-        usage["utilisation_percent"] = float(torch.cuda.utilization(device))
-    return usage
+    return {"memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9} | gpu_use(gpu_uuid(device))
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -254,7 +258,7 @@ def _start_wandb(spec: RunSpec, run_dir: Path) -> Any:
             "loggers: wandb is not installed on this host: pip install 'trainyard[wandb]', or set loggers=tensorboard"
         ) from None
     return wandb.init(
-        project="trainyard",
+        project=spec.wandb_project,
         name=spec.run,
         id=spec.run,
         dir=str(run_dir),

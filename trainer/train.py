@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer import unsloth_backend
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
+from trainer.data.mixture import describe_mixture
 from trainer.data.order import Order, held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.data.shares import micro_batches, share
@@ -48,7 +50,7 @@ class Job:
     @cached_property
     def order(self) -> Order:
         """The samples of every step. It depends on the resolved `packing`."""
-        return Order.of(self.spec, self.train_set.lengths)
+        return Order.of(self.spec, self.train_set.lengths, self.train_set.sources)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -59,6 +61,12 @@ class Job:
     def trained_counts(self) -> np.ndarray:
         """The tokens with loss of every training sample, int64 [samples]."""
         return self.train_set.trained_counts()
+
+    @property
+    def mixture(self) -> list[str]:
+        """One line for each of several datasets: its part of an epoch."""
+        sources = self.train_set.sources
+        return describe_mixture(self.spec, np.zeros(len(self.train_set), int) if sources is None else sources)
 
     @property
     def steps(self) -> int:
@@ -72,8 +80,9 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     Raises:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
     """
-    if spec.dataset.startswith("~"):
-        spec = spec.model_copy(update={"dataset": str(user_path(spec.dataset, "dataset"))})
+    paths = [source.path for source in spec.sources]
+    spec = spec.with_dataset_paths([str(user_path(p, "dataset")) if p.startswith("~") else p for p in paths])
+    spec = unsloth_backend.resolve_backend(spec, world)
     requested = spec
     spec = world.once_per_host(lambda: with_tiny_model(requested, store))
     if spec.torch_compile:
@@ -81,7 +90,7 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     tokenizer = load_tokenizer(spec.model)
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store))
     data = common_digest(corpus, world)
-    train_set, eval_set = split(corpus, held_out(spec, len(corpus)))
+    train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     module = TokenLoss(load_model(spec, world.device), compiled=spec.torch_compile)
     return Job(spec, tokenizer, module, corpus, train_set, eval_set, data)
 
@@ -274,6 +283,7 @@ def open_records(job: Job, run_dir: Path, world: World, state: RunState) -> Reco
     replicate_metrics(run_dir, world, state.step)
     recorder = Recorder(job.spec, run_dir, world, state.history)
     if world.rank == 0:
+        print(*job.mixture, sep="\n", end="\n" * bool(job.mixture))
         print(
             f"{len(job.train_set)} samples, {job.order.rows_per_epoch} rows per epoch, {job.steps} steps of "
             f"{job.spec.rows_per_step} rows on {world.size} ranks; {len(job.eval_set)} samples held out, "
@@ -299,7 +309,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     spec, steps = job.spec, job.steps
     all_ranks, world = world, strategy.world
     batches = Batches(job, world)
-    state = RunState(steps, world.size, job.data, bool(spec.packing))
+    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend)
     checkpoints = run_dir / "checkpoints"
 
     def waiting() -> bool:

@@ -94,6 +94,9 @@ class Host:
     python: str  # the interpreter of the cluster's Python environment
     backend: str = "auto"  # of the supervisor: auto, systemd or process
     processes: int = 0  # ranks on this host; 0 for one per GPU, or one without a GPU
+    gpus: tuple[str, ...] | None = None  # numbers or UUIDs of the GPUs that runs may use; None for all
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables of the ranks; may hold secrets
+    ollama_port: int = 0  # TCP port of its Ollama, if that is part of the cluster; else 0
     managed: bool = True  # whether trainyard configures the host as root
     system_python: str = "/usr/bin/python3"  # the interpreter that Ansible uses
     login: Login = field(default_factory=Login)

@@ -57,8 +57,8 @@ def read_run_spec(
         raise UserError(
             f"-e {printable(extra_vars['_raw_params'])}: takes NAME=VALUE; quote a value that contains spaces twice: -e 'run=\"a b\"'"
         )
-    base, notes = resolve_aliases(read_yaml(user_path(file, "spec")) if file else {})
-    given, more = resolve_aliases(extra_vars, base)
+    base, notes = resolve_aliases(read_yaml(user_path(file, "spec")) if file else {}, source=printable(file))
+    given, more = resolve_aliases(extra_vars, base, source="-e")
     known = known_variables(top)
     if strange := unknown(given, FIELDS, known):
         lines = [

@@ -28,7 +28,9 @@ BOOTSTRAP = (
     "sys.path.insert(0, '/proc/self/fd/%d' % file); "
     "from trainyard.remote.__main__ import main; main()"
 )
-PACKAGE_VERBS = frozenset({"all_reduce"})  # verbs that import installed packages; the others start without `site`
+PACKAGE_VERBS = frozenset(
+    {"all_reduce", "hub_fetch"}
+)  # verbs that import installed packages; the others start without `site`
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
@@ -80,6 +80,7 @@ class Node(_Open):
     ranks: RanksHere
     hosts: Lines
     attempt: Count
+    devices: NotRequired[Lines]
     started: Number
     status: Line
     ended: NotRequired[Number | None]
@@ -103,6 +104,9 @@ class RankError(_Open):
 
 class GpuUse(_Open):
     utilisation_percent: NotRequired[Optional]
+    memory_gb: NotRequired[Optional]
+    temperature_c: NotRequired[Optional]
+    power_w: NotRequired[Optional]
     memory_peak_gb: NotRequired[Optional]
 
 
@@ -115,6 +119,7 @@ class Heartbeat(_Open):
     steps: NotRequired[Count | None]
     loss: NotRequired[Optional]
     tokens_per_second: NotRequired[Optional]
+    memory_peak_gb: NotRequired[Optional]
     eta: NotRequired[Optional]
     time: NotRequired[Number | None]
     pid: NotRequired[Integer | None]
@@ -209,6 +214,19 @@ class PlanFile(_Open):
     entries: Annotated[list[PlanEntry], Field(max_length=RANKS_LIMIT)]
 
 
+class MetricsRecord(_Open):
+    step: Count
+    loss: Optional
+    tokens: Count | Number
+    tokens_per_second: Optional
+
+
+class Metrics(_Open):
+    """metrics.jsonl"""
+
+    records: Annotated[list[MetricsRecord], Field(max_length=FILES_LIMIT)]
+
+
 class HostFacts(_Open):
     boot_id: Line
     machine_id: Line
@@ -224,6 +242,7 @@ class HostFacts(_Open):
     cpus: Annotated[int, Field(strict=True, ge=1, le=2**20)]
     memory_mib: Count
     gpus: Annotated[list[Gpu], Field(max_length=256)]
+    held_gpus: NotRequired[Annotated[dict[Line, Line], Field(max_length=RANKS_LIMIT)]]
     allocator: Line
     compiler: Flag
     versions: Annotated[dict[Line, Line], Field(max_length=1000)]
@@ -240,9 +259,35 @@ class HostFacts(_Open):
     unreadable: Lines
 
 
+FileNames = Annotated[dict[Annotated[str, Field(max_length=4096)], tuple[Count, Digest]], Field(max_length=FILES_LIMIT)]
+
+
+class LocalFile(_Open):
+    kind: Literal["file", "folder", ""]
+    names: FileNames
+    texts: Annotated[dict[str, Text], Field(max_length=100)]
+    error: Line
+
+
+class LocalFiles(_Open):
+    files: Annotated[dict[str, LocalFile], Field(max_length=100)]
+
+
+class HubFetch(_Open):
+    names: FileNames
+    texts: Annotated[dict[str, Text], Field(max_length=100)]
+    unreachable: Line
+
+
 class Receive(_Open):
     lacking: Annotated[list[str], Field(max_length=FILES_LIMIT)]
     changed: NotRequired[Annotated[list[Line], Field(max_length=FILES_LIMIT)]]
+
+
+class Relay(_Open):
+    installed: Annotated[list[str], Field(max_length=FILES_LIMIT)]
+    receive_error: Line
+    send_error: Line
 
 
 class Commit(_Open):
@@ -269,6 +314,7 @@ class Mesh(_Open):
     taken: Annotated[list[Port], Field(max_length=1000)]
     reached: Annotated[dict[Line, dict[Line, Line]], Field(max_length=RANKS_LIMIT)]
     lines: Annotated[dict[Line, Link], Field(max_length=RANKS_LIMIT)]
+    services: NotRequired[Annotated[dict[Line, Line], Field(max_length=RANKS_LIMIT)]]
     shares_with: Lines
     write_error: Line
 
@@ -323,6 +369,21 @@ class GpuState(_Open):
     users: Annotated[list[Line], Field(max_length=1000)]
 
 
+class GpuCard(_Open):
+    name: Line
+    memory_mib: Count
+
+
+class Hardware(_Open):
+    gpus: Annotated[list[GpuCard], Field(max_length=256)]
+    cpu: Line
+    cores: Count
+    memory_mib: Count
+    free_bytes: Count
+    models: Annotated[list[Line], Field(max_length=1000)] | None
+    model_count: Count
+
+
 class Files(_Open):
     damaged: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
     equal: Annotated[dict[Line, Line], Field(max_length=FILES_LIMIT)]
@@ -340,6 +401,7 @@ class Health(_Open):
     spin: Spin
     torchruns: Annotated[list[Torchrun], Field(max_length=1000)]
     gpu: GpuState
+    hardware: NotRequired[Hardware]
     files: Files
     sudo: Flag
     inodes_free: Count
@@ -410,9 +472,13 @@ class GgufExport(_Open):
 REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
+    "hardware": Hardware,
     "mesh": Mesh,
     "all_reduce": AllReduce,
+    "local_files": LocalFiles,
+    "hub_fetch": HubFetch,
     "receive": Receive,
+    "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
     "run_status": RunStatus,
@@ -426,4 +492,5 @@ REPLY_TYPES: dict[str, Any] = {
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,
+    "metrics.jsonl": Metrics,
 }

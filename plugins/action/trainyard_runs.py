@@ -10,13 +10,17 @@ from trainyard.connection import InventoryError
 from trainyard.extra_vars import plain_data
 from trainyard.run.errors import RunError
 from trainyard.run.options import options_from_variables
-from trainyard.run.runs import GRACE, manage_runs
+from trainyard.run.runs import GRACE, WATCH, manage_runs
 
 ARGUMENTS = {
     "state": {"choices": ["listed", "stopped", "followed"], "required": True},
     "run": {"type": "str", "default": ""},
     "grace": {"type": "float", "default": GRACE},
     "force": {"type": "bool", "default": False},
+    "all": {"type": "bool", "default": False},
+    "watch": {"type": "bool", "default": False},
+    "hardware": {"type": "bool", "default": False},
+    "interval": {"type": "float", "default": WATCH},
 }
 
 
@@ -30,6 +34,11 @@ class ActionModule(ClusterAction):
             options = options_from_variables(variables, resolve)
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             stop = {"grace": a["grace"], "now": a["force"], "check": self._task.check_mode}
+            stop |= {
+                "every": a["all"],
+                "hardware": a["hardware"],
+                "watch": max(0.5, a["interval"]) if a["watch"] else 0.0,
+            }
             return manage_runs(a["state"], a["run"], hosts, connect, options, Display().display, **stop)
         except (RunError, UserError, InventoryError) as error:
             return failure(str(error), **getattr(error, "details", {}))

@@ -40,7 +40,7 @@ except ModuleNotFoundError as error:
 
 MESSAGE_ONLY = ("fail", "assert")  # their message is written for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
-LIVE = ("trainyard_run", "trainyard_runs")
+LIVE = ("trainyard_run", "trainyard_runs", "check_training")
 
 
 class CallbackModule(Default):

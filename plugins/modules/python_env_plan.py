@@ -24,15 +24,28 @@ options:
     elements: str
     default: []
   lock:
-    description: Constraints file on the controller; empty for constraints.txt.
+    description: Constraints file on the controller; empty for the one of C(packages).
     type: str
     default: ""
   flavour:
     description: Build of torch, or C(auto) for the newest one that all drivers and GPUs support.
     type: str
     default: auto
+  packages:
+    description: Set of packages, with its own constraints file.
+    type: str
+    choices: [standard, unsloth]
+    default: standard
   conda_lock:
-    description: Explicit conda lock on the controller; empty without conda.
+    description: Explicit conda lock on the controller; empty for conda.lock in the project's folder.
+    type: str
+    default: ""
+  conda_installer:
+    description: Installer of conda, as a URL or a file on the controller; empty for the one that the lock names.
+    type: str
+    default: ""
+  conda_sha256:
+    description: SHA-256 of the installer.
     type: str
     default: ""
   port:
@@ -82,8 +95,16 @@ torch:
   description: The pinned requirement of torch; empty without torch.
   returned: success
   type: str
+locked:
+  description: Whether the constraints have a digest for every package.
+  returned: success
+  type: bool
 kit:
   description: Paths of C(pip) and C(trainer) on the controller; empty if no host changes.
+  returned: success
+  type: dict
+installer:
+  description: C(source) and C(digest) of the installer of conda; empty without conda.
   returned: success
   type: dict
 conda:

@@ -29,6 +29,22 @@ options:
     description: Kill the ranks at once, without a checkpoint.
     type: bool
     default: false
+  all:
+    description: With C(stopped), stop every run of every host. I(run) must be empty.
+    type: bool
+    default: false
+  watch:
+    description: With C(listed), print the list again every I(interval) seconds until no run is alive.
+    type: bool
+    default: false
+  hardware:
+    description: With C(listed), list the hardware and the Ollama models of every host, too.
+    type: bool
+    default: false
+  interval:
+    description: Seconds between two lists.
+    type: float
+    default: 5.0
 attributes:
   check_mode:
     support: full

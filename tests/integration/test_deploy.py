@@ -298,7 +298,7 @@ def create_base(site: Site, url: str) -> None:
 
 
 def ask(url: str, messages: list[dict[str, str]]) -> str:
-    options = {"temperature": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": 32}
+    options = {"temperature": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": 28}
     body = {"model": NAME, "messages": messages, "stream": False, "options": options}
     request = urllib.request.Request(f"{url}/api/chat", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as reply:

@@ -5,11 +5,13 @@ The tests set python_torch: false, because installing torch takes minutes. `make
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import os
 import signal
 import subprocess
 import threading
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,3 +210,49 @@ def test_differences_are_reported_as_a_table_and_remove_cleans_up(cluster: Pytho
         removed = run_playbook(str(playbook), cluster.inventory())
         assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
     assert cluster.lab.inside(one, f"ls {DATA}") == ""
+
+
+# The stand-ins: a driver without a GPU, and an unsloth that only has a version.
+SMI = """#!/bin/sh
+case "$1" in *driver_version*) echo 580.65.06;; *compute_cap*) echo 8.9;; *) exit 9;; esac
+"""
+CODE = "import importlib.metadata as m; print(m.version('unsloth'))"
+
+
+def fake_wheel(folder: Path, name: str, version: str) -> None:
+    """Write a wheel with an empty module."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+def test_the_environment_of_unsloth(cluster: PythonCluster) -> None:
+    """site.yml installs exactly the wheels of a lock with digests; a wheel with another digest is refused."""
+    one, two = cluster.lab.hosts
+    fake_wheel(cluster.wheels, "unsloth", "2026.1")
+    lock = cluster.folder / "unsloth.txt"
+    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(cluster.wheels.glob("*.whl"))}
+    pinned = {path: "==".join(path.name.split("-")[:2]) for path in digests}
+    lock.write_text("".join(f"{pinned[path]} --hash=sha256:{digest}\n" for path, digest in digests.items()))
+    variables = {"python_flavour": "unsloth", "python_lock": str(lock)}
+
+    refused = cluster.play(**variables)
+    assert refused.rc != 0 and "no host has a driver" in refused.stdout, refused.stdout
+    cluster.lab.inside(one, f"cat > /usr/bin/nvidia-smi <<'E'\n{SMI}E\nchmod +x /usr/bin/nvidia-smi")
+    played = cluster.play(**variables)
+    assert played.rc == 0, played.stdout
+    assert [cluster.python(host, CODE) for host in (one, two)] == ["2026.1", "2026.1"]
+    again = cluster.play(**variables)
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout
+
+    lock.write_text(lock.read_text().replace(digests[next(reversed(digests))], "0" * 64))
+    tampered = cluster.play(**variables)
+    assert tampered.rc != 0 and "DO NOT MATCH THE HASHES" in tampered.stdout, tampered.stdout
+    assert cluster.python(two, CODE) == "2026.1", "the former environment stays"

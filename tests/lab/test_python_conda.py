@@ -119,7 +119,8 @@ def test_conda_environment_from_a_lock_and_a_private_channel(tmp_path: Path) -> 
     package = python_package(folder / "conda")
     digest = hashlib.sha256(package.read_bytes()).hexdigest()
     lock = tmp_path / "conda.lock"
-    lock.write_text(f"@EXPLICIT\nhttps://channel.invalid/linux-64/{package.name}#{digest}\n")
+    named = f"# installer: {installer}#{hashlib.sha256(installer.read_bytes()).hexdigest()}"
+    lock.write_text(f"{named}\n@EXPLICIT\nhttps://channel.invalid/linux-64/{package.name}#{digest}\n")
 
     lab = Lab(f"conda-{os.getpid()}")
     lab.up(hosts=2, persistent=False)
@@ -128,8 +129,6 @@ def test_conda_environment_from_a_lock_and_a_private_channel(tmp_path: Path) -> 
             "python_torch": False,
             "python_env": "conda",
             "python_conda_lock": str(lock),
-            "python_conda_installer": str(installer),
-            "python_conda_sha256": hashlib.sha256(installer.read_bytes()).hexdigest(),
         }
         wheels = [
             sys.executable,

@@ -135,7 +135,15 @@ def health(host: Host) -> dict[str, Any]:
         "busy": [{"pid": 4, "name": "x", "uid": 0, "cores": 2.0}], "spin": {"share": 1.0, "gap": 0.0, "pauses": 0},
         "torchruns": [{"pid": 5, "command": "torchrun"}], "sudo": True, "inodes_free": 10**6, "clock": [NOW, NOW + 1],
         "gpu": {"cards": 1, "gpus": [{"name": "A", "total_mib": 1, "used_mib": 1}], "users": ["1, x, 2 MiB"]},
+        "hardware": hardware(),
         "files": {"damaged": ["/d/x"], "equal": {"datasets/a": "0" * 64}},
+    }  # fmt: skip
+
+
+def hardware() -> dict[str, Any]:
+    return {
+        "gpus": [{"name": "A", "memory_mib": 1000}], "cpu": "C", "cores": 4, "memory_mib": 8000, "free_bytes": 10**12,
+        "models": ["m:1b"], "model_count": 1,
     }  # fmt: skip
 
 
@@ -145,8 +153,13 @@ def mesh(host: Host, request: dict[str, Any]) -> dict[str, Any]:
     ports = {str(port): "" for port in request.get("ports", [])}
     return {
         "mtu": 1500, "taken": [], "reached": dict.fromkeys(peers, ports), "lines": dict.fromkeys(peers, link),
-        "shares_with": [], "write_error": "",
+        "services": dict.fromkeys(request.get("services", {}), "no answer"), "shares_with": [], "write_error": "",
     }  # fmt: skip
+
+
+def local_file() -> dict[str, Any]:
+    names = {"config.json": [2, "0" * 64], "a/b": [5, "1" * 64]}
+    return {"kind": "folder", "names": names, "texts": {"config.json": "{}"}, "error": ""}
 
 
 RESULT = {
@@ -174,9 +187,12 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
     answers: dict[str, Callable[[], dict[str, Any]]] = {
         "host_facts": lambda: facts(host, number),
         "health": lambda: health(host),
+        "hardware": hardware,
         "mesh": lambda: mesh(host, request),
         "all_reduce": lambda: {"mbit": 900.0, "latency_ms": 0.5, "torch": "2.13.0"},
         "receive": lambda: {"lacking": [], "changed": list(request.get("files", {}))},
+        "local_files": lambda: {"files": {path: local_file() for path in request.get("paths", [])}},
+        "relay": lambda: {"installed": [], "receive_error": "", "send_error": ""},
         "commit": lambda: {"changed": ["spec.yml"]},
         "read_files": lambda: read_files(number, request),
         "run_status": lambda: status(host, number),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from trainyard.connection import Host
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
-from trainyard.python_env.plan import consistency_error, differences, plan
+from trainyard.python_env.plan import consistency_error, differences, plan, plan_environments
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest, choose_flavour
 
+RATTLER = "py-rattler==0.28.0"
 TOP = Path(__file__).resolve().parents[2]
 REQUEST = EnvironmentRequest(("pydantic>=2",), ("pydantic==2.1",), "0.1.0+aa")
 
@@ -145,6 +151,78 @@ def test_a_conda_lock_is_read_line_by_line() -> None:
         resolve.conda_python(packages[1:])
 
 
+def test_conda_as_one_word(tmp_path: Path) -> None:
+    """python_env: conda takes conda.lock of the project's folder, and the installer that this lock names."""
+    assert resolve.conda_lock("", tmp_path) == ""
+    text = f"# installer: https://x/y.sh#{'a' * 64}\n@EXPLICIT\nfile:///c/linux-64/python-3.12.8-h_0.conda#{'0' * 64}\n"
+    (tmp_path / "conda.lock").write_text(text)
+    assert resolve.conda_lock("", tmp_path) == text
+    assert resolve.conda_installer(text, "", "") == {"source": "https://x/y.sh", "digest": "a" * 64}
+    assert resolve.conda_installer(text, "/own.sh", "b" * 64) == {"source": "/own.sh", "digest": "b" * 64}
+    for lock, installer in (("@EXPLICIT\n", ""), (text, "/own.sh")):
+        with pytest.raises(EnvironmentBuildError, match="or write a lock with make lock-conda, which names them"):
+            resolve.conda_installer(lock, installer, "")
+
+
+def conda_channel(folder: Path, without_digest: str = "") -> str:
+    """Write a channel with two releases of Python and their dependencies to a folder; return its URL."""
+    packages = {
+        "linux-64": [
+            ("python", "3.12.8", ["libffi >=3", "tzdata", "__glibc >=2.17"]),
+            ("python", "3.12.9", ["libffi >=4"]),
+            ("python", "3.13.1", []),
+            ("libffi", "3.4.6", []),
+        ],
+        "noarch": [("tzdata", "2026a", [])],
+    }
+    for subdir, records in packages.items():
+        found = {
+            f"{name}-{version}-h_0.conda": {"name": name, "version": version, "build": "h_0", "build_number": 0}
+            | {"depends": depends, "subdir": subdir, "size": 1}
+            | ({} if name == without_digest else {"sha256": hashlib.sha256(f"{name}{version}".encode()).hexdigest()})
+            for name, version, depends in records
+        }
+        (folder / subdir).mkdir(parents=True)
+        document = {"info": {"subdir": subdir}, "packages": {}, "packages.conda": found}
+        (folder / subdir / "repodata.json").write_text(json.dumps(document))
+    return folder.as_uri()
+
+
+@pytest.mark.slow
+def test_make_lock_conda_solves_a_channel(tmp_path: Path) -> None:
+    installer, lock = tmp_path / "installer.sh", tmp_path / "conda.lock"
+    installer.write_text("#!/bin/sh\n")
+    url = conda_channel(tmp_path / "channel")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", RATTLER], check=True)
+
+    def make(channel: str, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [python, TOP / "tools/lock_conda.py", channel, f"--installer={installer}", f"--lock={lock}", *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    made = make(url)
+    assert made.returncode == 0, made.stderr
+    packages = resolve.conda_packages(lock.read_text())
+    assert [one["file"] for one in packages] == [
+        "libffi-3.4.6-h_0.conda",
+        "python-3.12.8-h_0.conda",
+        "tzdata-2026a-h_0.conda",
+    ], "3.12.9 has a dependency that the channel lacks"
+    assert packages[0]["url"] == f"{url}/linux-64/libffi-3.4.6-h_0.conda" and packages[2]["subdir"] == "noarch"
+    assert packages[0]["digest"] == hashlib.sha256(b"libffi3.4.6").hexdigest()
+    assert resolve.conda_installer(lock.read_text(), "", "") == {
+        "source": str(installer),
+        "digest": hashlib.sha256(installer.read_bytes()).hexdigest(),
+    }
+    for failed, message in (
+        (make(conda_channel(tmp_path / "bad", "libffi")), "the channel has no SHA-256 of libffi-3.4.6-h_0.conda"),
+        (make(url, "--python=3.11"), "cannot solve python 3.11"),
+        (make(url, "--installer=/none.sh"), "cannot read the installer /none.sh"),
+    ):
+        assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and message in failed.stderr, failed.stderr
+
+
 @pytest.mark.slow
 def test_the_kit_installs_into_a_bare_environment(tmp_path: Path) -> None:
     """Install pip's archive and the trainer's wheel as on a host, without ensurepip and network."""
@@ -178,3 +256,74 @@ def test_the_same_environment_on_all_hosts_is_consistent() -> None:
     assert [row.split() for row in rows] == [["a", "b"], ["trainyard", "0.1.0", "0.2.0"]]
     # An environment that trainyard does not manage has no separate trainer.
     assert consistency_error({**other, "c": info(env="as-is", versions={"python": "3.11.2"})}) == ""
+
+
+# python_flavour: unsloth -------------------------------------------------------------------------------------------------
+
+GPU = {"driver": "580.65.06", "capabilities": ["8.9"]}
+OPTIONS = {
+    "extras": [],
+    "torch": True,
+    "lock": "",
+    "packages": "unsloth",
+    "flavour": "auto",
+    "conda_lock": "",
+    "conda_installer": "",
+    "conda_sha256": "",
+    "port": 1,
+}
+
+
+def unsloth_plan(infos: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    hosts = [Host(name, f"10.0.0.{place}", "/data", "/data/venv/bin/python") for place, name in enumerate(infos, 1)]
+    return plan_environments(TOP, hosts, infos, OPTIONS | more, build=False)
+
+
+def test_the_lock_of_unsloth_is_the_whole_environment_of_a_node() -> None:
+    lock = resolve.read_constraints(TOP / "constraints-unsloth.txt")
+    assert all(re.fullmatch(r"[a-z0-9-]+==[^ ]+( --hash=sha256:[0-9a-f]{64})+", line) for line in lock)
+    wanted = [Requirement(line) for line in resolve.requirements(TOP / "pyproject.toml", ["unsloth"], torch=True)]
+    pinned = {name: version.split()[0] for name, _, version in (line.partition("==") for line in lock)}
+    for requirement in wanted:
+        assert pinned[resolve.normal_name(requirement.name)] in requirement.specifier, requirement
+    assert pinned["triton"] and any(name.startswith("nvidia-nccl-cu13") for name in pinned), (
+        "CUDA 13, as check_unsloth says"
+    )
+
+
+def test_site_plans_the_environment_of_unsloth() -> None:
+    made = unsloth_plan({"a": info(**GPU), "b": info()})
+    assert made["locked"] and made["torch"] == "", "torch comes with the lock, from the package index"
+    assert "unsloth" in made["requirements"] and any(line.startswith("unsloth==") for line in made["constraints"])
+    assert [made["hosts"][name]["todo"] for name in "ab"] == ["all", "all"] and made["hosts"]["b"]["builder"] == "a"
+    assert made["hosts"]["b"]["flavour"] == "cu130", "a host without a GPU has the same build"
+    standard = unsloth_plan({"a": info(**GPU)}, packages="standard")
+    assert not standard["locked"] and standard["torch"].startswith("torch==")
+    assert standard["hosts"]["a"]["key"] != made["hosts"]["a"]["key"]
+    done = {"key": made["hosts"]["a"]["key"], "trainer": made["trainer"]}
+    assert not unsloth_plan({"a": info(**GPU, marker=done)})["todo"]
+
+
+@pytest.mark.parametrize(
+    ("infos", "more", "message"),
+    [
+        ({"a": info()}, {}, r"capability of 7.5 or higher \(no host has a driver\): install the driver"),
+        ({"a": info(driver="550.1", capabilities=["8.9"])}, {}, r"driver 580 or newer .* \(a: driver 550.1\)"),
+        ({"a": info(driver="580.1", capabilities=["6.1"])}, {}, "set python_flavour: standard"),
+        (
+            {"a": info(**GPU, machine="aarch64")},
+            {},
+            "a: python_flavour is unsloth, whose lock is for x86_64, but the host",
+        ),
+        ({"a": info(**GPU)}, {"extras": ["deepspeed"]}, "python_lock has digests, but not for deepspeed"),
+        (
+            {"a": info(**GPU)},
+            {"lock": str(TOP / "constraints.txt")},
+            "its python_lock needs a digest for every package",
+        ),
+    ],
+)
+def test_hosts_that_cannot_have_unsloth(infos: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvironmentBuildError, match=message) as caught:
+        unsloth_plan(infos, **more)
+    assert "\n" not in str(caught.value)

@@ -151,9 +151,9 @@ def test_every_host_has_the_rendezvous_id_of_the_start() -> None:
         ({"dataset": "org/data"}, False, {}, "dataset=org/data"),
         ({"dataset": "org/data", "fake_data": True}, False, {}, ""),
         ({"backend": "unsloth"}, True, {}, "backend=unsloth"),
-        ({}, True, {"https_proxy": "10.0.0.9:3128"}, "https_proxy in run_env"),
-        ({}, True, {"TRACKER": "https://10.0.0.9"}, "TRACKER in run_env"),
-        ({}, True, {"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME in run_env"),
+        ({}, True, {"https_proxy": "10.0.0.9:3128"}, "https_proxy in run_env or cluster_env"),
+        ({}, True, {"TRACKER": "https://10.0.0.9"}, "TRACKER in run_env or cluster_env"),
+        ({}, True, {"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME in run_env or cluster_env"),
         ({}, True, {"NCCL_DEBUG": "INFO"}, ""),
     ],
 )

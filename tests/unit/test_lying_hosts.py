@@ -15,6 +15,7 @@ import pytest
 from lying_host import FILES, NONSENSE, RESULT, RUN, Cluster, encode, honest, lies, slowly
 
 from trainer.config import make_spec
+from trainer.errors import UserError
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport
 from trainyard.preflight.runner import run_preflight
@@ -22,9 +23,11 @@ from trainyard.run import copy_files, follower
 from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import RunError
 from trainyard.run.gather import describe
+from trainyard.run.host_files import HostAccess, describe_files
 from trainyard.run.launch import start_ranks
 from trainyard.run.options import make_options
 from trainyard.run.planning import plan_run
+from trainyard.run.relay import Copy, Member, run_relay
 from trainyard.run.runs import manage_runs
 from trainyard.run.spec_files import PreparedRun
 from trainyard.run.stage import stage_files
@@ -53,6 +56,10 @@ def listed(cluster: Cluster, folder: Path) -> list[str]:
     return manage_runs("listed", "", cluster.hosts, cluster.connect, OPTIONS, print)["lines"]
 
 
+def hardware(cluster: Cluster, folder: Path) -> list[str]:
+    return manage_runs("listed", "", cluster.hosts, cluster.connect, OPTIONS, print, hardware=True)["lines"]
+
+
 def stopped(cluster: Cluster, folder: Path) -> list[str]:
     return manage_runs("stopped", RUN, cluster.hosts, cluster.connect, OPTIONS, print, now=True)["lines"]
 
@@ -73,6 +80,22 @@ def stage(cluster: Cluster, folder: Path) -> list[str]:
     return [line for paths in stage_files(entries, PREPARED, cluster.connect, {}, "t").values() for line in paths]
 
 
+def described(cluster: Cluster, folder: Path) -> list[str]:
+    try:
+        found = describe_files(HostAccess(cluster.hosts, cluster.connect), {"model": "/srv/model"})["model"]
+    except UserError as error:
+        raise RunError(str(error)) from None
+    return [str(found.entry("model")["dest"])]
+
+
+def relayed(cluster: Cluster, folder: Path) -> list[str]:
+    copies = {"store/x": Copy("store/x", os.devnull, 5, "0" * 64, 0o644)}
+    members = [Member(h.name, h.address, h.data_dir, frozenset(copies)) for h in cluster.hosts]
+    if failed := run_relay(members, copies, cluster.connect, "t"):
+        raise RunError("; ".join(f"{host}: {why}" for host, why in failed.items()))
+    return []
+
+
 def launch(cluster: Cluster, folder: Path) -> list[str]:
     lines: list[str] = []
     start_ranks(cluster.entries(), cluster.connect, lines.append)
@@ -90,10 +113,13 @@ def preflight(cluster: Cluster, folder: Path) -> list[str]:
 OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
     "collect": (collect, "read_files"),
     "status": (listed, "run_list"),
+    "status-hardware": (hardware, "hardware"),
     "stop": (stopped, "run_status"),
     "stop-answer": (stopped, "run_stop"),
     "stage": (stage, "receive"),
     "commit": (stage, "commit"),
+    "describe-files": (described, "local_files"),
+    "relay": (relayed, "relay"),
     "launch": (launch, "start"),
     "begin": (launch, "begin"),
     "gather": (plan, "host_facts"),

@@ -42,6 +42,7 @@ def pair(
     tokens: tuple[str, str] = ("secret", "secret"),
     limit: float = 8.0,
     data_dirs: tuple[Path | str, Path | str] = ("", ""),
+    **more: Any,
 ) -> list[dict[str, Any]]:
     """Run both hosts' parts at the same time; return their answers."""
     started = []
@@ -53,6 +54,7 @@ def pair(
             "limit": limit,
             "device": "lo",
             "data_dir": str(data_dir),
+            **more,
         }
         started.append(functools.partial(CONNECTION.call, "mesh", about))
     with ThreadPoolExecutor(len(started)) as pool:
@@ -67,6 +69,20 @@ def test_two_hosts_reach_each_other_and_measure_their_connection() -> None:
     assert second["reached"] == {"node1": {str(port): "" for port in ports}}
     assert second["lines"]["node1"]["mbit"] > 0 and second["lines"]["node1"]["latency_ms"] > 0
     assert "mbit" not in first["lines"]["node2"]
+
+
+def test_the_port_of_ollama_is_tried_with_and_without_a_server() -> None:
+    ports, (free, taken) = free_ports(1), free_ports(2)
+    with socket.create_server((NAMES["node2"], taken)):
+        first, second = pair(ports, services={"node1": free, "node2": taken})
+    assert first["services"] == {"node2": ""} and second["services"] == {"node1": ""}
+    first, second = pair(ports, services={"node3": 1})
+    assert first["services"] == second["services"] == {}
+    peer = Mesh(
+        {"name": "a", "names": [], "address": "", "head": "", "peers": {}, "ports": [], "limit": 0.5}
+        | {"device": "lo", "token": "x", "data_dir": ""}
+    )
+    assert peer.connect_service(NAMES["node1"], free) == "Connection refused"
 
 
 def test_a_peer_without_the_token_is_another_program() -> None:
@@ -227,9 +243,18 @@ def test_health_of_this_machine(tmp_path: Path) -> None:
     (store / f"{name}.jsonl").write_bytes(good)
     (store / "0123456789abcdef.jsonl").write_bytes(good)
     answer = health.gather(
-        {"peers": ["localhost"], "data_dir": str(tmp_path), "run": "", "sudo": False, "memory_mib": 16}
+        {
+            "peers": ["localhost"],
+            "data_dir": str(tmp_path),
+            "run": "",
+            "sudo": False,
+            "memory_mib": 16,
+            "address": "127.0.0.1",
+            "ollama_port": free_ports(1)[0],
+        }
     )
     assert answer["files"]["damaged"] == [str(store / "0123456789abcdef.jsonl")]
+    assert answer["hardware"]["models"] is None and answer["hardware"]["cores"] >= 1 and answer["hardware"]["cpu"]
     assert answer["names"]["addresses"]["localhost"] == ["127.0.0.1"]
     assert answer["memory_allocated"] and 0 < answer["memory"]["available_mib"] <= answer["memory"]["total_mib"]
     assert any(row["name"] == "lo" and row["address"] == "127.0.0.1" for row in answer["devices"])

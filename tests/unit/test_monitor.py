@@ -171,6 +171,25 @@ def test_status_table() -> None:
     (row,) = status_rows("a", part("a", 0).answer | {"node": {"run": "r", "ranks": [0], "status": "running"}})
     assert row == ["r", "a", "0", "training", "5/80", "5", "-", "-", "1:39 ago"]
     assert gpu_cell({"utilisation_percent": 87.2, "memory_peak_gb": 11.24}) == "87% 11.2GB"
+    use = {
+        "utilisation_percent": 87.2,
+        "memory_gb": 12.0,
+        "memory_peak_gb": 11.24,
+        "temperature_c": 65,
+        "power_w": 240.5,
+    }
+    assert gpu_cell(use) == "87% 12.0GB 65C 240W"
+
+
+def test_the_gpus_are_shown_at_intervals_while_the_run_is_followed() -> None:
+    progress = Progress(2, 0.0, stall_limit=60)
+    lines: list[list[str]] = []
+    for now, step in ((0.0, 5), (5.0, 6), (11.0, 7)):
+        state = {"step": step, "gpu": {"utilisation_percent": 90, "power_w": 300}}
+        lines.append(progress.lines([part("a", 0, state=state), part("b", 1, state=state | {"gpu": {}})], now))
+    assert [line[1:] for line in lines] == [["GPU  rank 0 90% 300W"], [], ["GPU  rank 0 90% 300W"]]
+    many = {rank: {"gpu": {"power_w": 1.0}} for rank in range(20)}
+    assert monitor.gpu_line(many).endswith("rank 15 1W, 4 more ranks")
 
 
 def replicas(*parts: Part) -> list[Part]:

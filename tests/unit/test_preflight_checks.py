@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import socket
 from typing import Any
 
 import pytest
 
-from trainyard.connection import Host
+from trainyard.connection import Host, Login
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.report import Finding, Report, host_table
-from trainyard.preflight.runner import check
+from trainyard.preflight.runner import check, controller_connections
 
 GB = 1 << 30
 
@@ -149,6 +151,63 @@ def test_one_machine_under_two_names_is_reported_once() -> None:
         states[1].facts[name] = states[0].facts[name]
     mesh(states[1])["shares_with"] = ["node1"]
     assert [finding.check for finding in findings(states)] == ["twice"]
+
+
+def test_one_machine_under_two_names_has_its_load_reported_once() -> None:
+    """The two nodes of inventory/local.yml are this machine."""
+    states = healthy_hosts()
+    for state in states[:2]:
+        state.facts |= {name: states[0].facts[name] for name in ("boot_id", "machine_id", "addresses")}
+        state.health |= {"busy": [{"pid": 7, "name": "x", "uid": 0, "cores": 3.0}], "quota": 2.0}
+        state.health |= {"gpu": {"cards": 1, "gpus": [], "users": []}}
+        state.health |= {"memory": {"total_mib": 4000, "available_mib": 1000}}
+    states[1] = dataclasses.replace(states[1], host=dataclasses.replace(states[1].host, data_dir="/other"))
+    found = [(finding.check, finding.host) for finding in findings(states)]
+    assert found == [("cpu", "node1"), ("gpu", "node1"), ("load", "node1"), ("memory", "node1")]
+
+
+def test_ollamas_port_is_reported_with_its_remedy() -> None:
+    states = healthy_hosts()
+    states[1] = dataclasses.replace(states[1], host=dataclasses.replace(states[1].host, ollama_port=11434))
+    for place, error in ((0, "no answer"), (2, "")):
+        mesh(states[place])["services"] = {"node2": error}
+    (finding,) = findings(states)
+    assert (finding.check, finding.host, finding.level) == ("ollama", "node2", "warning")
+    assert (
+        finding.text == "node1 cannot reach TCP port 11434 of its Ollama (no answer)"
+        and "firewall_allow" in finding.remedy
+    )
+    (finding,) = check(states[1:2], [], 29500, {"node2": "timed out"})
+    assert finding.text == "the controller cannot reach TCP port 11434 of its Ollama (timed out)"
+
+
+def test_the_controller_connects_to_ollama_on_other_machines() -> None:
+    with socket.create_server(("127.0.13.1", 0)) as server:
+        port = server.getsockname()[1]
+        about = {"ollama_port": port, "login": Login("127.0.13.1")}
+        hosts = [Host(f"node{n}", f"127.0.13.{n}", "/d", "/p", **about) for n in (1, 2)]  # node2 refuses
+        local = Host("local", "192.0.2.1", "/d", "/p", ollama_port=port)
+        away = Host("away", "not-an-address", "/d", "/p", **about)
+        found = controller_connections([HostState(host) for host in [*hosts, local, away]])
+    assert list(found) == ["away"]
+
+
+def test_the_hardware_of_all_hosts_is_one_table() -> None:
+    states = healthy_hosts()
+    card = {"name": "Stand-in GPU", "memory_mib": 24576}
+    states[0].health["hardware"] = {
+        "gpus": [card, card], "cpu": "Ten Cores", "cores": 20, "memory_mib": 65536, "free_bytes": 10**12,
+        "models": [f"model{n:02d}:1b" for n in range(30)], "model_count": 130,
+    }  # fmt: skip
+    states[1].health["hardware"] = {
+        "gpus": [], "cpu": "\x1b[2J" + "x" * 500, "cores": 2, "memory_mib": 2048, "free_bytes": 0, "models": [],
+        "model_count": 0,
+    }  # fmt: skip
+    lines = host_table(states, [])
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split("  ")[0] == "host" and "2 x Stand-in GPU  2 x 24 GiB  Ten Cores" in table[1]
+    assert table[1].endswith("model05:1b, 124 more") and table[2].endswith("none") and table[3].split()[1:] == ["-"] * 7
+    assert all(line.isprintable() and len(line) < 250 for line in lines)
 
 
 def test_a_data_dir_that_takes_no_file_has_one_finding() -> None:

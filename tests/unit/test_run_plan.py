@@ -20,7 +20,8 @@ from trainer.supervise.start import check_idle
 from trainer.supervise.status import list_runs
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
-from trainyard.remote.receive import Digests, receive
+from trainyard.remote.digests import Digests
+from trainyard.remote.receive import receive
 from trainyard.run.errors import PlanError
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.options import make_options

@@ -1,6 +1,15 @@
 """The run spec: its schema, other names of its fields, flags, and reading it from files. Importable without torch."""
 
-from trainer.config.aliases import ALIASES, DEPRECATED, MUTABLE, is_known, resolve_aliases, suggest
+from trainer.config.aliases import (
+    ALIASES,
+    DEPRECATED,
+    MUTABLE,
+    SUGGESTED,
+    is_known,
+    plain_name,
+    resolve_aliases,
+    suggest,
+)
 from trainer.config.flags import describe, expects, parse_flags, table
 from trainer.config.load import changed_fields, make_spec, parse_mapping, read_spec, read_yaml
 from trainer.config.run_spec import EMBEDDED_DATASET, FIELDS, PRESETS, TINY, RunSpec
@@ -12,6 +21,7 @@ __all__ = [
     "FIELDS",
     "MUTABLE",
     "PRESETS",
+    "SUGGESTED",
     "TINY",
     "RunSpec",
     "changed_fields",
@@ -21,6 +31,7 @@ __all__ = [
     "make_spec",
     "parse_flags",
     "parse_mapping",
+    "plain_name",
     "read_spec",
     "read_yaml",
     "resolve_aliases",

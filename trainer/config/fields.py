@@ -1,7 +1,7 @@
 """Declare the fields of a settings schema, and read their metadata back. Shared by `RunSpec` and the controller's options."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, Field
@@ -23,9 +23,11 @@ def declare(
     description: str,
     *,
     aliases: Sequence[str] = (),
+    suggested_names: Sequence[str] = (),
     deprecated_names: Sequence[str] = (),
     mutable: bool = False,
     unit: str = "",
+    expected: str = "",
     **constraints: Any,
 ) -> Any:
     """Declare one field of a schema.
@@ -33,33 +35,38 @@ def declare(
     Args:
         default: the default value.
         description: one line for `--help` and the documentation.
-        aliases: names that other tools use. They are not accepted: an error message suggests the field instead.
+        aliases: names that other tools use. They are accepted; `trainer.config.conversions` converts values that differ.
+        suggested_names: names that are not accepted, because they are ambiguous or Ansible reserves them: an error
+            message suggests the field instead.
         deprecated_names: former names of the field. They are accepted with a note.
         mutable: whether a resumed run may change the value.
         unit: unit of a number, for example ``steps``.
+        expected: the values that the field accepts, where its type does not say it.
         constraints: passed on to pydantic (``ge=1``, ``pattern=...``).
     """
     extra: dict[str, Any] = {
         "aliases": list(aliases),
+        "suggested_names": list(suggested_names),
         "deprecated_names": list(deprecated_names),
         "mutable": mutable,
         "unit": unit,
+        "expected": expected,
     }
     if isinstance(default, float):
         constraints["allow_inf_nan"] = False
-    if isinstance(default, str) and default != "auto":
+    if isinstance(default, str) and default != "auto" and not expected:
         constraints["coerce_numbers_to_str"] = True  # `run: 7` in YAML is a name
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
 def metadata(field: FieldInfo) -> dict[str, Any]:
-    """Return what `declare` recorded: aliases, deprecated_names, mutable, unit."""
+    """Return what `declare` recorded: aliases, suggested_names, deprecated_names, mutable, unit, expected."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
 
 
 def names_in(fields: Mapping[str, FieldInfo], kind: str) -> dict[str, str]:
-    """Return {other name: field name} for the ``aliases`` or the ``deprecated_names`` of all `fields`."""
+    """Return {other name: field name} for one kind of other names (``aliases``, ``deprecated_names``, ...) of all `fields`."""
     return {other: name for name, field in fields.items() for other in metadata(field)[kind]}
 
 
@@ -72,13 +79,26 @@ def check_input(value: Any, field: FieldInfo) -> Any:
     """
     if isinstance(value, bool) and not is_switch(field):
         raise ValueError("only a switch accepts true or false")  # Python counts True as 1: `lr: yes` would be 1
-    parts = value if isinstance(value, list | tuple) else [value]
+    parts = list(_leaves(value))
     if any(isinstance(part, int) and abs(part) >= _MAX_INTEGER for part in parts):
         raise ValueError("too large to print")
     texts = [part for part in parts if isinstance(part, str)]
     if sum(map(len, texts)) > MAX_LIST or any(len(text) > MAX_TEXT or UNPRINTABLE.search(text) for text in texts):
         raise ValueError("control characters, or too long")
     return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the keys and values of nested mappings, lists and tuples."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Mapping):
+            rest += [*part.values(), *part.keys()]
+        elif isinstance(part, list | tuple):
+            rest += part
+        else:
+            yield part
 
 
 def split_words(value: Any) -> Any:
@@ -98,6 +118,8 @@ def is_switch(field: FieldInfo) -> bool:
 
 def expected_value(field: FieldInfo) -> str:
     """Describe the values that a field accepts, derived from its type and constraints."""
+    if said := metadata(field)["expected"]:
+        return str(said)
     kind = field.annotation
     options = [option for option in get_args(kind) if option is not type(None)]
     if get_origin(kind) is Literal:

@@ -1,9 +1,10 @@
 """Command-line flags of the run spec, and the table of its fields."""
 
 from collections.abc import Sequence
+from typing import get_origin
 
-from trainer.config.aliases import MUTABLE, field_of, is_known, suggest
-from trainer.config.fields import expected_value, is_switch
+from trainer.config.aliases import MUTABLE, field_of, is_known, plain_name, suggest, takes_no_value
+from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS
 from trainer.errors import UserError
 from trainer.formats import quoted
@@ -28,18 +29,18 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
         if not flag.startswith("--"):
             raise UserError(f"trainer: unexpected argument {quoted(flag)}: a flag looks like --lr 1e-3")
         name, has_value, value = flag[2:].partition("=")
-        name = name.replace("-", "_")
+        name = plain_name(name)
         negated = name.removeprefix("no_")
-        if name not in FIELDS and name.startswith("no_") and _is_switch(negated):
+        if not is_known(name) and negated != name and is_known(negated) and takes_no_value(negated):
             values[negated] = "false"
             continue
         if not is_known(name):
             raise UserError(f"run spec: unknown name {quoted(name)} in the flags{suggest(name)}")
         if not has_value:
-            if _is_switch(name) and (not rest or rest[0].startswith("--")):
+            if takes_no_value(name) and (not rest or rest[0].startswith("--")):
                 value = "true"
             elif rest:
-                value = rest.pop(0)
+                value = _take_words(rest) if _is_list(name) else rest.pop(0)
             else:
                 field = field_of(name)
                 raise UserError(
@@ -49,8 +50,17 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _is_switch(name: str) -> bool:
-    return name in FIELDS and is_switch(FIELDS[name])
+def _is_list(name: str) -> bool:
+    """Return whether a flag sets a list, whose words may also be separate arguments: ``--lora-targets q_proj v_proj``."""
+    field = FIELDS.get(field_of(name))
+    return field is not None and get_origin(field.annotation) is tuple
+
+
+def _take_words(rest: list[str]) -> str:
+    words = [rest.pop(0)]
+    while rest and not rest[0].startswith("--"):
+        words.append(rest.pop(0))
+    return ",".join(words)
 
 
 def describe(name: str) -> str:
@@ -64,7 +74,7 @@ def table() -> str:
     lines = ["| name | value | default | description |", "| --- | --- | --- | --- |"]
     for name, field in FIELDS.items():
         default = field.default
-        shown = ",".join(default) if isinstance(default, tuple) else "" if default in (None, "") else str(default)
+        shown = ",".join(default) if isinstance(default, tuple) else "" if default in (None, "", {}) else str(default)
         shown = shown.lower() if isinstance(default, bool) else shown
         mark = " *" if name in MUTABLE else ""
         lines.append(f"| `{name}`{mark} | {expects(name)} | {f'`{shown}`' if shown else ''} | {describe(name)} |")

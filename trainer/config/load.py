@@ -1,6 +1,6 @@
 """Build a run spec from a YAML file, flags or ``-e`` values, and compare two specs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
 from trainer.errors import UserError
-from trainer.formats import quoted
+from trainer.formats import printable, quoted
 from trainer.inputs import read_regular
 
 MAX_LISTED = 5  # unknown names in an error message
@@ -28,7 +28,7 @@ def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
     Raises:
         UserError: an unknown name (with the closest known one), or an invalid value (with what is expected).
     """
-    values, _ = resolve_aliases(values)
+    values, _ = resolve_aliases(values, source=source)
     unknown = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in values if name not in FIELDS]
     if unknown:
         raise UserError(f"run spec: {', and '.join(unknown)}")
@@ -77,13 +77,32 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def read_spec(path: Path | None, overrides: Mapping[str, Any], source: str) -> RunSpec:
-    """Read a spec from a YAML file (or none) and apply `overrides`; error messages name the `source` of the overrides."""
-    values, _ = resolve_aliases(read_yaml(path) if path else {})
+def read_spec(
+    path: Path | None,
+    overrides: Mapping[str, Any],
+    source: str,
+    *,
+    ranks: int | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> RunSpec:
+    """Read a spec from a YAML file (or none) and apply `overrides`.
+
+    Args:
+        source: source of the overrides, for error messages.
+        ranks: number of ranks of the run, if it is known.
+        report: receives a line for each name whose meaning differs.
+
+    Raises:
+        UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
+    """
+    values, notes = resolve_aliases(read_yaml(path) if path else {}, source=str(path), ranks=ranks)
     if path:
         make_spec(values, str(path))
-    resolved, _ = resolve_aliases(overrides, values)
-    return make_spec({**values, **resolved}, source)
+    resolved, more = resolve_aliases(overrides, values, source=source, ranks=ranks)
+    spec = make_spec({**values, **resolved}, source)
+    for note in notes + more:
+        report(note)
+    return spec
 
 
 def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
@@ -91,8 +110,16 @@ def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     if (old["packing"], new["packing"]) in ((True, "auto"), ("auto", True), ("auto", False)):
         old["packing"] = new["packing"]  # RunState.restore compares what auto chose
-    return [
-        f"{name}: was {quoted(old[name])}, now {quoted(new[name])}"
-        for name in FIELDS
-        if name not in MUTABLE and old[name] != new[name]
-    ]
+    names = [name for name in FIELDS if name not in MUTABLE and old[name] != new[name]]
+    return [f"{name}: {_change(old[name], new[name])}" for name in names]
+
+
+def _change(old: Any, new: Any) -> str:
+    """Return ``was X, now Y``; for a list of as many datasets as before, only the first change."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for one, other in zip(old, new, strict=True):
+            if one != other and isinstance(one, dict) and isinstance(other, dict):
+                key = next(key for key in one if one[key] != other.get(key))
+                what = f"{key} of {printable(one['path'])}: " if key != "path" else ""
+                return f"{what}was {quoted(one[key], 200)}, now {quoted(other.get(key), 200)}"
+    return f"was {quoted(old)}, now {quoted(new)}"

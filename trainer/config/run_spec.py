@@ -6,6 +6,7 @@ Importable without torch: the controller also validates specs.
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,15 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from trainer.config.dataset_source import (
+    EXPECTED_COLUMNS,
+    EXPECTED_DATASET,
+    Columns,
+    Datasets,
+    DatasetSource,
+    columns_error,
+    with_paths,
+)
 from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
@@ -41,6 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
     },
 }
+_LATER_FIELDS = ("dataset_config", "columns")  # of the run spec; without effect by default
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -60,35 +71,53 @@ class RunSpec(BaseModel):
     run: str = declare(
         "",
         "name of the run and of its folder; empty: the model's name and a digest of the spec",
-        aliases=["name", "run_name", "run_id", "output_dir"],
+        aliases=["run_name", "run_id", "output_dir"],
+        suggested_names=["name"],
         mutable=True,
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
     )
     model: str = declare(
         TINY,
         "'tiny' (generated locally), a local model folder, or a hub id (org/name)",
-        aliases=["model_name", "model_name_or_path", "base_model", "model_id"],
+        aliases=[
+            "model_name",
+            "model_name_or_path",
+            "path_model",
+            "base_model",
+            "model_id",
+            "pretrained_model_name_or_path",
+        ],
         min_length=1,
     )
     backend: Literal["auto", "peft", "unsloth"] = declare(
         "auto",
-        "library that loads the model and adds LoRA; auto selects peft; unsloth requires CUDA",
+        "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
         aliases=["model_backend"],
     )
-    dataset: str = declare(
+    dataset: Datasets = declare(
         EMBEDDED_DATASET,
-        "'ansible-docs' (generated locally), a JSONL file, or a hub id (org/name; requires the hub extra)",
-        aliases=["data", "dataset_name", "dataset_path", "data_path", "train_file", "datasets"],
-        min_length=1,
+        "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
+        "or a list of datasets with weights; see docs/datasets.md",
+        aliases=["data", "dataset_name", "dataset_path", "dataset_name_or_path", "data_path", "train_file", "datasets"],
+        expected=EXPECTED_DATASET,
     )
-    dataset_split: str = declare("train", "split of a hub dataset", min_length=1)
+    dataset_split: str = declare(
+        "train", "split of a hub dataset or a folder", min_length=1, aliases=["split", "dataset_train_split"]
+    )
+    dataset_config: str = declare("", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset"])
+    columns: Columns = declare(
+        {},
+        "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
+        aliases=["column_mapping", "dataset_columns", "field_mapping"],
+        expected=EXPECTED_COLUMNS,
+    )
     fake_data: bool = declare(
         False, "train on random tokens instead of the dataset, to measure speed", aliases=["dummy_data"]
     )
     train_on: Literal["answer", "all"] = declare(
         "answer",
         "tokens that contribute to the loss: only the assistant's answers, or all",
-        aliases=["train_on_inputs"],
+        aliases=["train_on_inputs", "completion_only_loss", "assistant_only_loss"],
     )
     seq_length: int = declare(
         1024,
@@ -96,12 +125,22 @@ class RunSpec(BaseModel):
         unit="tokens",
         ge=8,
         le=1_048_576,
-        aliases=["max_seq_length", "max_length", "sequence_length", "sequence_len", "block_size", "cutoff_len"],
+        aliases=[
+            "max_seq_length",
+            "max_seq_len",
+            "max_length",
+            "model_max_length",
+            "sequence_length",
+            "sequence_len",
+            "block_size",
+            "cutoff_len",
+            "tokenizer.max_seq_len",
+        ],
     )
     packing: Literal["auto"] | bool = declare(
         "auto",
         "pack several samples into one row, separated by their positions; auto: if the model keeps them apart",
-        aliases=["sample_packing"],
+        aliases=["sample_packing", "dataset.packed"],
     )
     epochs: int = declare(
         1,
@@ -116,7 +155,7 @@ class RunSpec(BaseModel):
         ge=0,
         le=MAX_COUNT,
         unit="steps",
-        aliases=["steps", "iters"],
+        aliases=["steps", "iters", "total_steps", "max_train_steps"],
     )
     batch_size: int = declare(
         4,
@@ -139,9 +178,10 @@ class RunSpec(BaseModel):
         ge=1,
         le=1_048_576,
         unit="rows",
-        aliases=["global_batch_size", "train_batch_size", "effective_batch_size"],
+        aliases=["global_batch_size", "effective_batch_size"],
+        suggested_names=["train_batch_size"],
     )
-    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER, aliases=["learning_rate"])
+    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER, aliases=["learning_rate", "optimizer.lr"])
     schedule: Literal["cosine", "linear", "constant"] = declare(
         "cosine", "learning rate schedule after the warmup", aliases=["lr_scheduler", "lr_scheduler_type", "scheduler"]
     )
@@ -150,39 +190,51 @@ class RunSpec(BaseModel):
         "length of the linear warmup: a number of steps (1 or more), or a fraction of all steps (below 1)",
         ge=0,
         le=MAX_COUNT,
-        aliases=["warmup_steps", "warmup_ratio"],
+        aliases=["warmup_steps", "warmup_ratio", "num_warmup_steps", "lr_warmup_steps"],
     )
-    weight_decay: float = declare(0.0, "weight decay of AdamW; applies to matrices only", ge=0, le=MAX_NUMBER)
+    weight_decay: float = declare(
+        0.0, "weight decay of AdamW; applies to matrices only", ge=0, le=MAX_NUMBER, aliases=["optimizer.weight_decay"]
+    )
     max_grad_norm: float = declare(
         1.0,
         "maximum gradient norm; 0 disables clipping",
         ge=0,
         le=MAX_NUMBER,
-        aliases=["clip_grad_norm", "gradient_clip_val"],
+        aliases=["clip_grad_norm", "gradient_clip_val", "gradient_clipping"],
     )
     lora_r: int = declare(
-        16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, aliases=["lora", "lora_rank", "r", "rank"]
+        16,
+        "rank of the LoRA adapters; 0: full fine-tuning",
+        ge=0,
+        le=4096,
+        aliases=["lora_rank", "peft_lora_r", "model.lora_rank", "use_peft", "use_lora", "adapter", "finetuning_type"],
+        suggested_names=["lora", "r", "rank"],
     )
     lora_alpha: float = declare(
-        32.0, "scaling of the adapters: lora_alpha / lora_r", gt=0, le=MAX_NUMBER, aliases=["alpha"]
+        32.0,
+        "scaling of the adapters: lora_alpha / lora_r",
+        gt=0,
+        le=MAX_NUMBER,
+        aliases=["peft_lora_alpha", "model.lora_alpha"],
+        suggested_names=["alpha"],
     )
     quantize: Literal["none", "nf4"] = declare(
         "none",
         "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU",
-        aliases=["load_in_4bit", "quantization", "bnb_4bit_quant_type"],
+        aliases=["load_in_4bit", "use_4bit", "quantization", "bnb_4bit_quant_type"],
     )
-    lora_dropout: float = declare(0.0, "dropout before the adapters", ge=0, lt=1, aliases=["dropout"])
+    lora_dropout: float = declare(0.0, "dropout before the adapters", ge=0, lt=1, suggested_names=["dropout"])
     lora_targets: Words = declare(
         ("all-linear",),
         "names of the layers that get an adapter, or all-linear",
-        aliases=["target_modules", "lora_target_modules"],
+        aliases=["target_modules", "lora_target_modules", "lora_target", "lora_target_linear"],
         min_length=1,
         max_length=1000,
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
         "32-true",
         "precision of the computation; trained weights stay in float32",
-        aliases=["dtype", "bf16", "fp16", "mixed_precision"],
+        aliases=["dtype", "torch_dtype", "bf16", "fp16", "mixed_precision"],
     )
     optimizer: Literal["adamw", "adamw8bit"] = declare(
         "adamw", "adamw8bit keeps both moments in 8 bits; requires bitsandbytes", aliases=["optim"]
@@ -190,12 +242,12 @@ class RunSpec(BaseModel):
     kernels: Literal["auto", "torch"] = declare(
         "auto",
         "auto: Liger kernels and FlashAttention on CUDA if installed; torch: neither",
-        aliases=["use_liger_kernel", "attn_implementation"],
+        aliases=["use_liger", "use_liger_kernel", "flash_attention", "attn_implementation"],
     )
     gradient_checkpointing: bool = declare(
         False,
         "recompute activations in the backward pass instead of storing them",
-        aliases=["activation_checkpointing"],
+        aliases=["activation_checkpointing", "enable_activation_checkpointing", "use_gradient_checkpointing"],
     )
     torch_compile: bool = declare(
         False, "compile the model with torch.compile; requires a C++ compiler on every host", aliases=["compile"]
@@ -203,7 +255,7 @@ class RunSpec(BaseModel):
     strategy: StrategyName = declare(
         DEFAULT_STRATEGY,
         f"how ranks share the work; {AUTO}: the strategy that fits in memory and communicates least, with the reason",
-        aliases=["distributed_strategy", "parallelism"],
+        aliases=["distributed_strategy", "parallelism", "sharding_strategy", "fsdp"],
     )
     balance: Literal["auto", "even"] = declare(
         "auto",
@@ -215,7 +267,6 @@ class RunSpec(BaseModel):
     fsdp_shard: Literal["all", "host"] = declare(
         "all",
         "fsdp: shard one model over all ranks, or one model per host over its ranks",
-        aliases=["sharding_strategy", "fsdp"],
     )
     deepspeed_stage: int = declare(
         2,
@@ -223,13 +274,14 @@ class RunSpec(BaseModel):
         ge=1,
         le=3,
         mutable=True,
-        aliases=["zero_stage", "zero_optimization"],
+        aliases=["zero_stage"],
+        suggested_names=["zero_optimization"],
     )
     deepspeed_offload: Literal["none", "optimizer", "all"] = declare(
         "none",
         "deepspeed: what ZeRO offloads to host memory: optimizer state, or with stage 3 all (also weights)",
         mutable=True,
-        aliases=["offload", "cpu_offload", "offload_optimizer"],
+        aliases=["offload", "cpu_offload", "offload_optimizer", "offload_optimizer_device"],
     )
     local_steps: int = declare(
         10,
@@ -237,24 +289,28 @@ class RunSpec(BaseModel):
         ge=1,
         le=100_000,
         unit="steps",
-        aliases=["inner_steps", "sync_every"],
+        aliases=["hv.local_steps", "inner_steps", "sync_every"],
     )
     outer_lr: float = declare(
-        0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER, aliases=["outer_learning_rate"]
+        0.7,
+        "diloco: learning rate of the outer optimizer",
+        gt=0,
+        le=MAX_NUMBER,
+        aliases=["hv.outer_lr", "outer_learning_rate"],
     )
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
     diloco_comm_dtype: CommDtype = declare(
         "bf16",
         "diloco: data type of the pseudo-gradients that replicas exchange",
         deprecated_names=["diloco_wire"],
-        aliases=["hivemind_compression"],
+        aliases=["hv.hivemind_compression", "hivemind_compression"],
     )
     diloco_membership: Literal["fixed", "torchft"] = declare(
         "fixed",
         "diloco: fixed: the same replicas for the duration of a start; torchft: replicas may leave and rejoin (requires the torchft extra)",
         mutable=True,
         deprecated_names=["diloco_members"],
-        aliases=["fault_tolerance"],
+        aliases=["fault_tolerance", "hv.fail_rank_drop", "hv.all_reduce_strategy"],
     )
     replica_hosts: int = declare(
         1,
@@ -280,7 +336,7 @@ class RunSpec(BaseModel):
         "fraction of the samples held out for evaluation; 0: none",
         ge=0,
         le=0.5,
-        aliases=["val_set_size", "validation_split"],
+        aliases=["val_set_size", "val_size", "validation_split"],
     )
     eval_interval: int = declare(
         100,
@@ -289,7 +345,7 @@ class RunSpec(BaseModel):
         le=MAX_COUNT,
         unit="steps",
         mutable=True,
-        aliases=["eval_steps", "val_check_interval"],
+        aliases=["eval_steps", "val_check_interval", "eval_strategy", "evaluation_strategy"],
     )
     checkpoint_interval: int = declare(
         25,
@@ -298,7 +354,7 @@ class RunSpec(BaseModel):
         le=MAX_COUNT,
         unit="steps",
         mutable=True,
-        aliases=["save_steps", "save_interval"],
+        aliases=["save_steps", "save_interval", "ckpt.interval", "save_strategy"],
     )
     checkpoint_keep: int = declare(
         2,
@@ -306,13 +362,13 @@ class RunSpec(BaseModel):
         ge=1,
         le=MAX_COUNT,
         mutable=True,
-        aliases=["save_total_limit", "keep_latest_k"],
+        aliases=["save_total_limit", "keep_latest_k", "ckpt.topk"],
     )
     resume: Literal["auto", "never"] = declare(
         "auto",
         "auto: resume from the newest complete checkpoint; never: fail if the run has one",
         mutable=True,
-        aliases=["resume_from_checkpoint"],
+        aliases=["resume_from_checkpoint", "resume_from_previous_checkpoint", "ckpt.resume"],
     )
     merge: bool = declare(
         False,
@@ -321,7 +377,14 @@ class RunSpec(BaseModel):
         aliases=["merge_adapter", "merge_lora", "merge_and_unload"],
     )
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(split_words)] = declare(
-        ("tensorboard",), "metric loggers", mutable=True, aliases=["report_to", "logger", "log_with"], min_length=1
+        ("tensorboard",),
+        "metric loggers",
+        mutable=True,
+        aliases=["report_to", "logger", "log_with", "metric_logger_type"],
+        min_length=1,
+    )
+    wandb_project: str = declare(
+        "trainyard", "project of wandb", mutable=True, aliases=["project", "wandb_project_name"], min_length=1
     )
     collective_timeout: float = declare(
         600.0,
@@ -330,7 +393,8 @@ class RunSpec(BaseModel):
         le=MAX_SECONDS,
         unit="seconds",
         mutable=True,
-        aliases=["ddp_timeout", "timeout"],
+        aliases=["ddp_timeout", "hv.averaging_timeout", "hv.timeout_waiting_for_peers"],
+        suggested_names=["timeout"],
     )
 
     @field_validator("*", mode="before")
@@ -357,6 +421,9 @@ class RunSpec(BaseModel):
                     f"gradient_accumulation {self.gradient_accumulation} x batch_size {self.batch_size} = {product} rows, "
                     f"but total_batch_size is {self.total_batch_size}: set only one of them"
                 )
+        for source in self.sources:
+            if reason := columns_error(source.columns):
+                raise ValueError(reason)
         if "none" in self.loggers and len(self.loggers) > 1:
             raise ValueError(f"loggers: 'none' excludes other loggers, got {','.join(self.loggers)}")
         if self.backend == "unsloth" and not self.lora_r:
@@ -372,6 +439,32 @@ class RunSpec(BaseModel):
             )
         plan_of(self).validate(self)
         return self
+
+    @property
+    def sources(self) -> tuple[DatasetSource, ...]:
+        """The datasets of the run, at least one, each with its own split, configuration and columns."""
+        listed = (
+            (DatasetSource.model_validate({"path": self.dataset}),) if isinstance(self.dataset, str) else self.dataset
+        )
+        return tuple(
+            source.model_copy(
+                update={
+                    "split": source.split or self.dataset_split,
+                    "config": source.config or self.dataset_config,
+                    "columns": source.columns or self.columns,
+                }
+            )
+            for source in listed
+        )
+
+    @property
+    def dataset_name(self) -> str:
+        """The paths of all datasets, separated by commas, for messages."""
+        return ", ".join(source.path for source in self.sources)
+
+    def with_dataset_paths(self, paths: Sequence[str]) -> "RunSpec":
+        """Return the spec with other paths of its datasets, one for each of `sources`."""
+        return self.model_copy(update={"dataset": with_paths(self.dataset, paths)})
 
     @property
     def rows_per_step(self) -> int:
@@ -392,11 +485,12 @@ class RunSpec(BaseModel):
 
     def digest(self) -> str:
         """Return 6 hex digits that identify all fields that a resumed run must not change."""
-        # Fields keep their former names here, so that a run keeps its default name.
+        # Fields keep their former names here, and later fields count only if they are set, so that a run keeps its
+        # default name.
         fixed = {
             next(iter(metadata(FIELDS[name])["deprecated_names"]), name): value
             for name, value in self.model_dump(mode="json").items()
-            if not metadata(FIELDS[name])["mutable"]
+            if not metadata(FIELDS[name])["mutable"] and not (name in _LATER_FIELDS and value == FIELDS[name].default)
         }
         fixed["packing"] = bool(fixed["packing"])  # a run keeps its default name: packing was true before it was auto
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]

@@ -7,17 +7,21 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.config import RunSpec
-from trainer.data.samples import Sample, read_dataset
+from trainer.config.dataset_source import DatasetSource
+from trainer.data.files import dataset_digest
+from trainer.data.samples import read_source
+from trainer.data.shapes import Sample
 from trainer.errors import UserError, first_line
-from trainer.files import sha256_file, write_atomic
+from trainer.files import write_atomic
 from trainer.inputs import path_kind
 
 # The default for tokenizers without a chat template: it needs no special tokens and marks the answer for the loss.
@@ -38,7 +42,8 @@ class Corpus:
 
     `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
     [samples + 1]: where each sample starts, followed by the total. `dropped`, `cut`: the number of samples that were left
-    out because they have no token with loss, and of those that were truncated.
+    out because they have no token with loss, and of those that were truncated. `sources`, int32 [samples]: the number of
+    the dataset of every sample; None if there is one dataset.
     """
 
     tokens: np.ndarray
@@ -46,6 +51,7 @@ class Corpus:
     starts: np.ndarray
     dropped: int = 0
     cut: int = 0
+    sources: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -55,8 +61,8 @@ class Corpus:
     def digest(self) -> str:
         """Return the SHA-256 (hex) of the tokens, the loss mask and the sample boundaries."""
         total = hashlib.sha256()
-        for array in (self.starts, self.tokens, self.trained):
-            total.update(array.tobytes())
+        for array in (self.starts, self.tokens, self.trained, self.sources):
+            total.update(b"" if array is None else array.tobytes())
         return total.hexdigest()
 
     def trained_counts(self) -> np.ndarray:
@@ -67,7 +73,7 @@ class Corpus:
         return len(self.starts) - 1
 
 
-def _prefix_mask(tokenizer: Any, messages: Sequence[Any], ids: list[int]) -> list[bool]:
+def _prefix_mask(render: Callable[..., Any], messages: Sequence[Any], ids: list[int]) -> list[bool]:
     """Return the loss mask of a chat for a template without ``{% generation %}``: [tokens], True in assistant answers.
 
     An answer spans the tokens between the encoded prompt for it and the encoded chat up to it.
@@ -79,10 +85,8 @@ def _prefix_mask(tokenizer: Any, messages: Sequence[Any], ids: list[int]) -> lis
         # Templates reject an empty chat: for an answer in first place the loss includes its header.
         prompt: list[int] = []
         if index:
-            prompt = tokenizer.apply_chat_template(
-                list(messages[:index]), tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        answered = tokenizer.apply_chat_template(list(messages[: index + 1]), tokenize=True, return_dict=False)
+            prompt = render(list(messages[:index]), add_generation_prompt=True, return_dict=False)
+        answered = render(list(messages[: index + 1]), return_dict=False)
         start, end = _common_prefix(prompt, ids), _common_prefix(answered, ids)
         mask[start:end] = [True] * (end - start)
     return mask
@@ -102,6 +106,7 @@ class Encoder:
             tokenizer.chat_template = PLAIN_TEMPLATE
         # A model can have several named templates: this selects the default one.
         self._template = tokenizer.get_chat_template()
+        self._has_tool_calls = "tool_calls" in self._template
         self._has_generation_tag = bool(_GENERATION_TAG.search(self._template))
 
     def fingerprint(self) -> str:
@@ -119,7 +124,7 @@ class Encoder:
             UserError: the chat template rejects the sample.
         """
         if sample.messages:
-            ids, mask = self._chat(sample.messages)
+            ids, mask = self._chat(sample)
         else:
             ids, mask = [], []
             start = self.tokenizer.bos_token_id
@@ -133,15 +138,20 @@ class Encoder:
                 ids, mask = ids + [self.tokenizer.eos_token_id], mask + [True]
         return ids, [True] * len(ids) if self.train_on == "all" else mask
 
-    def _chat(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
+    def _chat(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        messages = list(sample.messages)
+        if not self._has_tool_calls and any("tool_calls" in message for message in messages):
+            raise UserError(
+                "dataset: a sample has tool calls, and the chat template of the model has none: use a model that calls tools"
+            )
+        # Templates without tools ignore their descriptions.
+        render = partial(self.tokenizer.apply_chat_template, tools=list(sample.tools) or None, tokenize=True)
         try:
             if self._has_generation_tag:
-                out = self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-                )
+                out = render(messages, return_dict=True, return_assistant_tokens_mask=True)
                 return list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
-            ids = list(self.tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False))
-            return ids, _prefix_mask(self.tokenizer, messages, ids)
+            ids = list(render(messages, return_dict=False))
+            return ids, _prefix_mask(render, messages, ids)
         except Exception as error:
             # Templates are programs that belong to the model and can raise anything (for example on repeated roles).
             raise UserError(f"dataset: the chat template of the model rejects a sample: {first_line(error)}") from None
@@ -194,24 +204,48 @@ def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
 
 
 def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
-    """Return the encoded dataset of the spec, from the cache in `store` if an earlier start on this host wrote it.
+    """Return the encoded datasets of the spec, from the cache in `store` if an earlier start on this host wrote it.
 
     Raises:
-        UserError: the dataset is unavailable or invalid, or no sample is left.
+        UserError: a dataset is unavailable or invalid, or no sample of it is left.
     """
     encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on)
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
-    path = Path(spec.dataset)
-    is_file = path_kind(path) == "file"
-    source = sha256_file(path) if is_file else f"{spec.dataset}-{spec.dataset_split}".replace("/", "--")
-    cache = store / "cache" / f"{source[:64]}-{encoder.fingerprint()[:16]}.npz"
+    return joined([_encoded_source(source, encoder, store) for source in spec.sources])
+
+
+def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Corpus:
+    path = Path(source.path)
+    is_local = path_kind(path) in ("file", "folder")
+    digest = dataset_digest(path) if is_local else f"{source.path}-{source.split}".replace("/", "--")
+    # The name of an entry is the digest of the contents alone where nothing else determines the samples.
+    selection = [source.columns, *((source.config, source.split) if path_kind(path) != "file" else ())]
+    if any(selection):
+        digest = hashlib.sha256(json.dumps([digest, selection], sort_keys=True).encode()).hexdigest()
+    cache = store / "cache" / f"{digest[:64]}-{encoder.fingerprint()[:16]}.npz"
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
-    if is_file and (cached := load_corpus(cache)):
+    if is_local and (cached := load_corpus(cache)):
         return cached
-    corpus = encode_all(read_dataset(spec), encoder)
+    corpus = encode_all(read_source(source), encoder)
     save_corpus(corpus, cache)
     return corpus
+
+
+def joined(corpora: Sequence[Corpus]) -> Corpus:
+    """Return the samples of all corpora, in their order, as one corpus with `sources`; a single corpus unchanged."""
+    if len(corpora) == 1:
+        return corpora[0]
+    ends = list(itertools.accumulate((len(corpus.tokens) for corpus in corpora), initial=0))
+    starts: list[np.ndarray] = [corpus.starts[:-1] + first for corpus, first in zip(corpora, ends, strict=False)]
+    return Corpus(
+        np.concatenate([corpus.tokens for corpus in corpora]),
+        np.concatenate([corpus.trained for corpus in corpora]),
+        np.concatenate([*starts, [ends[-1]]]).astype(np.int64),
+        sum(corpus.dropped for corpus in corpora),
+        sum(corpus.cut for corpus in corpora),
+        np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
+    )
 
 
 def save_corpus(corpus: Corpus, path: Path) -> None:
@@ -246,6 +280,7 @@ def split(corpus: Corpus, held_out: Iterable[int]) -> tuple[Corpus, Corpus]:
             np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
             corpus.dropped,
             corpus.cut,
+            None if corpus.sources is None else corpus.sources[indices],
         )
 
     return select([i for i in range(len(corpus)) if i not in out]), select(sorted(out))

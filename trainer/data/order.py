@@ -6,52 +6,99 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.data.mixture import Mixture, permutation
+from trainer.data.packing import best_fit
+
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-from trainer.data.packing import best_fit
 
 _HELD_OUT_KEY = 0xE7A1  # separates the permutation for the evaluation split from those of the epochs
 
 
-def permutation(n: int, *key: int) -> np.ndarray:
-    """Return a permutation of range(n), int64 [n], that depends only on `key`.
+def held_out(spec: RunSpec, samples: int, sources: np.ndarray | None = None) -> list[int]:
+    """Return the indices of the samples that are reserved for evaluation; they depend only on the seed and the counts.
 
-    It sorts raw Philox words: NumPy guarantees the raw stream of a bit generator across versions, but not the result of
-    Generator.permutation, and hosts with different versions must agree.
+    They are the fraction `eval_split` of all samples. Of a dataset with a weight below 1 they are the fraction of the
+    samples that an epoch uses.
+
+    Args:
+        samples: the number of samples.
+        sources: the number of the dataset of every sample, int [samples]; None if there is one dataset.
     """
-    seed = np.random.SeedSequence([*key])
-    return np.argsort(np.random.Philox(seed).random_raw(n), kind="stable")
-
-
-def held_out(spec: RunSpec, samples: int) -> list[int]:
-    """Return the indices of the samples that are reserved for evaluation; they depend only on the seed and the counts."""
     # Random tokens have no structure to evaluate.
     if not spec.eval_split or spec.fake_data:
         return []
-    count = min(samples - 1, max(1, round(samples * spec.eval_split)))
-    return [int(i) for i in permutation(samples, spec.seed, _HELD_OUT_KEY)[:count]]
+    weights = [source.weight for source in spec.sources]
+    if all(weight == 1 for weight in weights):
+        count = min(samples - 1, max(1, round(samples * spec.eval_split)))
+        return [int(i) for i in permutation(samples, spec.seed, _HELD_OUT_KEY)[:count]]
+    sources = np.zeros(samples, np.int32) if sources is None else sources
+    chosen: list[int] = []
+    for number, weight in enumerate(weights):
+        indices = np.flatnonzero(sources == number)
+        count = min(len(indices) - 1, max(1, round(len(indices) * min(1.0, weight) * spec.eval_split)))
+        order = permutation(len(indices), spec.seed, number + 1, _HELD_OUT_KEY)
+        chosen += [int(i) for i in indices[order[: max(0, count)]]]
+    return chosen
 
 
 class Order:
     """The rows of every step of a run, derived from the lengths of its samples and the spec alone."""
 
-    def __init__(self, lengths: np.ndarray, *, seed: int, capacity: int, packing: bool, epochs: int, rows: int) -> None:
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        *,
+        seed: int,
+        capacity: int,
+        packing: bool,
+        epochs: int,
+        rows: int,
+        mixture: Mixture | None = None,
+        max_steps: int = 0,
+    ) -> None:
         """Args:
         lengths: tokens of every sample, int64 [samples].
         capacity: tokens per row (seq_length).
         rows: rows per step over all ranks.
+        mixture: the samples of every epoch; None if each epoch has all of them once.
+        max_steps: the last step that is needed; 0: the end of all epochs.
         """
         self._lengths, self._seed, self._capacity, self._packing = lengths.tolist(), seed, capacity, packing
+        self._mixture = mixture or Mixture(np.zeros(len(lengths), np.int32), [1.0], seed)
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
         self.rows_per_step = rows
         self.rows_per_epoch = len(self.epoch(0))
-        self.total_rows = self.rows_per_epoch * epochs
+        self._ends = self._epoch_ends(epochs, max_steps * rows)
+        self.total_rows = int(self._ends[-1]) if len(self._ends) else self.rows_per_epoch * epochs
         # The last step takes the remaining rows: none is dropped.
         self.steps = -(-self.total_rows // rows)
 
+    def _epoch_ends(self, epochs: int, enough: int) -> np.ndarray:
+        """Return the number of rows up to the end of every epoch, int64 [epochs]; empty if all epochs have as many.
+
+        Args:
+            enough: rows after which no end is needed; 0: all ends are needed.
+        """
+        ends: list[int] = []
+        if not self._mixture.is_constant:
+            total = 0
+            for epoch in range(epochs):
+                total += len(self.epoch(epoch)) if self._packing else self._mixture.count(epoch)
+                ends.append(total)
+                if 0 < enough <= total:
+                    break
+        return np.array(ends, dtype=np.int64)
+
     @classmethod
-    def of(cls, spec: RunSpec, lengths: np.ndarray) -> Order:
-        """Return the order that `spec` defines for training samples of these lengths (int64 [samples], in tokens)."""
+    def of(cls, spec: RunSpec, lengths: np.ndarray, sources: np.ndarray | None = None) -> Order:
+        """Return the order that `spec` defines for training samples.
+
+        Args:
+            lengths: tokens of every sample, int64 [samples].
+            sources: the number of the dataset of every sample, int [samples]; None if there is one dataset.
+        """
+        sources = np.zeros(len(lengths), np.int32) if sources is None else sources
         return cls(
             lengths,
             seed=spec.seed,
@@ -59,12 +106,15 @@ class Order:
             packing=bool(spec.packing),
             epochs=spec.epochs,
             rows=spec.rows_per_step,
+            mixture=None if spec.fake_data else Mixture(sources, [each.weight for each in spec.sources], spec.seed),
+            max_steps=spec.max_steps,
         )
 
     def epoch(self, epoch: int) -> list[list[int]]:
         """Return the rows of one epoch, in order; a row is a list of sample indices."""
         if self._epoch[0] != epoch:
-            shuffled = permutation(len(self._lengths), self._seed, epoch, 0)
+            samples = self._mixture.samples(epoch)
+            shuffled = samples[permutation(len(samples), self._seed, epoch, 0)]
             if self._packing:
                 rows = best_fit(self._lengths, self._capacity, shuffled.tolist())
                 rows = [rows[index] for index in permutation(len(rows), self._seed, epoch, 1)]
@@ -77,4 +127,10 @@ class Order:
         """Return the rows of step `step` (from 0); a step can span the end of an epoch."""
         first = step * self.rows_per_step
         indices = range(first, min(first + self.rows_per_step, self.total_rows))
-        return [self.epoch(index // self.rows_per_epoch)[index % self.rows_per_epoch] for index in indices]
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> list[int]:
+        if not len(self._ends):
+            return self.epoch(index // self.rows_per_epoch)[index % self.rows_per_epoch]
+        epoch = int(np.searchsorted(self._ends, index, side="right"))
+        return self.epoch(epoch)[index - (int(self._ends[epoch - 1]) if epoch else 0)]

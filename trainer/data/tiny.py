@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.config import TINY, RunSpec
-from trainer.data.samples import Sample, read_dataset
+from trainer.data.samples import read_dataset
+from trainer.data.shapes import Sample
 from trainer.files import sha256_file
 from trainer.inputs import path_kind
 
@@ -171,13 +172,30 @@ def with_tiny_model(spec: RunSpec, store: Path) -> RunSpec:
     """
     if spec.model != TINY:
         return spec
-    file = Path(spec.dataset)
-    dataset = file if path_kind(file) == "file" and not spec.fake_data else None
+    return spec.model_copy(update={"model": str(tiny_folder(spec, store))})
+
+
+def tiny_folder(spec: RunSpec, store: Path, report: Callable[[str], None] = lambda line: None) -> Path:
+    """Return the folder of the tiny model for the datasets and the seed of a spec; create it if it does not exist.
+
+    Args:
+        report: receives a line before the model is created.
+
+    Raises:
+        UserError: a dataset is unavailable or invalid.
+    """
+    first, *others = spec.sources
+    # A file is known by its digest. Other samples depend on several settings: their text is.
+    is_file = path_kind(Path(first.path)) == "file" and not others and not first.columns
+    dataset = Path(first.path) if is_file and not spec.fake_data else None
 
     def samples() -> list[Sample]:
-        return [] if spec.fake_data else read_dataset(spec)
+        if spec.fake_data:
+            return []
+        report("creating the model tiny: random weights and a tokenizer trained on the dataset (once)")
+        return read_dataset(spec)
 
-    return spec.model_copy(update={"model": str(ensure_tiny_model(store, dataset, spec.seed, samples))})
+    return ensure_tiny_model(store, dataset, spec.seed, samples)
 
 
 def _recipe_digest() -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.distributed.store import RunStore
+from trainer.errors import UserError
 
 T = TypeVar("T")
 
@@ -47,22 +48,32 @@ class World:
     def join(cls, timeout: float, replica: Replica = SINGLE_REPLICA) -> "World":
         """Join the process group that the environment of torchrun defines, or create one with a single rank.
 
-        It uses NCCL with CUDA and gloo otherwise.
+        It uses NCCL with CUDA and gloo otherwise. Ranks of one host that share GPUs use gloo, too: NCCL refuses them.
 
         Args:
             timeout: seconds after which a collective fails.
+
+        Raises:
+            UserError: the ranks of a host share GPUs, but the run has several hosts.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         limit = datetime.timedelta(seconds=timeout)
         cuda = torch.cuda.is_available()
-        device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        gpus, local_size = torch.cuda.device_count() if cuda else 0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        shared = cuda and local_size > gpus
+        if shared and local_size < size:
+            raise UserError(
+                f"{local_size} ranks cannot share the GPUs of this host ({gpus}) in a run of several hosts: "
+                f"set cluster_processes={gpus} for it"
+            )
+        device = torch.device("cuda", local_rank % gpus) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
         store = _open_store(rank, size, limit) if size > 1 else dist.HashStore()
-        options: dict[str, Any] = {"device_id": device} if cuda and size > 1 else {}
+        options: dict[str, Any] = {"device_id": device} if cuda and not shared and size > 1 else {}
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            "nccl" if cuda and not shared else "gloo",
             store=store,
             rank=rank if size > 1 else 0,
             world_size=size,

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.config import TINY, RunSpec
 from trainer.data.tiny import CONFIG, VOCABULARY
 from trainer.distributed.world import World
-from trainer.model import TokenLoss, add_lora, isolates_packed_samples
+from trainer.model import TokenLoss, add_lora, apply_liger, fast_kernels, isolates_packed_samples
 from trainer.planner.cost import Rows
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
@@ -27,7 +27,13 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
     bf16 = spec.lora_r and spec.precision == "bf16-mixed"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else torch.float32}
+    kernels = fast_kernels(spec, device)
+    if "flash attention" in kernels:
+        options["attn_implementation"] = "flash_attention_2"
+    model = AutoModelForCausalLM.from_config(config, **options)
+    if "liger" in kernels:
+        apply_liger(model)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:

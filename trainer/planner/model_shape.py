@@ -192,12 +192,23 @@ def shape_of(spec: RunSpec) -> Shape:
     Raises:
         UserError: there is no config.json, or its model type is not supported.
     """
+    return read_shape(_config_of(spec))
+
+
+def model_type(spec: RunSpec) -> str:
+    """Return the type in the config.json of the spec's model, as `shape_of` finds it; any text, or empty. Raises UserError."""
+    config = _config_of(spec)
+    config = config.get("text_config", config) if isinstance(config, Mapping) else {}
+    return str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
+
+
+def _config_of(spec: RunSpec) -> Any:
     from trainer.config import TINY
 
     if spec.model == TINY:
         from trainer.data.tiny import CONFIG, VOCABULARY
 
-        return read_shape(CONFIG | {"vocab_size": VOCABULARY})
+        return CONFIG | {"vocab_size": VOCABULARY}
     path = user_path(spec.model, "model")
     path = path / "config.json" if path_kind(path) == "folder" else path
     if path_kind(path) != "file":
@@ -210,10 +221,9 @@ def shape_of(spec: RunSpec) -> Shape:
                 f"model: no config.json of {spec.model} found locally or in the hub cache: {first_line(error)}"
             ) from None
     try:
-        config = json.loads(read_regular(path, _MAX_CONFIG))
+        return json.loads(read_regular(path, _MAX_CONFIG))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model: cannot read {path}: {first_line(error)}") from None
-    return read_shape(config)
 
 
 def layer_class(kind: str) -> str:

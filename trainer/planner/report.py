@@ -19,6 +19,7 @@ from trainer.inputs import path_kind, user_path
 from trainer.planner.cost import Layout, Rows
 from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
+from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, recommend
 from trainer.strategy import possible_plans
 
@@ -32,10 +33,10 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
 
     Without a local file of the dataset, or with `fake_data`, every row counts as full.
     """
-    file = user_path(spec.dataset, "dataset")
-    if spec.fake_data or path_kind(file) != "file":
+    paths = [user_path(source.path, "dataset") for source in spec.sources]
+    if spec.fake_data or not all(path_kind(path) in ("file", "folder") for path in paths):
         return Rows.full(spec), _FULL_ROWS
-    spec = spec.model_copy(update={"dataset": str(file)})
+    spec = spec.with_dataset_paths([str(path) for path in paths])
     import tempfile
 
     from trainer.data.encode import encoded_dataset
@@ -47,22 +48,17 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
         local = with_tiny_model(spec, Path(work))
         store = (data_dir if path_kind(data_dir) == "folder" else Path(work)) / "store"
         corpus = encoded_dataset(local, load_tokenizer(local.model), store)
-    order = Order(
-        corpus.lengths,
-        seed=spec.seed,
-        capacity=spec.seq_length,
-        packing=bool(spec.packing),
-        epochs=1,
-        rows=spec.rows_per_step,
-    )
-    epoch, lengths = order.epoch(0), corpus.lengths
+    one_epoch = spec.model_copy(update={"epochs": 1})
+    epoch, lengths = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0), corpus.lengths
     filled = [int(sum(lengths[sample] for sample in row)) for row in epoch]
+    counts = corpus.trained_counts()
+    trained = float(sum(counts[sample] for row in epoch for sample in row))
     # A micro-batch is padded to its longest row.
     padded = [max(filled[first : first + spec.batch_size]) for first in range(0, len(filled), spec.batch_size)]
     places = sum(padded) / len(padded)
     return (
-        Rows(places, sum(filled) / len(filled), float(corpus.trained.sum()) / (places * len(epoch))),
-        f"{spec.dataset}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
+        Rows(places, sum(filled) / len(filled), trained / (places * len(epoch))),
+        f"{spec.dataset_name}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
     )
 
 
@@ -105,9 +101,7 @@ def _measured(spec: RunSpec, rows: Rows) -> tuple[Speed, str, list[str], str]:
 
 def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) -> list[str]:
     """Return the settings that affect speed or memory, as ``name=value`` or a name."""
-    packing = {True: ["packing"], "auto": ["packing (if the model keeps the samples of a row apart)"]}.get(
-        spec.packing, []
-    )
+    packing = [f"rows {packing_text(spec)}"] if spec.packing else []
     found = [*kernels, *packing, *(["gradient bucket views"] if layout.world > 1 else [])]
     names = ("gradient_comm_dtype", "optimizer", "quantize", "precision")
     found += [f"{name}={getattr(spec, name)}" for name in names]

@@ -112,6 +112,12 @@ def other_runs(run_dir: Path) -> tuple[list[str], list[str]]:
     return alive, unreadable
 
 
+def run_devices(run_dir: Path) -> list[str]:
+    """Return the UUIDs of the GPUs that the newest start of a run uses on this host; empty if there are none."""
+    found = (read_json(run_dir / "state/node.json") or {}).get("devices")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
 def read_log(path: Path, since: int) -> dict[str, Any]:
     """Return complete lines from byte `since` on, or the last -`since` lines if it is negative.
 

@@ -26,6 +26,7 @@ class StartRequest:
     replica: int | None = None  # the replica of this host, if every replica has its own torchrun
     restarts: int = 0  # maximum consecutive restarts of torchrun without progress
     lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
+    devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
     unit: str = ""  # the systemd unit, set by `start`
 
@@ -42,6 +43,7 @@ class StartRequest:
         words = ["--run-dir", self.run_dir, "--node-rank", str(self.node_rank), "--ranks", _join(self.ranks)]
         words += ["--attempt", str(self.attempt), "--hosts", _join(self.hosts), "--restarts", str(self.restarts)]
         words += ["--unit", self.unit] if self.unit else []
+        words += ["--devices", _join(self.devices)] if self.devices else []
         words += ["--hold"] if self.hold else []
         words += ["--replica", str(self.replica)] if self.replica is not None else []
         words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
@@ -55,6 +57,7 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--ranks", default="0", help="the ranks of this host, by local rank: 0,1")
     parser.add_argument("--hosts", default="", help="all hosts of the run, by node rank: a,b")
+    parser.add_argument("--devices", default="", help="UUIDs of the GPUs of the ranks")
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--hold", action="store_true", help="start torchrun when the file state/go exists")
     parser.add_argument("--replica", type=int, help="the replica of this host, if each has its own torchrun")
@@ -64,8 +67,8 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("command", nargs="+")
     values = vars(parser.parse_args(arguments))
     ranks = [int(rank) for rank in values.pop("ranks").split(",")]
-    hosts = values.pop("hosts")
-    return StartRequest(**values, ranks=ranks, hosts=hosts.split(",") if hosts else [])
+    words = {name: text.split(",") if (text := values.pop(name)) else [] for name in ("hosts", "devices")}
+    return StartRequest(**values, ranks=ranks, **words)
 
 
 def _join(values: list[Any]) -> str:

@@ -60,6 +60,19 @@ def run_processes(run_dir: Path) -> list[int]:
     return list({*marked, *(below for pid in marked for below in descendants(pid))})
 
 
+def held_gpus(run: str) -> dict[str, str]:
+    """Return {UUID of a GPU: run} of the GPUs that other runs than `run` use, as far as their processes can be seen.
+
+    This also finds runs in other data directories.
+    """
+    found: dict[str, str] = {}
+    for values in map(environ, all_pids()):
+        name = Path(values.get(RUN_VARIABLE, "")).name
+        if name and name != run:
+            found |= dict.fromkeys(filter(None, values.get("CUDA_VISIBLE_DEVICES", "").split(",")), name)
+    return found
+
+
 def send_signal(pid: int, number: signal.Signals, start_time: int | None = None) -> None:
     """Signal a process if it is still the one that started at `start_time` (see process_stat; None skips the check)."""
     with contextlib.suppress(ProcessLookupError):

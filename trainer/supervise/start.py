@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.supervise.environment import (
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.files import SupervisorError, hold_lock, is_alive, other_runs, read_json
+from trainer.supervise.files import SupervisorError, hold_lock, is_alive, other_runs, read_json, run_devices
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes
 from trainer.supervise.sandbox import unit_properties
@@ -52,7 +53,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
         if not locked:
             raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
-        check_idle(run_dir)
+        check_idle(run_dir, wanted.devices)
         consume_claim(run_dir, wanted.claim)
         last = read_json(run_dir / "state/node.json") or {}
         wanted.run_dir = str(run_dir)
@@ -62,13 +63,16 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         return launch(wanted, run_dir)
 
 
-def check_idle(run_dir: Path) -> None:
-    """Check that no run is alive on this host. Raises SupervisorError."""
+def check_idle(run_dir: Path, devices: Collection[str] = ()) -> None:
+    """Check that no run is alive on this host, except on GPUs other than `devices`. Raises SupervisorError."""
     if is_alive(run_dir):
         raise SupervisorError(f"run {run_dir.name} is already running here")
-    alive, _ = other_runs(run_dir)
-    if alive:
-        raise SupervisorError(f"busy: run {alive[0]} is running here")
+    for name in other_runs(run_dir)[0]:
+        taken = run_devices(run_dir.parent / name)
+        if not (devices and taken):
+            raise SupervisorError(f"busy: run {name} is running here")
+        if same := set(devices) & set(taken):
+            raise SupervisorError(f"busy: run {name} is running here and uses {', '.join(sorted(same))}")
     if left := run_processes(run_dir):
         raise SupervisorError(
             f"processes of an earlier start of run {run_dir.name} are still running: {left}; stop the run first"

@@ -63,6 +63,7 @@ class Supervisor:
             "node_rank": request.node_rank,
             "ranks": request.ranks,
             "hosts": request.hosts,
+            "devices": request.devices,
             "attempt": request.attempt,
             "restarts": self.elastic or request.restarts > 0,
             "replica": request.replica,

@@ -42,6 +42,15 @@ def _identity(state: HostState) -> tuple[str, ...]:
     return (facts["boot_id"], facts["machine_id"], *_own_addresses(facts), state.host.data_dir)
 
 
+def machines(states: Sequence[HostState]) -> list[HostState]:
+    """Return the hosts, and of several that are one machine only the first: their measurements are the same."""
+    found: dict[tuple[str, ...], HostState] = {}
+    for state in states:
+        key = (state.facts["boot_id"], state.facts["machine_id"], *_own_addresses(state.facts))
+        found.setdefault(key, state)
+    return list(found.values())
+
+
 def _own_addresses(facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what distinguishes containers and clones of one image: their addresses."""
     return tuple(sorted(facts.get("addresses") or ()))
@@ -189,6 +198,25 @@ def firewalls(states: Sequence[HostState], high_ports: Sequence[int], head_port:
         text = f"{', '.join(blocked)} cannot reach {which} of this host ({error})"
         remedy = "its firewall drops the connections: site.yml opens all TCP ports between cluster addresses"
         found.append(Finding("firewall", target.name, "failure", text, remedy))
+    return found
+
+
+def ollama_ports(states: Sequence[HostState], unreached: Mapping[str, str]) -> list[Finding]:
+    """Report hosts whose Ollama cannot be reached by peers or by the controller, one finding per host.
+
+    Args:
+        states: the hosts.
+        unreached: {host: error} of the hosts whose port the controller does not reach.
+    """
+    found = []
+    for target in states:
+        errors = {s.name: e for s in states if s.mesh and (e := s.mesh.get("services", {}).get(target.name))}
+        errors |= {"the controller": error} if (error := unreached.get(target.name)) else {}
+        if errors:
+            port, first = target.host.ollama_port, next(iter(errors.values()))
+            text = f"{', '.join(errors)} cannot reach TCP port {port} of its Ollama ({first})"
+            remedy = f"run site.yml --tags firewall, or allow port {port} from these addresses with firewall_allow"
+            found.append(Finding("ollama", target.name, "warning", text, remedy))
     return found
 
 

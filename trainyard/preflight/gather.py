@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainyard.connection import FanOut, Host, HostConnection
+from trainyard.preflight.hardware import hardware_request
 from trainyard.preflight.host_state import HostState, responding
 
 FACTS_LIMIT = 20.0  # s; a host that hangs never answers
@@ -50,7 +51,7 @@ def gather(
     requests = {}
     for state in responding(states):
         request = {
-            "data_dir": state.host.data_dir,
+            **hardware_request(state.host),
             "run": run,
             "memory_mib": memory_mib,
             "peers": [host.name for host in hosts if host is not state.host],

@@ -92,8 +92,8 @@ def reachability(state: HostState) -> list[Finding]:
     ]
 
 
-def resources(state: HostState, memory_mib: int) -> list[Finding]:
-    """Check sudo, disk and memory. `memory_mib` is what one process must be able to allocate."""
+def resources(state: HostState) -> list[Finding]:
+    """Check sudo and disk."""
     out, health, free = _Findings(state.name), state.health, state.facts["free_bytes"]
     if not health["sudo"]:
         out.warning(
@@ -103,6 +103,12 @@ def resources(state: HostState, memory_mib: int) -> list[Finding]:
         out.warning("disk", f"{free / 1e9:.1f} GB free in {state.host.data_dir}", "free disk space for checkpoints")
     if health["inodes_free"] == 0 and free > 0:
         out.failure("disk", f"there is no free inode in {state.host.data_dir}", "delete small files")
+    return out.found
+
+
+def memory(state: HostState, memory_mib: int) -> list[Finding]:
+    """Check the memory. `memory_mib` is what one process must be able to allocate."""
+    out, health = _Findings(state.name), state.health
     available, total = health["memory"]["available_mib"], health["memory"]["total_mib"]
     if not health["memory_allocated"]:
         text = f"a process cannot allocate {memory_mib} MiB of memory ({available} of {total} MiB are reported as free)"

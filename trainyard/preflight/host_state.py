@@ -19,6 +19,7 @@ class HostState:
         mesh: the answer of the verb `mesh`; None if the host did not take part.
         asked: the controller's clock before and after the `health` request, in seconds since the epoch.
         error: why the host did not answer, in one line; empty if it did.
+        chosen: the GPUs for the run; None before `assign_gpus`.
     """
 
     host: Host
@@ -27,6 +28,7 @@ class HostState:
     mesh: dict[str, Any] | None = None
     asked: tuple[float, float] = (0.0, 0.0)
     error: str = ""
+    chosen: list[dict[str, Any]] | None = None
 
     @property
     def name(self) -> str:
@@ -37,6 +39,16 @@ class HostState:
     def address(self) -> str:
         """The IP address at which peers reach the host."""
         return self.host.address
+
+    @property
+    def gpus(self) -> list[dict[str, Any]]:
+        """The GPUs that the run uses on this host: the chosen ones, or all before `assign_gpus`."""
+        found: list[dict[str, Any]] = self.facts["gpus"] if self.chosen is None else self.chosen
+        return found
+
+    @gpus.setter
+    def gpus(self, chosen: list[dict[str, Any]]) -> None:
+        self.chosen = chosen
 
     @property
     def device(self) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ def measure_mesh(
     *,
     system_python: bool = False,
     write: bool = False,
+    services: bool = False,
 ) -> None:
     """Set `mesh` of every host that answers. All hosts listen and connect to all others at the same time.
 
@@ -43,6 +44,7 @@ def measure_mesh(
         system_python: use the interpreter that Ansible uses, instead of the cluster's.
         write: create a marker file in the data directory of every host for the time of the measurement, to find hosts
             that share it.
+        services: whether to connect to the Ollama of every host that has one, too.
     """
     machines = list({state.address: state for state in reversed(states)}.values())[::-1]
     if len(machines) < 2:
@@ -61,6 +63,9 @@ def measure_mesh(
             "token": token,
             "limit": limit,
             "data_dir": state.host.data_dir if write else "",
+            "services": {other.name: port for other in machines if (port := other.host.ollama_port)}
+            if services
+            else {},
         }
         interpreter = state.host.system_python if system_python else state.host.python
         requests[state.name] = functools.partial(connect(state.host).call, "mesh", request, python=interpreter)

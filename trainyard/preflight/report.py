@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainyard.preflight.hardware import hardware_table
 from trainyard.preflight.host_state import HostState
 from trainyard.tables import table
 
 LEVELS = ("failure", "warning", "note")  # a run fails; a run may be slower; information
-COLUMNS = ["host", "address", "device", "CPUs", "memory", "GPUs", "disk free", "to the head", "verdict"]
+COLUMNS = ["host", "address", "device", "free memory", "to the head", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,13 @@ def by_severity(findings: list[Finding], names: Sequence[str]) -> list[Finding]:
 
 
 def host_table(states: Sequence[HostState], findings: Sequence[Finding]) -> list[str]:
-    """Return a table with one row per host, followed by the findings."""
+    """Return a table of the hosts' hardware, one of their network and verdict, and the findings."""
     rows = [COLUMNS]
     for state in states:
         checks = [f.check for f in findings if f.host == state.name and f.level != "note"]
         verdict = ", ".join(dict.fromkeys(checks)) or "ok"
         if state.error:
-            rows.append([state.name, state.address, *["-"] * 6, verdict])
+            rows.append([state.name, state.address, *["-"] * 3, verdict])
             continue
         facts, memory, link = state.facts, state.health["memory"], state.link_to_head
         rows.append(
@@ -116,12 +117,11 @@ def host_table(states: Sequence[HostState], findings: Sequence[Finding]) -> list
                 state.name,
                 state.address,
                 facts["interface"] or "-",
-                str(facts["cpus"]),
                 f"{memory['available_mib'] / 1024:.1f} of {memory['total_mib'] / 1024:.1f} GiB",
-                str(len(facts["gpus"])),
-                f"{facts['free_bytes'] / 1e9:.0f} GB",
                 f"{link['mbit']:.0f} Mbit/s, {link['latency_ms']:.2f} ms" if link else "-",
                 verdict,
             ]
         )
-    return [*table(rows), *(finding.line for finding in findings)]
+    hardware = {state.name: state.health.get("hardware") for state in states if not state.error}
+    found = hardware_table([state.name for state in states], {name: one for name, one in hardware.items() if one})
+    return [*table(rows), "", *found, "", *(finding.line for finding in findings)]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from trainyard.connection import Host, HostConnection
+from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gather import gather
+from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_state import HostState, responding
 from trainyard.preflight.mesh import high_ports, measure_all_reduce, measure_mesh
 from trainyard.preflight.report import Finding, Report, by_severity, host_table
 
 MEMORY_MIB = 512  # that one process must be able to allocate: torch imported, and a small model
+CONTROLLER_LIMIT = 3.0  # s for a connection of the controller to a host's Ollama
 NOT_WRITTEN = "data directories shared by hosts: not checked, because check mode writes nothing"
 
 
@@ -36,8 +42,8 @@ def run_preflight(
     """
     ports = [master_port, *high_ports()]
     states = gather(hosts, connect, run, MEMORY_MIB)
-    measure_mesh(responding(states), ports, connect, system_python=True, write=write)
-    findings = check(states, ports, master_port)
+    measure_mesh(responding(states), ports, connect, system_python=True, write=write, services=True)
+    findings = check(states, ports, master_port, controller_connections(responding(states)))
     summary, reduced = "skipped", None
     if all_reduce and any(finding.level == "failure" for finding in findings):
         summary = "skipped, because of the failures above"
@@ -61,22 +67,47 @@ def skipped_checks(states: Sequence[HostState], write: bool) -> list[str]:
     return [] if write or len({state.address for state in states}) < 2 else [NOT_WRITTEN]
 
 
-def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -> list[Finding]:
+def controller_connections(states: Sequence[HostState]) -> dict[str, str]:
+    """Connect from the controller to the Ollama of every other machine; return why that fails, by host.
+
+    A refused connection counts as one: the port is open, and no server listens.
+    """
+
+    def connect(address: str, port: int) -> dict[str, Any]:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection((address, port), timeout=CONTROLLER_LIMIT).close()
+        return {}
+
+    calls = {
+        state.name: functools.partial(connect, state.address, state.host.ollama_port)
+        for state in states
+        if state.host.ollama_port and state.host.login.address
+    }
+    return FanOut(calls).wait(CONTROLLER_LIMIT + 1).errors
+
+
+def check(
+    states: Sequence[HostState], ports: Sequence[int], master_port: int, unreached: Mapping[str, str] | None = None
+) -> list[Finding]:
     """Return all findings about these answers, the most severe first.
 
     Args:
         states: the head first.
         ports: the TCP ports that were tried between hosts.
         master_port: the rendezvous port among them.
+        unreached: the hosts whose Ollama the controller does not reach, see `ollama_ports`.
     """
     answered = responding(list(states))
+    chosen = assign_gpus(answered)
     findings = [finding for state in states if state.error for finding in host_checks.reachability(state)]
+    for state in cluster_checks.machines(answered):
+        findings += host_checks.memory(state, MEMORY_MIB)
+        findings += host_checks.processor(state)
+        findings += host_checks.accelerator(state)
     for state in answered:
         findings += host_checks.environment(state)
         findings += host_checks.disk_space(state, host_checks.RUN_OVERHEAD)
-        findings += host_checks.resources(state, MEMORY_MIB)
-        findings += host_checks.processor(state)
-        findings += host_checks.accelerator(state)
+        findings += host_checks.resources(state)
         findings += host_checks.datasets(state)
         findings += host_checks.network(state, states)
     for compare in (
@@ -89,6 +120,8 @@ def check(states: Sequence[HostState], ports: Sequence[int], master_port: int) -
         cluster_checks.checksums,
     ):
         findings += compare(answered)
+    findings += chosen
+    findings += cluster_checks.ollama_ports(answered, unreached or {})
     findings += cluster_checks.connectivity([state for state in answered if state.mesh], ports, master_port)
     return by_severity(findings, [state.name for state in states])
 

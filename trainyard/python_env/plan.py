@@ -38,14 +38,26 @@ def plan_environments(
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
     """
+    packages = options["packages"]
+    managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
+    cuda = options["torch"] and resolve.choose_flavour(options["flavour"], managed) != "cpu"
+    extras = [
+        *options["extras"],
+        *(["nvml"] if cuda else []),
+        *([packages] if packages != "standard" else []),
+    ]
     request = EnvironmentRequest(
-        resolve.requirements(top / "pyproject.toml", options["extras"], options["torch"]),
-        resolve.read_constraints(Path(options["lock"] or top / "constraints.txt")),
+        resolve.requirements(top / "pyproject.toml", extras, options["torch"]),
+        resolve.read_constraints(Path(options["lock"] or top / resolve.FLAVOURS[packages])),
         trainer_version(top),
         options["flavour"],
-        resolve.conda_lock(options["conda_lock"]),
+        resolve.conda_lock(options["conda_lock"], top),
+        packages,
     )
+    resolve.check_lock(request)
     plans = plan(infos, request)
+    conda = any(info["env"] == "conda" for info in infos.values())
+    installer = (options["conda_installer"], options["conda_sha256"])
     todo = any(entry["todo"] != "none" for entry in plans.values())
     folder = top / ".trainyard" / "python"
     kit = {"pip": str(pip_archive(folder)), "trainer": str(trainer_wheel(top, folder))} if todo and build else {}
@@ -61,10 +73,13 @@ def plan_environments(
         "hosts": plans,
         "requirements": list(request.requirements),
         "constraints": list(request.constraints),
-        "torch": request.torch if options["torch"] else "",
+        # A lock with digests also has torch, from the package index.
+        "torch": request.torch if options["torch"] and not request.locked else "",
+        "locked": request.locked,
         "trainer": request.trainer,
         "kit": kit,
-        "conda": resolve.conda_packages(request.conda),
+        "conda": resolve.conda_packages(request.conda) if conda else [],
+        "installer": resolve.conda_installer(request.conda, *installer) if conda else {},
     }
 
 
@@ -92,6 +107,8 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
     """
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     flavour = resolve.choose_flavour(request.flavour, managed)
+    if request.packages == "unsloth":
+        resolve.check_unsloth(managed, flavour)
     plans: dict[str, dict[str, Any]] = {}
     builders: dict[str, str] = {}
     for host, info in managed.items():
@@ -133,7 +150,8 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
     if info["env"] == "conda":
         if not request.conda:
             raise EnvironmentBuildError(
-                "python_env is conda: set python_conda_lock to a lock file, see roles/python/README.md"
+                "python_env is conda: write a lock with make lock-conda CHANNEL=URL, or set python_conda_lock, see "
+                "roles/python/README.md"
             )
         return
     if not info["version"]:

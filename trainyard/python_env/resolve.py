@@ -20,6 +20,11 @@ BUILDS = (("cu130", 580, 7.5, 99.0), ("cu128", 570, 7.5, 99.0), ("cu126", 525, 5
 CONDA_LINE = re.compile(
     r"^(?P<url>(?:https?|file)://\S+/(?P<file>[^/#\s]+\.(?:conda|tar\.bz2)))#(?:sha256:)?(?P<digest>[0-9a-f]{64})$"
 )
+INSTALLER_LINE = re.compile(r"^# installer: (?P<source>\S+)#(?P<digest>[0-9a-f]{64})$", re.M)
+CONDA_LOCK = "conda.lock"  # in the project's folder, as make lock-conda writes it
+
+FLAVOURS = {"standard": "constraints.txt", "unsloth": "constraints-unsloth.txt"}  # sets of packages, and their locks
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 OLDEST, NEWEST = (3, 11), (3, 13)  # pyproject.toml: requires-python
 
@@ -34,10 +39,11 @@ class EnvironmentRequest:
 
     Attributes:
         requirements: lines in pip's format.
-        constraints: lines of a constraints file.
+        constraints: lines of a constraints file, or of a lock with all packages and their digests.
         trainer: version of the trainer's wheel.
         flavour: build of torch, or "auto".
-        conda: text of an explicit conda lock; empty without conda.
+        conda: text of an explicit conda lock; empty without one.
+        packages: set of packages, of `FLAVOURS`.
     """
 
     requirements: tuple[str, ...]
@@ -45,11 +51,17 @@ class EnvironmentRequest:
     trainer: str
     flavour: str = "auto"
     conda: str = ""
+    packages: str = "standard"
 
     @property
     def torch(self) -> str:
         """The pinned requirement of torch."""
         return next((line for line in self.constraints if line.startswith("torch==")), "torch")
+
+    @property
+    def locked(self) -> bool:
+        """Whether the constraints have a digest for every package, so that they are the complete environment."""
+        return has_digests(self.constraints)
 
 
 def is_supported_python(version: str) -> bool:
@@ -80,8 +92,67 @@ def read_constraints(lock: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def conda_lock(path: str) -> str:
-    """Return the text of a conda lock; empty for an empty path. Raises EnvironmentBuildError."""
+def has_digests(constraints: Sequence[str]) -> bool:
+    """Return whether every line of a lock has a digest."""
+    return bool(constraints) and all("--hash=sha256:" in line for line in constraints)
+
+
+def check_lock(request: EnvironmentRequest) -> None:
+    """Check that a lock with digests has every requirement. Raises EnvironmentBuildError."""
+    if not request.locked:
+        if request.packages != "standard":
+            raise EnvironmentBuildError(
+                f"python_flavour is {request.packages}: its python_lock needs a digest for every package, as "
+                f"{FLAVOURS[request.packages]} has"
+            )
+        return
+    pinned = {normal_name(line) for line in request.constraints}
+    if missing := [line for line in request.requirements if normal_name(line) not in pinned]:
+        raise EnvironmentBuildError(
+            f"python_lock has digests, but not for {', '.join(missing)}: omit the python_extras that need it, or add it to "
+            "the lock"
+        )
+
+
+def normal_name(requirement: str) -> str:
+    """Return the name in a requirement as package indexes compare it: ``PyYAML>=6`` is ``pyyaml``."""
+    match = _NAME.match(requirement)
+    return re.sub(r"[-_.]+", "-", match[0]).lower() if match else ""
+
+
+def check_unsloth(infos: Mapping[str, Mapping[str, Any]], flavour: str) -> None:
+    """Check that the hosts can have the environment of unsloth, whose torch is the newest CUDA build.
+
+    Args:
+        infos: for each host what `python_env_info` returned.
+        flavour: the build of torch that the drivers and GPUs of the hosts support.
+
+    Raises:
+        EnvironmentBuildError: no host has a GPU, or a host has another architecture, an old driver or an old GPU.
+    """
+    if other := next((host for host, info in infos.items() if info["machine"] != "x86_64"), None):
+        raise EnvironmentBuildError(
+            f"{other}: python_flavour is unsloth, whose lock is for x86_64, but the host is {infos[other]['machine']}: set "
+            "python_flavour: standard"
+        )
+    build, driver, capability, _ = BUILDS[0]
+    if flavour != build:
+        found = ", ".join(f"{host}: driver {info['driver']}" for host, info in infos.items() if info["driver"])
+        raise EnvironmentBuildError(
+            f"python_flavour is unsloth, whose torch ({build}) requires an NVIDIA driver {driver} or newer and a compute "
+            f"capability of {capability:g} or higher ({found or 'no host has a driver'}): install the driver, or set "
+            "python_flavour: standard"
+        )
+
+
+def conda_lock(path: str, top: Path) -> str:
+    """Return the text of a conda lock; by default of conda.lock in the project's folder `top`, or empty without it.
+
+    Raises:
+        EnvironmentBuildError: the file cannot be read.
+    """
+    if not path:
+        path = str(top / CONDA_LOCK) if (top / CONDA_LOCK).exists() else ""
     try:
         return _read("python_conda_lock", user_path(path, "python_conda_lock")) if path else ""
     except UserError as error:
@@ -152,6 +223,28 @@ def conda_packages(text: str) -> list[dict[str, str]]:
             )
         found.append(match.groupdict() | {"subdir": match["url"].rsplit("/", 2)[1]})
     return found
+
+
+def conda_installer(text: str, installer: str, digest: str) -> dict[str, str]:
+    """Return `source` (URL or path on the controller) and `digest` of the installer of conda.
+
+    Args:
+        text: an explicit conda lock, whose comment `# installer: SOURCE#DIGEST` names the installer.
+        installer: a source that replaces the one in the lock, or an empty string.
+        digest: the SHA-256 of `installer`.
+
+    Raises:
+        EnvironmentBuildError: the lock names no installer and there is no other, or a digest is missing.
+    """
+    found = INSTALLER_LINE.search(text)
+    if not installer and found:
+        return {"source": found["source"], "digest": found["digest"]}
+    if not installer or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise EnvironmentBuildError(
+            "python_env is conda: set python_conda_installer and python_conda_sha256 (the digest is published next to the "
+            "installer), or write a lock with make lock-conda, which names them"
+        )
+    return {"source": installer, "digest": digest}
 
 
 def conda_python(packages: Sequence[Mapping[str, str]]) -> str:

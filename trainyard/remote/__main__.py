@@ -19,9 +19,13 @@ from trainer.supervise.files import SupervisorError
 VERBS = {
     "host_facts": ("trainyard.remote.host_facts", "gather"),
     "health": ("trainyard.remote.health", "gather"),
+    "hardware": ("trainyard.remote.hardware", "gather"),
     "mesh": ("trainyard.remote.mesh", "measure"),
     "all_reduce": ("trainyard.remote.all_reduce", "measure"),
+    "local_files": ("trainyard.remote.local_files", "local_files"),
+    "hub_fetch": ("trainyard.remote.hub_fetch", "hub_fetch"),
     "receive": ("trainyard.remote.receive", "receive"),
+    "relay": ("trainyard.remote.relay", "relay"),
     "commit": ("trainyard.remote.commit", "commit"),
     "ollama": ("trainyard.remote.ollama", "ollama"),
     "read_files": ("trainyard.remote.read_files", "read_files"),

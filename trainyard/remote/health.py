@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainyard.remote import nvidia_smi
+from trainyard.remote import hardware, nvidia_smi
 from trainyard.remote.network import interface_details
 
 BUSY_LOOP = 0.6  # s that a busy loop runs, to measure the share of a core that this host gets
@@ -42,7 +42,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     """Measure this host.
 
     Args:
-        request: `data_dir`; `run`, the name of a run or an empty string; `peers`, the names of the other hosts;
+        request: what `hardware.gather` needs; `run`, the name of a run or an empty string; `peers`, the names of the other hosts;
             `memory_mib`, what a process must be able to allocate; `sudo`, whether trainyard configures the host as root.
 
     Returns:
@@ -66,6 +66,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "spin": spin(),
         "torchruns": torchruns(data_dir / "runs"),
         "gpu": gpu_state(),
+        "hardware": hardware.gather(request),
         "files": files(data_dir, request["run"]),
         "sudo": sudo() if request["sudo"] else True,
         "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,

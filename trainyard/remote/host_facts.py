@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import is_alive, other_runs, read_json
+from trainer.supervise.files import is_alive, other_runs, read_json, run_devices
+from trainer.supervise.processes import held_gpus
 from trainer.supervise.socket_filter import permits_socket_filter
 from trainyard.remote import nvidia_smi
 from trainyard.remote.network import (
@@ -36,11 +37,15 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         address; `route_error`, why there is none, or an empty string; `free_ports`; `cpus`; `memory_mib`; `gpus`;
         `versions` of packages; `free_bytes` below `data_dir`. Of the run: `spec`, the text of its spec if it has
         checkpoints or is alive; `result`; `rows` of its last step; `running`; `part`, the supervisor's state;
-        `stop_wanted`. `busy_with` is another run that is alive on this host; `unreadable` are run folders beside it that
+        `stop_wanted`. `busy_with` is another run that is alive on this host without GPUs of its own; `held_gpus` has the
+        run that uses a GPU, by its UUID; `unreadable` are run folders beside it that
         cannot be read. `firewall` is the name of the active firewall, or an empty string.
     """
     run_dir, data_dir = Path(request["run_dir"]), Path(request["data_dir"])
     alive, unreadable = other_runs(run_dir)
+    here = gpus()
+    beside = {name: run_devices(run_dir.parent / name) for name in alive}
+    held = {uuid: name for name, uuids in beside.items() for uuid in uuids}
     return {
         "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "machine_id": first_line(Path("/etc/machine-id")),
@@ -52,7 +57,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "free_ports": [port for port in request["ports"] if port_is_free(port)],
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
-        "gpus": gpus(),
+        "gpus": here,
+        "held_gpus": held | (held_gpus(run_dir.name) if here else {}),
         "allocator": allocator(),
         "compiler": any(shutil.which(name) for name in ("g++", "clang++", "c++")),
         "versions": package_versions(request["python"]),
@@ -60,7 +66,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "free_bytes": shutil.disk_usage(nearest_folder(data_dir)).free,
         "may_write": os.access(nearest_folder(data_dir), os.W_OK | os.X_OK),
         **run_state(run_dir),
-        "busy_with": next(iter(alive), ""),
+        "busy_with": next((name for name in alive if not (here and beside[name])), ""),
         "unreadable": unreadable,
     }
 

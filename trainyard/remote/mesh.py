@@ -22,6 +22,7 @@ COMMAND_SIZE = 16  # bytes of a command on a connection
 STREAM = 2 << 20  # maximum bytes that a worker sends to the head, and receives, to measure the bandwidth
 LARGE = 128 << 10  # bytes; too many for a path that silently drops large packets
 PINGS = 20
+SERVICE_LIMIT = 3.0  # s for a connection to the port of a peer's Ollama
 CONNECT_LIMIT = 3.0  # s for a peer that accepted a connection to send its token
 
 
@@ -32,12 +33,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         request: `name` and `address` of this host; `device`, its network interface; `names` of all hosts; `head`, one
             of them; `peers`, {name: address} of the other hosts; `ports` to listen on; `token`, known to all hosts;
             `limit`, the seconds for everything: hosts start within a second or two of each other; `data_dir`, the data
-            directory, or an empty string to write nothing.
+            directory, or an empty string to write nothing; `services`, {name: port} of hosts with an Ollama.
 
     Returns:
         `mtu` of the interface in bytes; `taken`, the ports on which this host could not listen; `reached`, {peer:
         {port: "" or an error}}; `lines`, {peer: {`latency_ms`, `mbit` (to the head), `ping_small` and `ping_large`,
-        `stalled`: an error}}; `shares_with`, the peers that have the same data directory; `write_error`, why this host
+        `stalled`: an error}}; `services`, {peer: "" or why its Ollama's port is not reached}; `shares_with`, the peers that have the same data directory; `write_error`, why this host
         cannot write to it, or an empty string.
     """
     return Mesh(request).run()
@@ -60,6 +61,8 @@ class Mesh:
         self.taken: list[int] = []
         self.reached: dict[str, dict[str, str]] = {name: {} for name in self.peers}
         self.lines: dict[str, dict[str, Any]] = {name: {} for name in self.peers}
+        self.service_ports: dict[str, int] = request.get("services", {})
+        self.services: dict[str, str] = {}
         self.done: set[str] = set()  # peers that no longer need this host
         self.one_stream = threading.Lock()
         self.marker = FolderMarker(data_dir, request["token"]) if (data_dir := request["data_dir"]) else None
@@ -89,7 +92,8 @@ class Mesh:
             thread.join(self.time_left())
         while self.time_left() and not set(self.peers) <= self.done:
             time.sleep(0.05)
-        return {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}
+        answer = {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}
+        return answer | {"services": self.services}
 
     def measurements(self) -> tuple[Callable[[str, str], None], ...]:
         """Return what this host measures for each peer, at once; each takes the peer's name and address."""
@@ -114,6 +118,15 @@ class Mesh:
                 self.taken.append(port)
                 continue
             threading.Thread(target=self.accept, args=(server,), daemon=True).start()
+        if service := self.service_ports.get(self.name):  # in place of an Ollama that does not listen on this address
+            with contextlib.suppress(OSError):
+                server = socket.create_server((self.address, service), family=family)
+                threading.Thread(target=self.accept_only, args=(server,), daemon=True).start()
+
+    def accept_only(self, server: socket.socket) -> None:
+        """Accept connections and close them."""
+        while True:
+            server.accept()[0].close()
 
     def accept(self, server: socket.socket) -> None:
         """Serve every connection in a separate thread."""
@@ -148,6 +161,8 @@ class Mesh:
 
     def measure_peer(self, name: str, address: str) -> None:
         """Try every port of a peer, and measure the first connection."""
+        if service := self.service_ports.get(name):
+            self.services[name] = self.connect_service(address, service)
         connection = None
         for port in self.ports:
             opened, error = self.connect(address, port)
@@ -167,6 +182,18 @@ class Mesh:
                     self.lines[name]["stalled"] = str(error) or "the peer closed the connection"
                 with contextlib.suppress(OSError):
                     send_command(connection, f"bye {self.names.index(self.name)}")
+
+    def connect_service(self, address: str, port: int) -> str:
+        """Return why no connection to a port is possible, or an empty string. A peer that starts later refuses at first."""
+        deadline = time.monotonic() + min(SERVICE_LIMIT, self.time_left())
+        while True:
+            try:
+                socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
+                return ""
+            except OSError as error:
+                if time.monotonic() > deadline or not isinstance(error, ConnectionRefusedError):
+                    return error.strerror or str(error) or "no answer"
+            time.sleep(0.1)
 
     def connect(self, address: str, port: int) -> tuple[socket.socket | None, str]:
         """Retry until the time is up, because the peer may not have started yet; return a connection or an error."""

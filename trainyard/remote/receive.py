@@ -7,56 +7,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
-import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import write_atomic
+from trainyard.remote.digests import Digests, file_digest
+from trainyard.remote.local_files import content_digest
 
-
-class Digests:
-    """SHA-256 digests of files, cached by size, times and inode: a model of many gigabytes is read only once."""
-
-    def __init__(self, cache: Path) -> None:
-        """Read the cache; a missing or damaged one is empty."""
-        self._cache = cache
-        try:
-            self._known: dict[str, list[Any]] = json.loads(cache.read_bytes())
-        except (OSError, ValueError):
-            self._known = {}
-        self._changed = False
-
-    def of(self, path: Path) -> str:
-        """Return the file's digest in hex, or an empty string if it cannot be read."""
-        try:
-            with path.open("rb") as file:
-                identity = _identity(os.fstat(file.fileno()))
-                if (known := self._known.get(str(path))) and known[:-1] == identity:
-                    return str(known[-1])
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError:
-            return ""
-        self._known[str(path)] = [*identity, digest]
-        self._changed = True
-        return digest
-
-    def keep(self) -> None:
-        """Write the cache if it has changed. A full disk is no error: the digests are computed again."""
-        if not self._changed:
-            return
-        self._known = {path: known for path, known in self._known.items() if Path(path).exists()}
-        try:
-            self._cache.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._cache, json.dumps(self._known).encode())
-        except OSError:
-            return
-
-
-def _identity(stat: os.stat_result) -> list[int]:
-    # ctime changes with every write, and no program can set it.
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+STALE = 86_400.0  # s after which a file that arrived belongs to a transfer that was killed
 
 
 def receive(request: dict[str, Any]) -> dict[str, Any]:
@@ -64,8 +24,9 @@ def receive(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `contents`, {path: [mode, content in
-            base64]}; `modes`, {path: mode of its source}: others may read a file only if they may read its source; `cache`,
-            the file of known digests; `incoming`, a folder for files to come; `check`, change nothing.
+            base64]}; `modes`, {path: mode of its source}: others may read a file only if they may read its source; `links`,
+            {path: [file or folder that the host has, its digest]}; `cache`, the file of known digests; `incoming`, a
+            folder for files to come; `check`, change nothing.
 
     Returns:
         `lacking`, the paths that are missing or differ; `changed`, the paths that were (or with `check` would be)
@@ -85,17 +46,24 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
     changed = []
     for path, temporary in request["arrived"].items():
         restrict(Path(temporary), modes.get(path, 0o777))
-        install(Path(temporary), Path(path), request["files"][path])
+        install(Path(temporary), Path(path), request["files"][path], digests)
         changed.append(path)
+    links = [
+        path
+        for path, (source, digest) in request.get("links", {}).items()
+        if needs_link(Path(path), Path(source), digest, digests)
+    ]
+    if not request["check"]:
+        for path in links:
+            link(Path(path), Path(request["links"][path][0]))
     lacking = [path for path, digest in request["files"].items() if digests.of(Path(path)) != digest]
     if request["check"]:
-        return {"lacking": lacking, "changed": lacking}
+        return {"lacking": lacking, "changed": links + lacking}
     digests.keep()
     if lacking:
-        incoming = Path(request["incoming"])
-        incoming.mkdir(parents=True, exist_ok=True)
-        incoming.chmod(0o700)  # a copy has its mode only after it has arrived
+        prepare_incoming(Path(request["incoming"]))
         return {"lacking": lacking}
+    changed += links
     for path, mode in modes.items():
         with contextlib.suppress(PermissionError):  # another user's file, which has the same contents
             restrict(Path(path), mode)
@@ -105,14 +73,56 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
     return {"lacking": [], "changed": changed}
 
 
-def install(temporary: Path, target: Path, digest: str) -> None:
-    """Move a received file to its target. If its digest is wrong, remove it and raise ValueError."""
-    with temporary.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+def prepare_incoming(incoming: Path) -> None:
+    """Create the folder for files to come, and remove what killed transfers have left there. Raises OSError."""
+    incoming.mkdir(parents=True, exist_ok=True)
+    incoming.chmod(0o700)  # a copy has its mode only after it has arrived
+    for file in incoming.iterdir():
+        with contextlib.suppress(OSError):  # another transfer ends
+            if time.time() - file.lstat().st_mtime > STALE:
+                file.unlink()
+
+
+def install(temporary: Path, target: Path, digest: str, digests: Digests, found: str = "") -> None:
+    """Move a received file to its target. If its digest is wrong, remove it and raise ValueError.
+
+    Args:
+        found: the digest of the received file, if it is known.
+    """
+    if not found:
+        with temporary.open("rb") as file:
+            found = file_digest(file)
     if found != digest:
         temporary.unlink(missing_ok=True)
         raise ValueError(f"{target} arrived damaged; run the same command again")
     target.parent.mkdir(parents=True, exist_ok=True)
+    temporary.replace(target)
+    digests.record(target, digest)
+
+
+def needs_link(target: Path, source: Path, digest: str, digests: Digests) -> bool:
+    """Return whether `target` must become a link to `source`. Raises ValueError if `source` has another content."""
+    found = content_digest(source, digests)
+    if found != digest:
+        what = "differs from the file that the run was planned with" if found else "is missing or cannot be read"
+        raise ValueError(f"{source} {what}; run the same command again")
+    if target.is_symlink():
+        return target.readlink() != source
+    if not target.exists():
+        return True
+    if content_digest(target, digests) == digest:  # an earlier run copied it
+        return False
+    if target.is_dir():
+        raise ValueError(f"{target} exists and differs from {source}; remove it")
+    return True
+
+
+def link(target: Path, source: Path) -> None:
+    """Make `target` a link to `source` in one step. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(source)
     temporary.replace(target)
 
 

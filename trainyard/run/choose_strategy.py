@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trainer.config import FIELDS, TINY, RunSpec, make_spec, parse_mapping
@@ -27,7 +31,6 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
         if host.facts["spec"]:
             before = staged_spec(host).strategy
             return before, f"auto: this run started with {before}"
-    model = next((file["src"] for file in files if file["kind"] == "model" and spec["model"] != TINY), spec["model"])
     links = link_speeds(hosts)
     known = []
     for host, count, link in zip(hosts, rank_counts(hosts), links, strict=True):
@@ -36,19 +39,39 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
             {
                 "processes": count,
                 "threads": max(1, facts["cpus"] // count),
-                "gpu_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=0),
+                "gpu_mib": min((gpu["memory_mib"] for gpu in host.gpus), default=0),
                 "memory_mib": facts["memory_mib"],
                 "link_mbit": link,
             }
         )
-    fields = {name: value for name, value in spec.items() if name in FIELDS} | {"model": model}
     try:
-        strategy, why = choose(make_spec(fields, "the plan"), known)
+        with spec_here(spec, files) as here:
+            strategy, why = choose(here, known)
     except UserError as error:
         raise PlanError(str(error)) from None
     slowest = min((link for link in links if link), default=0.0)
     measured = slowest in [host.link_to_head.get("mbit") for host in hosts]
     return strategy, f"{why} (link measured)" if measured else why
+
+
+@contextlib.contextmanager
+def spec_here(spec: dict[str, Any], files: list[dict[str, Any]]) -> Iterator[RunSpec]:
+    """Yield the spec with a model that the controller can read: its folder here, or the config.json of a host.
+
+    Args:
+        files: the files of the prepared run, among them the model.
+
+    Raises:
+        UserError: the spec is invalid.
+    """
+    file = next((file for file in files if file["kind"] == "model" and spec["model"] != TINY), None)
+    fields = {name: value for name, value in spec.items() if name in FIELDS}
+    if file is None or file["src"]:
+        yield make_spec(fields | ({"model": file["src"]} if file else {}), "the plan")
+        return
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
+        (Path(folder) / "config.json").write_text(file["config"])
+        yield make_spec(fields | {"model": folder}, "the plan")
 
 
 def staged_spec(host: HostState) -> RunSpec:

@@ -59,13 +59,20 @@ class Follower:
                 return stall
             if found:
                 suspected_since = suspected_since or now
-                # A host that does not answer may be the cause of the other hosts' errors.
-                silent = any(part.silent > SETTLE for part in self.parts if part.status not in ENDED)
-                if found[0].sure or now - suspected_since > (self.lost_limit if silent else SETTLE):
+                if found[0].sure or (now - suspected_since > SETTLE and self.all_answered_since(suspected_since)):
                     return found[0]
             elif self.has_ended():
                 return None
             time.sleep(TICK)
+
+    def all_answered_since(self, moment: float) -> bool:
+        """Return whether every running host answered after `moment`, and none is silent now.
+
+        A host that does not answer may be the cause of the other hosts' errors. It answers, or its silence becomes a
+        cause of its own after `lost_limit`.
+        """
+        running = [part for part in self.parts if part.status not in ENDED]
+        return all(self.answered_at[part.host] > moment and part.silent <= SETTLE for part in running)
 
     def has_ended(self) -> bool:
         """Return whether every part has ended, except those without which the run continued."""
@@ -137,10 +144,11 @@ def follow_parts(
     """
     world_size = sum(len(part.ranks) for part in parts)
     report(f"following {run}: {world_size} ranks on {', '.join(part.host for part in parts)}")
-    report(
-        f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "
-        f"to stop it: playbooks/stop.yml -e run={run}"
-    )
+    if any(part.status not in ENDED for part in parts):
+        report(
+            f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "
+            f"to stop it: playbooks/stop.yml -e run={run}"
+        )
     progress = Progress(world_size, options.progress_interval, options.stall_limit)
     follower = Follower(parts, connect, progress, options, report)
     cause = follower.follow()

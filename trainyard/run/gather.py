@@ -7,9 +7,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from trainer.config import FIELDS, RunSpec
+from trainer.data.files import needs_library
+from trainer.formats import printable
 from trainer.strategy import plan_of, possible_plans
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import HostUnreachableError, PlanError
 from trainyard.run.options import LaunchOptions
@@ -107,7 +110,8 @@ def usable_hosts(
         if not minimum and unreachable:
             raise HostUnreachableError(_unreachable_line(unreachable))
         reached = [host for host in hosts if host.name not in unreachable]
-        unfit = {host.name: why for host in reached if (why := unfitness(host, prepared.size))}
+        unfit = {finding.host: finding.message for finding in assign_gpus(reached)}
+        unfit |= {host.name: why for host in reached if (why := unfitness(host, prepared.size))}
         if not minimum and unfit:
             raise PlanError(": ".join(next(iter(unfit.items()))))
         left_out |= unreachable | unfit
@@ -137,19 +141,20 @@ def check_consistency(hosts: list[HostState]) -> None:
         raise PlanError(finding.headline if finding.check == "address" else finding.message)
 
 
-def check_requirements(hosts: list[HostState], spec: dict[str, Any], dataset_staged: bool) -> None:
+def check_requirements(hosts: list[HostState], spec: dict[str, Any]) -> None:
     """Check that every host has the packages and tools that the spec needs. Raises PlanError."""
     eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
+    dataset = next((source.path for source in spec_of(spec).sources if needs_library(source.path)), "")
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
         **plan_of(spec_of(spec)).needs_packages(spec_of(spec)),
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
-        "datasets": not dataset_staged and not spec["fake_data"] and f"dataset={spec['dataset']} (a hub id)",
+        "datasets": bool(dataset) and not spec["fake_data"] and f"dataset={printable(dataset)}",
     }
     for host in hosts:
         name, facts = host.name, host.facts
-        if spec["backend"] == "unsloth" and not facts["gpus"]:
+        if spec["backend"] == "unsloth" and not host.gpus:
             raise PlanError(f"{name}: backend=unsloth needs an NVIDIA GPU and the host has none: use backend=peft")
         for package, setting in needs.items():
             if setting and package not in facts["versions"]:

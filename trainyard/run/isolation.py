@@ -34,7 +34,7 @@ def choose_isolation(wanted: str, spec: Mapping[str, Any], has_dataset: bool, ru
         wanted: `auto`, `always` or `never`.
         spec: the run spec.
         has_dataset: whether the controller stages the dataset; otherwise every host fetches it from the hub.
-        run_env: environment variables for the ranks.
+        run_env: environment variables for the ranks, of the run and of its hosts.
     """
     if wanted == "never":
         return NO_ISOLATION
@@ -56,7 +56,7 @@ def outside_need(spec: Mapping[str, Any], has_dataset: bool, run_env: Mapping[st
     for name, value in run_env.items():
         # A proxy or a server; or another network, whose addresses are unknown here.
         if "://" in value or name.lower().endswith(("_proxy", "_host", "_endpoint", "_socket_ifname")):
-            return f"{name} in run_env"
+            return f"{name} in run_env or cluster_env"
     return ""
 
 

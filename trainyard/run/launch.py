@@ -78,6 +78,7 @@ def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[
         "backend": entry.get("backend") or "auto",
         "attempt": entry.get("attempt") or 0,
         "claim": entry.get("claim") or "",
+        "devices": entry.get("devices") or [],
         "properties": [*properties, *(entry.get("properties") or [])],
         "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
         "hold": True,

@@ -18,6 +18,8 @@ ENDED = (*ENDED_WELL, "failed", "lost", "none")
 MESSAGE_LIMIT = 1000  # characters of a rank's error message
 LAG = 5  # steps behind the first rank that are reported
 SLOW = 1.5  # ratio of a rank's step time to the median of the others' that is reported
+GPU_INTERVAL = 10.0  # s between two lines about the GPUs
+GPU_RANKS = 16  # ranks in such a line
 SLOW_STEPS = 5  # steps over which step times are averaged
 WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at a synchronization
 
@@ -193,6 +195,7 @@ class Progress:
     def __init__(self, world_size: int, interval: float, stall_limit: float) -> None:
         self.world_size, self.interval, self.stall_limit = world_size, interval, stall_limit
         self.shown_step, self.shown_at = -1, float("-inf")
+        self.gpu_shown_at = float("-inf")
         self.phase = ""
         self.lagging: set[int] = set()
         self.slow: set[int] = set()
@@ -214,6 +217,9 @@ class Progress:
         if stepped and (done or now - self.shown_at >= self.interval):
             lines.append(progress_line(first, self.world_size))
             self.shown_step, self.shown_at = first["step"], now
+            if now - self.gpu_shown_at >= GPU_INTERVAL and (line := gpu_line(states)):
+                lines.append(line)
+                self.gpu_shown_at = now
         if (phase := phase_line(first)) != self.phase:
             self.phase = phase
             lines += [phase] if phase else []
@@ -314,6 +320,29 @@ def progress_line(state: dict[str, Any], world_size: int) -> str:
     if state.get("eta") is not None and state.get("status") not in ENDED_WELL and state["step"] != state.get("steps"):
         words.append(f"ETA {clock(state['eta'])}")
     return "  ".join([*words, f"({world_size} rank{'s' if world_size > 1 else ''})"])
+
+
+def gpu_cell(use: dict[str, float | None]) -> str:
+    """Return the use of a rank's GPU, such as ``87% 11.2GB 65C 240W``; a dash without a GPU.
+
+    The memory is what is in use on the GPU, or else the peak of the rank.
+    """
+    memory = use.get("memory_gb")
+    shown = (
+        (use.get("utilisation_percent"), "{:.0f}%"),
+        (use.get("memory_peak_gb") if memory is None else memory, "{:.1f}GB"),
+        (use.get("temperature_c"), "{:.0f}C"),
+        (use.get("power_w"), "{:.0f}W"),
+    )
+    return " ".join(form.format(value) for value, form in shown if value is not None) or "-"
+
+
+def gpu_line(states: dict[int, dict[str, Any]]) -> str:
+    """Return the use of all ranks' GPUs in one line; empty if no rank has one."""
+    cells = {rank: cell for rank, state in sorted(states.items()) if (cell := gpu_cell(state.get("gpu") or {})) != "-"}
+    shown = [f"rank {rank} {cell}" for rank, cell in list(cells.items())[:GPU_RANKS]]
+    more = [f"{len(cells) - GPU_RANKS} more ranks"] if len(cells) > GPU_RANKS else []
+    return f"GPU  {', '.join([*shown, *more])}" if cells else ""
 
 
 def phase_line(state: dict[str, Any]) -> str:

@@ -105,6 +105,11 @@ class LaunchOptions(BaseModel):
         "filter of the ranks' connections; auto: ranks accept connections of the run's hosts only, and connect to these "
         "only if the spec needs nothing else; always: also if it does; never: no filter",
     )
+    transfer: Literal["auto", "controller"] = declare(
+        "auto",
+        "how datasets and models reach the hosts; auto: from host to host, over TLS, where that is faster than from the "
+        "controller to each; controller: from the controller only",
+    )
     progress_interval: float = declare(
         2.0, "minimum time between two progress lines", unit="seconds", ge=0, le=MAX_SECONDS
     )

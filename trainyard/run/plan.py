@@ -10,6 +10,7 @@ from trainer.distributed.listeners import PEERS
 from trainer.formats import table
 from trainer.strategy import plan_named
 from trainyard.connection import Host
+from trainyard.preflight.gpu_choice import devices, numbers
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
 from trainyard.run.isolation import NO_ISOLATION, Isolation
@@ -17,6 +18,7 @@ from trainyard.run.isolation import NO_ISOLATION, Isolation
 # Below 32768, because the kernel assigns higher ports to outgoing connections.
 PORTS = range(29500, 29600)
 LOOPBACK = "127.0.0.1"
+GPUS = "CUDA_VISIBLE_DEVICES"
 _MAX_ADDRESSES = 64  # of one host: a host states them itself
 _JOIN_TIMEOUT = 120  # s for all hosts of an elastic run to reach the rendezvous
 
@@ -39,6 +41,9 @@ class Node:
         stale: whether ranks of an earlier start still run there and must be stopped first.
         peers: addresses of all hosts of the run, from which its ranks accept connections; empty to accept all.
         isolated: whether the ranks connect only to these addresses.
+        devices: UUIDs of the GPUs of the ranks, in the order of local ranks; empty without a GPU.
+        gpu_numbers: their numbers in the order of nvidia-smi.
+        hide_gpus: whether the ranks use the CPU of a host with GPUs.
     """
 
     host: str
@@ -61,6 +66,9 @@ class Node:
     stale: bool = False
     peers: list[str] = field(default_factory=list)
     isolated: bool = False
+    devices: list[str] = field(default_factory=list)
+    gpu_numbers: list[int] = field(default_factory=list)
+    hide_gpus: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -130,7 +138,7 @@ def replica_ports(hosts: list[HostState], port: int, size: int) -> list[int]:
 
 def rank_counts(hosts: list[HostState]) -> list[int]:
     """Return the number of ranks on each host."""
-    return [host.host.processes or len(host.facts["gpus"]) or 1 for host in hosts]
+    return [host.host.processes or len(host.gpus) or 1 for host in hosts]
 
 
 @dataclass(frozen=True)
@@ -208,11 +216,14 @@ def plan_nodes(
                 restarts=restarts if replica_hosts else 0,
                 lighthouse=meeting.lighthouse if place == 0 else "",
                 # CPU tensors use malloc, and glibc's keeps up to twice the memory that they need.
-                allocator="" if facts["gpus"] else facts.get("allocator", ""),
+                allocator="" if host.gpus else facts.get("allocator", ""),
                 elastic=bool(elastic),
                 stale=facts.get("running", False),
                 peers=peers,
                 isolated=isolation.outgoing,
+                devices=devices(host.gpus),
+                gpu_numbers=numbers(host),
+                hide_gpus=bool(facts["gpus"]) and not host.gpus,
             )
         )
     return nodes
@@ -317,6 +328,7 @@ def environment(node: Node, extra: dict[str, str]) -> str:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         **({"LD_PRELOAD": node.allocator} if node.allocator else {}),
+        **gpu_environment(node),
         # Otherwise restarted ranks read their peers' previous addresses from torchrun's store, and wait for those.
         **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if node.elastic else {}),
         **({PEERS: ",".join(node.peers)} if node.peers else {}),
@@ -325,10 +337,20 @@ def environment(node: Node, extra: dict[str, str]) -> str:
     } | {name: str(value) for name, value in extra.items()}
     if PEERS in extra:
         raise PlanError(f"run_env: {PEERS} is set by the plan: use isolate=never to remove the filter")
+    if GPUS in extra and (node.devices or node.hide_gpus):
+        raise PlanError(f"{node.host}: {GPUS} in run_env or cluster_env is set by the plan: set cluster_gpus instead")
     for name, value in values.items():
         if "\n" in value or "\n" in name or "=" in name:
             raise PlanError(f"run_env: {name!r} contains a line break or '=': give it as a file instead")
     return "".join(f"{name}={value}\n" for name, value in values.items())
+
+
+def gpu_environment(node: Node) -> dict[str, str]:
+    """Return the variables that limit the ranks to the node's GPUs. Rank N of the host uses the N-th of them."""
+    if node.hide_gpus:
+        return {GPUS: ""}
+    # UUIDs, because CUDA numbers GPUs by their speed and nvidia-smi by their slot.
+    return {GPUS: ",".join(node.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if node.devices else {}
 
 
 def shared_rows(nodes: list[Node], spec: dict[str, Any], before: list[int]) -> list[int]:
@@ -351,6 +373,9 @@ def plan_lines(nodes: list[Node], spec: dict[str, Any], port: int, before: list[
         meeting = f"lighthouse {nodes[0].lighthouse}"
         head.append("replica")
         rows = [[*row, str(n.replica)] for row, n in zip(rows, nodes, strict=True)]
+    if any(node.gpu_numbers or node.hide_gpus for node in nodes):
+        head.append("GPUs")
+        rows = [[*row, ",".join(map(str, n.gpu_numbers)) or "-"] for row, n in zip(rows, nodes, strict=True)]
     by_speed = ""
     if plan_named(spec["strategy"]).shares_rows_by_speed:
         head.append("rows")

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.config import FIELDS, changed_fields, make_spec
+from trainer.config.dataset_source import with_paths
 from trainer.formats import quoted
+from trainer.planner.packing import packing_text
 from trainer.strategy import AUTO
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
@@ -16,7 +18,7 @@ from trainyard.preflight.mesh import high_ports, measure_mesh
 from trainyard.preflight.report import Report
 from trainyard.preflight.runner import check_plan, skipped_checks
 from trainyard.remote.commit import start_of
-from trainyard.run.choose_strategy import choose_strategy, staged_spec
+from trainyard.run.choose_strategy import choose_strategy, spec_here, staged_spec
 from trainyard.run.errors import PartlyActiveError, PlanError, RunError
 from trainyard.run.gather import (
     Connect,
@@ -88,7 +90,7 @@ def plan_run(
     hosts, left_out = usable_hosts(head_first(hosts, options.head), connect, prepared, options, previous.lost)
     check_consistency(hosts)
     chosen = _resolve_strategy(hosts, connect, spec, prepared)
-    check_requirements(hosts, spec, prepared.has_dataset)
+    check_requirements(hosts, spec)
     apart = own_torchrun(spec)
     if apart:
         check_torchft([host.host for host in hosts], options)
@@ -100,7 +102,8 @@ def plan_run(
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     hosts = members or hosts
-    isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, options.run_env)
+    variables = {name: value for host in hosts for name, value in host.host.env.items()} | options.run_env
+    isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, variables)
     nodes = plan_nodes(
         hosts,
         run=run,
@@ -123,7 +126,8 @@ def plan_run(
     if is_finished(hosts, entries[0]["spec"], run):
         return RunPlan(entries, "finished", port, [])
     lines = [*_host_lines(hosts, left_out), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
-    lines += [chosen] if chosen else []
+    with spec_here(spec, prepared.files) as here:
+        lines += [f"rows: {packing_text(here)}", *filter(None, [chosen])]
     return RunPlan(entries, "new", port, lines + isolation_lines(isolation, hosts))
 
 
@@ -201,16 +205,25 @@ def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: Prepared
     return node.as_dict() | {
         "spec": host_spec(spec, prepared.files, node.data_dir),
         "previous": start_of(facts["part"]),
+        "link_mbit": facts["link_mbit"],
         "versions": facts["versions"],
-        "gpus": [gpu["name"] for gpu in facts["gpus"]],
-        "memory_mib": min((gpu["memory_mib"] for gpu in facts["gpus"]), default=facts["memory_mib"]),
+        "gpus": [gpu["name"] for gpu in host.gpus],
+        "memory_mib": min((gpu["memory_mib"] for gpu in host.gpus), default=facts["memory_mib"]),
     }
 
 
 def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) -> dict[str, Any]:
-    """Return the spec with the paths of model and dataset on a host."""
-    paths = {entry["kind"]: f"{data_dir}/{entry['dest']}" for entry in files if entry["kind"] in ("model", "dataset")}
-    return {name: value for name, value in spec.items() if name in FIELDS} | paths
+    """Return the spec with the paths of model and datasets on a host."""
+    known = {name: value for name, value in spec.items() if name in FIELDS}
+    listed = known["dataset"]
+    datasets = [listed] if isinstance(listed, str) else [source["path"] for source in listed]
+    for entry in files:
+        path = f"{data_dir}/{entry['dest']}"
+        if entry["kind"] == "model":
+            known["model"] = path
+        elif entry["kind"] == "dataset":
+            datasets[entry.get("source", 0)] = path
+    return known | {"dataset": with_paths(listed, datasets)}
 
 
 def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:

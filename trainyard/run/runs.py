@@ -6,14 +6,24 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainyard.connection import Host, HostConnection
+from trainyard.preflight.hardware import gather_hardware, hardware_table
 from trainyard.run.errors import RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, stop_lines, stop_parts
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
-from trainyard.run.status import find_parts, list_runs, no_such_run, parts_to_monitor, request_statuses
+from trainyard.run.status import (
+    RunList,
+    find_parts,
+    list_runs,
+    no_such_run,
+    parts_to_monitor,
+    request_statuses,
+    watch_runs,
+)
 
+WATCH = 5.0  # s between two tables of a watched status
 GRACE = 60.0  # s that ranks have to save a checkpoint and exit
 
 
@@ -56,6 +66,51 @@ def stop_run(
     return {"changed": alive, "hosts": {part.host: part.status for part in parts}, "lines": lines}
 
 
+def stop_all_runs(
+    hosts: list[Host],
+    connect: Connect,
+    options: LaunchOptions,
+    report: Report,
+    *,
+    grace: float = GRACE,
+    now: bool = False,
+    check: bool = False,
+) -> dict[str, Any]:
+    """Stop every run of every host, one after another; arguments as for `stop_run`.
+
+    Args:
+        report: receives the lines of each run when it has stopped.
+
+    Returns:
+        `changed`; `runs`, for each run the status of each host's part; `lines` for a person.
+
+    Raises:
+        RunError: a host does not answer, or did not stop a run; the other runs are stopped.
+    """
+    found = list_runs(hosts, connect, options.lost_limit)
+    names = sorted({(state["node"] or {}).get("run", "") for state in found["runs"] if state["alive"]} - {""})
+    if check:
+        return {"changed": bool(names), "msg": f"would stop {', '.join(names) or 'no run'}"}
+    stopped, troubles = {}, dict(found["troubles"])
+    here = [host for host in hosts if host.name not in troubles]
+    for name in names:
+        try:
+            done = stop_run(name, here, connect, options, grace=grace, now=now)
+        except RunError as error:
+            troubles[f"run {name}"] = str(error)
+            continue
+        stopped[name] = done["hosts"]
+        for line in done["lines"]:
+            report(line)
+    line = f"stopped {len(stopped)} runs on {len(here)} hosts" if names else f"no run is alive on {len(here)} hosts"
+    if troubles:
+        where, why = next(iter(troubles.items()))
+        more = f" ({len(troubles)} problems, all listed below)" if len(troubles) > 1 else ""
+        lines = [f"{place}: {reason}" for place, reason in troubles.items()]
+        raise RunError(f"{where}: {why}{more}", troubles=troubles, lines=[line, *lines], runs=stopped)
+    return {"changed": bool(stopped), "runs": stopped, "lines": [line]}
+
+
 def follow_run(
     run: str, hosts: Iterable[Host], connect: Connect, options: LaunchOptions, report: Report
 ) -> dict[str, Any]:
@@ -78,12 +133,18 @@ def manage_runs(
     grace: float = GRACE,
     now: bool = False,
     check: bool = False,
+    every: bool = False,
+    watch: float = 0.0,
+    hardware: bool = False,
 ) -> dict[str, Any]:
     """List the runs of the hosts, or stop or follow one run.
 
     Args:
         state: `listed`, `stopped` or `followed`.
         run: the run's name; for `listed` it may be empty.
+        every: for `stopped`: all runs.
+        watch: for `listed`: seconds after which the list is reported again, until no run is alive; 0 lists once.
+        hardware: for `listed`: whether to list the hardware of the hosts before the runs.
 
     Raises:
         RunError: the name is missing, or see `stop_run` and `follow_run`.
@@ -94,9 +155,23 @@ def manage_runs(
         return connect(by_name[name])
 
     if state == "listed":
-        return {"changed": False} | list_runs(hosts, connect_name, options.lost_limit, run)
+        listing = RunList(hosts, connect_name, options.lost_limit, run)
+        known = gather_hardware(hosts, connect_name, options.lost_limit) if hardware else {}
+        table = [*hardware_table([host.name for host in hosts], known), ""] if hardware else []
+        if watch and not check:
+            for line in table:
+                report(line)
+            table = []
+        found = watch_runs(listing, report, watch) if watch and not check else listing.read()
+        more = {"hardware": known, "lines": [*table, *found["lines"]]} if hardware else {}
+        return {"changed": False} | found | more
+    if state == "stopped" and every:
+        if run:
+            raise RunError("name a run or all=true, not both")
+        return stop_all_runs(hosts, connect_name, options, report, grace=grace, now=now, check=check)
     if not run:
-        raise RunError("name the run: -e run=NAME")
+        hint = ", or -e all=true for every run" if state == "stopped" else ""
+        raise RunError(f"name the run: -e run=NAME{hint}")
     if state == "stopped":
         return stop_run(run, hosts, connect_name, options, grace=grace, now=now, check=check)
     return {"skipped": True} if check else follow_run(run, hosts, connect_name, options, report)

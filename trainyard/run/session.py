@@ -25,6 +25,7 @@ from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
+from trainyard.run.host_files import HostAccess
 from trainyard.run.launch import start_ranks
 from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.options import LaunchOptions
@@ -134,14 +135,19 @@ class RunSession:
         return result
 
     def prepare(self) -> dict[str, Any]:
-        """Check the spec, the dataset and the model on the controller, before any host is contacted. Raises UserError."""
+        """Check the spec, the dataset and the model. No host is contacted unless the spec names files of the hosts.
+
+        Raises:
+            UserError: a mistake in the spec, or a file is missing or damaged.
+            HostUnreachableError: no host answers.
+        """
         if self.spec is None:
             raise RunError("the run has no spec")
         with contextlib.ExitStack() as stack:
             work = self.home / ".trainyard"
             if self.check:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self.state.prepared = prepare(self.spec, work, self.report).as_dict()
+            self.state.prepared = prepare(self.spec, work, self.report, self._access()).as_dict()
         return {"changed": False}
 
     def plan(self) -> dict[str, Any]:
@@ -227,6 +233,9 @@ class RunSession:
             collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
         return collected
 
+    def _access(self) -> HostAccess:
+        return HostAccess(list(self.hosts.values()), self.connect, self.options.run_env, self.check)
+
     # What a first start and a restart share ---------------------------------------------------------------------------
 
     def _make_plan(self, previous: PreviousStart | None = None) -> RunPlan:
@@ -254,7 +263,10 @@ class RunSession:
         while True:
             try:
                 return stage_files(
-                    state.plan, self.prepared, self.connect, self.options.run_env, state.token, self.check
+                    *(state.plan, self.prepared, self.connect, self._environments(), state.token),
+                    check=self.check,
+                    transfer=self.options.transfer,
+                    report=self.report,
                 )
             except RunClaimedError as error:
                 if time.monotonic() > deadline:
@@ -265,6 +277,10 @@ class RunSession:
                 time.sleep(CLAIM_POLL)
             if self._make_plan(previous).phase != "new":
                 return {}
+
+    def _environments(self) -> dict[str, dict[str, str]]:
+        """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
+        return {name: {**host.env, **self.options.run_env} for name, host in self.hosts.items()}
 
     def _launch(self) -> dict[str, Any]:
         try:

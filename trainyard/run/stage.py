@@ -1,6 +1,6 @@
-"""Copy the trainer, the spec, the dataset and the model to all hosts at once. Only files that differ are copied.
+"""Copy the trainer, the spec, the datasets and the model to all hosts at once. Only files that differ are copied.
 
-Staging has two phases. The first copies large files to a store, where a file's name contains its digest: controllers do
+Staging has two phases. The first copies large files to a store (see transfer.py), where a file's name contains its digest: controllers do
 not disturb each other. The second writes the small files of the run folders, and claims the run for this controller.
 """
 
@@ -9,39 +9,42 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from trainyard.connection import FanOut, HostConnection, RemoteError
+from trainyard.connection import FanOut
 from trainyard.run.errors import RunClaimedError, StageError
 from trainyard.run.gather import Connect
 from trainyard.run.plan import Node, environment
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.spec_files import PreparedRun, Report
+from trainyard.run.transfer import ask_hosts, copy_to_hosts
 
-STAGE_LIMIT = 3600.0  # s: a large model over a slow link takes long
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
-_PRIVATE = ("spec", "previous", "claim")  # fields of an entry that plan.json does not have
+_PRIVATE = ("spec", "previous", "claim", "link_mbit")  # fields of an entry that plan.json does not have
 
 
 def stage_files(
     entries: list[dict[str, Any]],
     prepared: PreparedRun,
     connect: Connect,
-    run_env: dict[str, str],
+    environments: Mapping[str, dict[str, str]],
     token: str,
     check: bool = False,
+    transfer: str = "auto",
+    report: Report = print,
 ) -> dict[str, list[str]]:
     """Copy what differs to every host of the plan, claim the run, and write the run folder's small files.
 
     Args:
         entries: the plan; each entry has the node's fields, its `spec` and its `previous` start. Their `claim` is set.
-        run_env: environment variables for the ranks.
+        environments: environment variables for the ranks, by host.
         token: of this controller's claim on the run.
         check: compare only.
+        transfer: `auto`: from host to host where that is faster; `controller`: from the controller only.
+        report: receives a warning if a relay between the hosts fails.
 
     Returns:
         The paths that changed (or would change) on each host.
@@ -49,23 +52,17 @@ def stage_files(
     Raises:
         StageError: a host lacks a file afterwards.
         RunClaimedError: another controller starts the run, or has started it since it was planned.
-        PlanError: a value of `run_env` cannot be written to a file.
+        PlanError: a value of `environments` cannot be written to a file.
     """
-    commits = {e["host"]: commit_request(e, entries, prepared, run_env, token) for e in entries}
-    copies = {
-        entry["host"]: functools.partial(
-            _copy_files, connect(entry["host"]), entry=entry, files=prepared.files, token=token, check=check
-        )
-        for entry in entries
-    }
-    changed = {host: answer["changed"] for host, answer in _ask(entries, copies, STAGE_LIMIT).items()}
+    commits = {e["host"]: commit_request(e, entries, prepared, environments.get(e["host"], {}), token) for e in entries}
+    changed = copy_to_hosts(entries, prepared.files, connect, token, check=check, transfer=transfer, report=report)
     if check:
         return changed
     # Controllers claim a run on the same host first, so that one of them gets it on all hosts.
     order = sorted(entries, key=lambda entry: (entry["address"], entry["run_dir"]))
     for group in (order[:1], order[1:]):
         calls = {e["host"]: functools.partial(connect(e["host"]).call, "commit", commits[e["host"]]) for e in group}
-        answers = _ask(group, calls, COMMIT_LIMIT)
+        answers = ask_hosts(group, calls, COMMIT_LIMIT)
         if refusals := {host: answer["claimed"] for host, answer in answers.items() if "claimed" in answer}:
             release_claims(order, connect, token)
             whys = "; ".join(f"{host}: {why}" for host, why in refusals.items())
@@ -88,60 +85,6 @@ def release_claims(entries: list[dict[str, Any]], connect: Connect, token: str) 
         for entry in entries
     }
     FanOut(requests).wait(RELEASE_LIMIT)
-
-
-def _ask(
-    entries: list[dict[str, Any]], calls: Mapping[str, Callable[[], dict[str, Any]]], limit: float
-) -> dict[str, dict[str, Any]]:
-    """Return the answers of all hosts. Raises StageError."""
-    done = FanOut(calls).wait(limit)
-    if done.errors:
-        host = next(entry["host"] for entry in entries if entry["host"] in done.errors)
-        raise StageError(f"{host}: {done.errors[host]}", lost=list(done.errors))
-    return done.answers
-
-
-def _copy_files(
-    connection: HostConnection, *, entry: dict[str, Any], files: list[dict[str, Any]], token: str, check: bool
-) -> dict[str, Any]:
-    """Compare, copy what the host lacks, and move it to the store. Raises RemoteError."""
-    sources, expected = target_files(entry, files)
-    store = f"{entry['data_dir']}/store"
-    request = {
-        "files": expected,
-        "arrived": {},
-        "contents": {},
-        # In check mode, a model that a run would make does not exist any more.
-        "modes": {path: Path(source).stat().st_mode & 0o777 for path, source in sources.items() if not check},
-        "cache": f"{store}/digests.json",
-        "incoming": f"{store}/incoming",
-        "check": check,
-    }
-    answer = connection.call("receive", request)
-    if "changed" in answer:
-        return answer
-    if unknown := sorted(set(answer["lacking"]) - set(expected)):
-        raise RemoteError(f"the reply names a file that is not staged: {unknown[0]}")
-    # The token keeps simultaneous copies of the same file apart.
-    arrived = {path: f"{store}/incoming/{expected[path]}-{token}" for path in answer["lacking"]}
-    for path, aside in arrived.items():
-        connection.put(sources[path], aside)
-    answer = connection.call("receive", request | {"arrived": arrived})
-    if "changed" not in answer:
-        raise RemoteError("a file that was copied is missing afterwards; run the same command again")
-    return answer
-
-
-def target_files(entry: dict[str, Any], files: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two mappings by path on the host: the path on the controller, and the SHA-256."""
-    sources, expected = {}, {}
-    for file in files:
-        base = f"{entry['data_dir']}/{file['dest']}"
-        for name, digest in file["sha256"].items():
-            target = f"{base}/{name}" if name else base
-            sources[target] = f"{file['src']}/{name}" if name else file["src"]
-            expected[target] = digest
-    return sources, expected
 
 
 def commit_request(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.formats import clock, table, thousands
@@ -11,7 +12,7 @@ from trainyard.connection import FanOut, Host
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
-from trainyard.run.monitor import Part
+from trainyard.run.monitor import Part, gpu_cell
 
 ROWS_LIMIT = 2000  # ranks of one host in the table
 STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]
@@ -113,17 +114,57 @@ def no_such_run(run: str) -> RunError:
     return RunError(f"no host has a run {run}; playbooks/status.yml lists the runs")
 
 
+class RunList:
+    """Lists the runs of the hosts, once or repeatedly. A host has one request at a time, however long it takes."""
+
+    def __init__(self, hosts: Iterable[Host], connect: Connect, limit: float, run: str = "") -> None:
+        """Prepare to list every run, or only `run`. `limit`: seconds for a host to answer."""
+        self.hosts, self.limit, self.run = list(hosts), limit, run
+        self._calls = {
+            host.name: functools.partial(connect(host.name).call, "run_list", {"data_dir": host.data_dir})
+            for host in self.hosts
+        }
+        self._pending: dict[str, FanOut] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Return what `list_runs` does."""
+        busy = {name for name, asked in self._pending.items() if asked.threads[name].is_alive()}
+        asked = FanOut({name: call for name, call in self._calls.items() if name not in busy})
+        self._pending |= dict.fromkeys(asked.threads, asked)
+        asked.wait(self.limit)
+        asked.errors |= dict.fromkeys(busy, "does not answer")
+        return _run_table(self.hosts, asked, self.run)
+
+
+def watch_runs(listing: RunList, report: Callable[[str], None], interval: float) -> dict[str, Any]:
+    """Report the table of runs every `interval` seconds until no run is alive; return what `list_runs` does.
+
+    A host that does not answer counts as it did last.
+    """
+    alive: dict[str, bool] = {}
+    while True:
+        started = time.monotonic()
+        found = listing.read()
+        alive |= {host.name: False for host in listing.hosts if host.name not in found["troubles"]}
+        alive |= {state["host"]: True for state in found["runs"] if state["alive"]}
+        if not any(alive.values()):
+            return found
+        for line in [time.strftime("%H:%M:%S"), *found["lines"], ""]:
+            report(line)
+        time.sleep(max(0.0, interval - (time.monotonic() - started)))
+
+
 def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = "") -> dict[str, Any]:
     """List every run of every host, or one run.
 
     Returns:
         `runs`, the statuses with their `host`; `troubles`, why a host did not answer, by name; `lines`, a table.
     """
-    hosts = list(hosts)
-    requests = {
-        host.name: functools.partial(connect(host.name).call, "run_list", {"data_dir": host.data_dir}) for host in hosts
-    }
-    asked = FanOut(requests).wait(limit)
+    return RunList(hosts, connect, limit, run).read()
+
+
+def _run_table(hosts: list[Host], asked: FanOut, run: str) -> dict[str, Any]:
+    """Return the answers to `run_list` as `list_runs` does."""
     runs, rows, warnings = [], [], []
     for host in hosts:
         answer = asked.answers.get(host.name, {})
@@ -180,10 +221,3 @@ def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def gpu_cell(use: dict[str, float]) -> str:
-    """Return a rank's GPU utilisation and peak memory, such as ``87% 11.2GB``; a dash without a GPU."""
-    share, memory = use.get("utilisation_percent"), use.get("memory_peak_gb")
-    words = [] if share is None else [f"{share:.0f}%"]
-    return " ".join([*words, *([] if memory is None else [f"{memory:.1f}GB"])]) or "-"

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trainer.config import make_spec
 from trainer.packing_check import proof_key
 from trainer.planner.measure import keeps_samples_apart
+from trainer.planner.packing import KEEPS_APART, MIXES
 
 # Names of dimensions in the configurations of transformers; a configuration takes those that it has.
 SMALL: dict[str, Any] = {
@@ -35,11 +36,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 2,
 }
 # Whether the samples of a packed row stay apart.
-ARCHITECTURES = dict.fromkeys(
-    ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "ministral3", "mixtral", "gemma2", "gemma3_text", "phi", "phi3")
-    + ("smollm3", "olmo2", "granite", "glm4", "cohere", "starcoder2", "stablelm", "gpt2", "gpt_neox"),
-    True,
-) | dict.fromkeys(("gpt_oss", "opt", "falcon", "bloom", "mamba"), False)
+ARCHITECTURES = dict.fromkeys(sorted(KEEPS_APART), True) | dict.fromkeys(sorted(MIXES), False)
 
 
 def random_model(kind: str, folder: Path, tokenizer: Path) -> Path:
@@ -151,6 +148,6 @@ def test_the_plan_says_whether_rows_are_packed(
     assert main(["plan", *flags]) == 0
     said = capsys.readouterr().out
     assert ("packing: off, because the model mixes the samples of a packed row" in said) != apart
-    assert ("settings: packing, " in said) == apart
+    assert ("settings: rows packed, " in said) == apart
     assert main(["plan", "--no-measure", *flags]) == 0
-    assert "settings: packing (if the model keeps the samples of a row apart), " in capsys.readouterr().out
+    assert "settings: rows packed, " in capsys.readouterr().out

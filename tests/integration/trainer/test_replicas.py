@@ -75,10 +75,10 @@ def test_names_of_opendiloco(tmp_path: Path) -> None:
     flags = parse_flags(["--hv.local-steps=9", "--hv.world_rank", "1"])
     assert make_spec(flags, "").local_steps == 9
     _, notes = resolve_aliases(flags)
-    assert notes[0] == "hv.local_steps sets local_steps=9"
-    assert notes[1].startswith("hv.world_rank is ignored: ")
-    with pytest.raises(UserError, match=r"unknown name 'hv.matchmaking_time'"):
-        make_spec({"hv": {"matchmaking_time": 3}}, "here")
+    assert notes[0].startswith("hv.world_rank is ignored: ")
+    assert notes[1] == "options of OpenDiLoCo imply strategy=diloco"
+    with pytest.raises(UserError, match=r"unknown name 'hv.galaxy'"):
+        make_spec({"hv": {"galaxy": 3}}, "here")
 
 
 # One process -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from trainer.config import (
     FIELDS,
     MUTABLE,
     PRESETS,
+    SUGGESTED,
     RunSpec,
     changed_fields,
     expects,
@@ -28,6 +29,8 @@ from trainer.config import (
     suggest,
     table,
 )
+from trainer.config.aliases import IGNORED, REFUSED
+from trainer.config.fields import metadata
 from trainer.errors import UserError
 
 
@@ -46,6 +49,9 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "model": ("org/name", "org/name"),
         "dataset": ("x.jsonl", "x.jsonl"),
         "dataset_split": ("train[:10]", "train[:10]"),
+        "dataset_config": ("main", "main"),
+        "columns": ("prompt=question, completion=answer", {"prompt": "question", "completion": "answer"}),
+        "wandb_project": ("mine", "mine"),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "deepspeed_stage": ("3", 3),
@@ -99,6 +105,21 @@ def invalid_values() -> list[tuple[str, Any]]:
             values = BAD["list"]
         elif kind is str:
             values = BAD["str"]
+        elif name == "dataset":
+            values = [
+                "",
+                [],
+                [7],
+                {},
+                None,
+                True,
+                [{"path": "a", "weight": 0}],
+                [{"weight": 1}],
+                "[a: b: c]",
+                "{path: }",
+            ]
+        elif name == "columns":
+            values = ["x", [], 7, None, True, {"prompt": ""}, "prompt=", {"prompt": ["a"]}]
         else:
             kind = bool if bool in get_args(kind) else kind  # a switch that also accepts auto
             values = BAD[getattr(kind, "__name__", "int") if kind in (bool, int, float) else "int"]
@@ -131,6 +152,12 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
         ("run", "x" * 65, "letters, digits, '.', '_' and '-', at most 64"),
         ("loggers", "tensorboard,mlflow", "one or more of tensorboard, wandb, none"),
         ("lora_targets", "", "a list such as all-linear"),
+        (
+            "dataset",
+            [{"path": "a", "wieght": 2}],
+            "a path, a hub id, or a list such as [a.jsonl, {path: b.csv, weight: 0.3}]",
+        ),
+        ("columns", "prompt", "names of a shape and of columns, such as {prompt: question, completion: answer}"),
         ("batch_size", "4.5", "an integer of rows >= 1 and <= 65536"),
     ],
 )
@@ -149,12 +176,11 @@ def test_several_invalid_values_are_reported_together() -> None:
     ("name", "near"),
     [
         ("batchsize", "batch_size"),
-        ("learning_rate", "lr"),
+        ("learning_rates", "learning_rate"),
         ("LR", "lr"),
-        ("max-steps", "max_steps"),
-        ("lora_rank", "lora_r"),
+        ("Learning-Rate", "lr"),
     ]
-    + [(other, name) for other, name in ALIASES.items()],
+    + list(SUGGESTED.items()),
 )
 def test_an_unknown_name_suggests_the_nearest_name(name: str, near: str) -> None:
     assert error_of({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
@@ -166,7 +192,9 @@ def test_an_unknown_name_without_a_near_name_has_no_suggestion() -> None:
 
 
 def test_aliases_are_unambiguous_and_not_fields() -> None:
-    names = [alias for name in FIELDS for alias in (FIELDS[name].json_schema_extra or {})["aliases"]]  # type: ignore[index,call-overload]
+    kinds = ("aliases", "suggested_names", "deprecated_names")
+    names = [other for field in FIELDS.values() for kind in kinds for other in metadata(field)[kind]]
+    names += [*IGNORED, *REFUSED]
     assert not set(names) & set(FIELDS)
     assert len(names) == len(set(names))
 
@@ -208,6 +236,50 @@ def test_names_and_digests() -> None:
         assert alone or same == (name in MUTABLE), name
 
 
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ["a.jsonl", {"path": "b.csv", "weight": 0.3}],
+        "[a.jsonl, {path: b.csv, weight: 0.3}]",
+        '["a.jsonl", {"path": "b.csv", "weight": "0.3"}]',
+    ],
+    ids=["list", "YAML", "JSON"],
+)
+def test_several_datasets(dataset: Any, tmp_path: Path) -> None:
+    spec = make_spec({"dataset": dataset, "dataset_split": "test", "columns": {"prompt": "q"}}, "-e")
+    assert [(s.path, s.weight, s.split, s.columns) for s in spec.sources] == [
+        ("a.jsonl", 1.0, "test", {"prompt": "q"}),
+        ("b.csv", 0.3, "test", {"prompt": "q"}),
+    ]
+    assert spec.dataset_name == "a.jsonl, b.csv"
+    assert make_spec(spec.model_dump(mode="json"), "JSON") == spec
+    assert parse_flags([f"--dataset={dataset}"]) == {"dataset": str(dataset)}
+    moved = spec.with_dataset_paths(["/x", "/y"])
+    assert [(s.path, s.weight) for s in moved.sources] == [("/x", 1.0), ("/y", 0.3)]
+    assert make_spec({"dataset": "a"}, "").with_dataset_paths(["/x"]).dataset == "/x"
+
+
+def test_a_dataset_may_have_columns_of_its_own() -> None:
+    spec = make_spec({"dataset": {"path": "a", "columns": "text=body", "split": "dev"}, "columns": "text=all"}, "")
+    (source,) = spec.sources
+    assert (source.columns, source.split) == ({"text": "body"}, "dev")
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"question": "prompt"}, "columns: unknown name 'question': did you mean {prompt: question}?"),
+        ({"q\x1b": "a"}, "columns: expected names of a shape"),
+        ({"quest": "a"}, "columns: unknown name 'quest': expected one of messages, conversations, instruction"),
+    ],
+)
+def test_columns_map_names_of_a_shape(columns: dict[str, str], why: str) -> None:
+    assert why in error_of({"columns": columns})
+    assert why.replace("columns: expected names of a shape", "dataset: expected a path") in error_of(
+        {"dataset": {"path": "a", "columns": columns}}
+    )
+
+
 def test_fields_that_a_resumed_run_may_change() -> None:
     spec = make_spec({}, "")
     assert changed_fields(spec, spec) == []
@@ -233,7 +305,7 @@ def test_fields_that_a_resumed_run_may_change() -> None:
         (b"- lr\n", "expected names and values (model: tiny), got a value of type list"),
         (b"lr\n", "expected names and values (model: tiny), got a value of type str"),
         (b"lr: !!python/object:os.system x\n", ":1: not YAML"),
-        (b"learning_rate: 1\n", "unknown name 'learning_rate' in"),
+        (b"learning_rates: 1\n", "unknown name 'learning_rates' in"),
         (b"1: 1\n", "unknown name '1' in"),
         (b"lr: yes\n", "lr: expected a number > 0 and <= 1e+38, got True"),
     ],
@@ -281,7 +353,7 @@ def test_flags(argv: list[str], values: dict[str, str]) -> None:
     ("argv", "why"),
     [
         (["lr=1"], "unexpected argument 'lr=1'"),
-        (["--learning-rate", "1"], "unknown name 'learning_rate' in the flags; did you mean 'lr'?"),
+        (["--learningrate", "1"], "unknown name 'learningrate' in the flags; did you mean 'learning_rate'?"),
         (["--no-lr"], "unknown name 'no_lr' in the flags"),
         (["--lr"], "--lr has no value: expected a number > 0"),
     ],
@@ -309,7 +381,12 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from(list(FIELDS)) | st.sampled_from(list(ALIASES)) | st.text(st.characters()) | st.integers()
+names = (
+    st.sampled_from(list(FIELDS))
+    | st.sampled_from([*ALIASES, *IGNORED, *REFUSED])
+    | st.text(st.characters())
+    | st.integers()
+)
 
 
 @given(st.dictionaries(names, anything, max_size=5))

@@ -1,6 +1,7 @@
 """Reading datasets: every supported form of a record, and ``file:line`` errors for anything else."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_runs import write_jsonl
 
+from trainer.config import make_spec
 from trainer.data.samples import Sample, is_hub_id, read_samples, to_sample
 from trainer.errors import UserError
 
@@ -37,6 +39,78 @@ def test_every_form(row: dict[str, Any], sample: Sample, tmp_path: Path) -> None
     assert read_samples(write_jsonl(tmp_path / "d.jsonl", [row])) == [sample]
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, (USER, ASSISTANT)),
+        ({"conversations": [USER, {"role": "model", "value": "A"}]}, (USER, ASSISTANT)),
+        ({"conversations": [USER, ASSISTANT], "system": "S"}, ({"role": "system", "content": "S"}, USER, ASSISTANT)),
+        ({"instruction": "Q", "output": "A", "system": ""}, (USER, ASSISTANT)),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, "!"]}]},
+            ({**USER, "content": "Q!"},),
+        ),
+        ({"messages": json.dumps([USER, ASSISTANT])}, (USER, ASSISTANT)),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, (USER, ASSISTANT)),
+        ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, (USER, CALLING)),
+        (
+            {
+                "messages": [
+                    {**CALLING, "tool_calls": [{"id": "7", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
+                ]
+            },
+            ({**CALLING, "tool_calls": [{"id": "7", **CALL}]},),
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": json.dumps(CALL["function"])}]},
+            (CALLING,),
+        ),
+        (
+            {"conversations": [{"from": "observation", "value": "3"}, {"role": "tool", "name": "f", "content": "3"}]},
+            ({"role": "tool", "content": "3"}, {"role": "tool", "content": "3", "name": "f"}),
+        ),
+    ],
+)
+def test_every_form_of_a_chat(row: dict[str, Any], messages: tuple[Any, ...]) -> None:
+    assert to_sample(row).messages == messages
+
+
+def test_columns_map_the_names_of_a_shape() -> None:
+    row = {"text": "no", "q": "Q", "a": "A", "ctx": "C"}
+    assert to_sample(row, {"prompt": "q", "completion": "a"}) == Sample(pieces=(("Q", False), ("A", True)))
+    assert to_sample(row | {"output": "A"}, {"instruction": "q", "input": "ctx"}).messages[0]["content"] == "Q\n\nC"
+    with pytest.raises(
+        ValueError, match=r"has no column 'zzz' .columns maps prompt to it.; has the keys text, q, a, ctx"
+    ):
+        to_sample(row, {"prompt": "zzz"})
+    with pytest.raises(ValueError, match="has the keys text, q, a, ctx; columns must also map completion"):
+        to_sample(row, {"prompt": "q"})
+    tools = to_sample({"messages": [USER, ASSISTANT], "functions": '[{"name": "f"}]'}, {"tools": "functions"}).tools
+    assert tools == ({"name": "f"},)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": [{**USER, "tool_calls": "no"}]}, "'tool_calls' of message 0 of 'messages' must be a list"),
+        ({"messages": [{**USER, "tool_calls": [7]}]}, "must be a list of objects with function: name and arguments"),
+        ({"messages": [{**USER, "tool_calls": [{"name": "\udc00"}]}]}, "has a lone surrogate"),
+        ({"messages": [USER], "tools": 7}, "'tools' must be a list of objects"),
+        ({"messages": [USER], "tools": [{"x": "\udc00"}]}, "'tools' has a lone surrogate"),
+        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "has a part without text"),
+        ({"messages": [{**USER, "content": 7}]}, "its content is int, expected a string"),
+    ],
+)
+def test_an_invalid_chat_is_refused(row: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        to_sample(row)
+    assert why in str(caught.value) and str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -48,7 +122,7 @@ def test_every_form(row: dict[str, Any], sample: Sample, tmp_path: Path) -> None
         (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "message 0 of 'messages' has a lone surrogate"),
         (b"[" * 200_000, "not JSON: nested too deeply"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
-        (b"[]", "is a list, expected an object with messages; instruction and output"),
+        (b"[]", "is a list, expected an object with messages; conversations"),
         (b"null", "is a NoneType"),
         (b"{}", "has the keys (none); expected messages"),
         (b'{"question": "a", "answer": "b"}', "has the keys question, answer; expected messages"),
@@ -124,7 +198,7 @@ def test_an_empty_file(data: bytes, tmp_path: Path) -> None:
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dataset: no such file: .*none\.jsonl: set a JSONL file"):
         read_samples(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match=r"dataset: cannot read .*: Is a directory"):
+    with pytest.raises(UserError, match="has no file of JSONL, JSON, CSV, TSV, Parquet or Arrow"):
         read_samples(tmp_path)
 
 
@@ -180,3 +254,21 @@ def test_hub_ids(name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.Monke
     if hub:
         (tmp_path / name).mkdir(parents=True)
         assert not is_hub_id(name), "an existing path takes precedence"
+
+
+def test_the_examples_of_the_documentation() -> None:
+    """Every record on the page is read, and every column mapping of its table is what the error message suggests."""
+    page = (Path(__file__).parents[3] / "docs" / "datasets.md").read_text()
+    blocks = re.findall(r"```json\n(.*?)```", page, re.S)
+    assert len(blocks) == 6 and all(len(block.splitlines()) == 2 for block in blocks)
+    for line in "".join(blocks).splitlines():
+        assert to_sample(json.loads(line)) != Sample()
+    rows = re.findall(r"^\| `(\{.*?\})` \| `columns=(.*?)` \|$", page, re.M)
+    assert len(rows) == 5
+    for text, columns in rows:
+        row = json.loads(text.replace("[...]", '[{"role": "user", "content": "Q"}]'))
+        with pytest.raises(ValueError) as caught:
+            to_sample(row)
+        (suggested,) = re.findall("use columns=(.*)", str(caught.value))
+        assert {*suggested.split(",")} == {*columns.split(",")}
+        assert to_sample(row, make_spec({"columns": columns}, "").columns) != Sample()

@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_runs import chat, records
+from trainer_runs import chat, records, write_jsonl
 
-from trainer.data.encode import PLAIN_TEMPLATE, Corpus, Encoder, encode_all, load_corpus, save_corpus, split
+from trainer.config import make_spec
+from trainer.data.encode import (
+    PLAIN_TEMPLATE,
+    Corpus,
+    Encoder,
+    encode_all,
+    encoded_dataset,
+    load_corpus,
+    save_corpus,
+    split,
+)
 from trainer.data.packing import collate
 from trainer.data.samples import Sample, to_sample
 from trainer.data.tiny import TEMPLATE
@@ -28,6 +38,26 @@ ALTERNATING = (
     + TEMPLATE
 )
 TALK = chat("the cat runs", "a red tree", "the moon ä", "猫 sits 🚂")
+
+
+# Like those of models that call tools: JSON of the tools in front, and of the calls in an answer.
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALLS = to_sample(
+    {
+        "messages": [
+            {"role": "user", "content": "the sun"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+            {"role": "tool", "content": "red"},
+            {"role": "assistant", "content": "a star"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+)
 
 
 def encoder(tokenizer: Any, template: Any = None, seq_length: int = 512, train_on: str = "answer") -> Encoder:
@@ -57,6 +87,29 @@ def test_only_marked_answers_carry_loss(tokenizer: Any, template: str) -> None:
 def test_without_generation_tags_the_prompt_prefix_delimits_the_answer(tokenizer: Any) -> None:
     _, trained = trained_text(tokenizer, TALK, template=UNMARKED)
     assert trained == "a red tree<|end|>\n猫 sits 🚂<|end|>\n"
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["generation tags", "prefixes"])
+def test_tool_calls_carry_loss_and_results_do_not(tokenizer: Any, marked: bool) -> None:
+    template = WITH_TOOLS
+    if marked:
+        answer = template.partition("<|{{ m['role'] }}|>")[2].partition("{% endfor %}{% if add")[0]
+        marks = "{% if m['role'] == 'assistant' %}{% generation %}" + answer + "{% endgeneration %}{% else %}"
+        template = template.replace(answer, marks + "{{ m['content'] }}<|end|>{% endif %}")
+    text, trained = trained_text(tokenizer, CALLS, template=template)
+    assert text == (
+        '[add]<|user|>the sun<|end|><|assistant|>(add {"a": 1})<|end|><|tool|>red<|end|><|assistant|>a star<|end|>'
+    )
+    assert trained == '(add {"a": 1})<|end|>a star<|end|>'
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE, UNMARKED])
+def test_tool_calls_are_refused_by_a_template_without_them(tokenizer: Any, template: str) -> None:
+    with pytest.raises(UserError, match="a sample has tool calls, and the chat template of the model has none"):
+        encoder(tokenizer, template=template)(CALLS)
+    # The descriptions alone change nothing.
+    described = Sample(messages=TALK.messages, tools=CALLS.tools)
+    assert encoder(tokenizer, template=template)(described) == encoder(tokenizer, template=template)(TALK)
 
 
 def test_the_plain_template(tokenizer: Any) -> None:
@@ -222,3 +275,40 @@ def test_a_damaged_cache_is_ignored(damage: str, tmp_path: Path) -> None:
     else:
         path.write_bytes(b"not a corpus")
     assert load_corpus(path) is None
+
+
+def test_several_datasets_are_one_corpus(tokenizer: Any, tmp_path: Path) -> None:
+    first, second = (write_jsonl(tmp_path / f"{seed}.jsonl", records(20 + seed, seed)) for seed in (1, 2))
+    store = tmp_path / "store"
+
+    def corpus(dataset: Any, **fields: Any) -> Corpus:
+        spec = make_spec({"dataset": dataset, "seq_length": 64} | fields, "")
+        return encoded_dataset(spec, copy.deepcopy(tokenizer), store)
+
+    both, alone = corpus([str(first), {"path": str(second), "weight": 0.5}]), corpus(str(first))
+    assert alone.sources is None and len(both) == 43
+    assert both.sources is not None and both.sources.tolist() == [0] * 21 + [1] * 22
+    assert both.tokens[: len(alone.tokens)].tolist() == alone.tokens.tolist()
+    assert both.starts[:22].tolist() == alone.starts.tolist() and both.starts[-1] == len(both.tokens)
+    assert len([*(store / "cache").iterdir()]) == 2, "each file has one entry"
+    assert corpus([str(first), str(second)]).digest() == both.digest() != alone.digest()
+    train, held = split(both, [0, 30])
+    assert train.sources is not None and held.sources is not None
+    assert (np.bincount(train.sources).tolist(), held.sources.tolist()) == ([20, 21], [0, 1])
+
+
+def test_the_cache_distinguishes_columns_and_the_files_of_a_folder(tokenizer: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = write_jsonl(folder / "train.jsonl", [{"text": "the cat", "other": "a dog runs"}])
+
+    def text(dataset: Path, **fields: Any) -> str:
+        spec = make_spec({"dataset": str(dataset)} | fields, "")
+        return tokenizer.decode(encoded_dataset(spec, copy.deepcopy(tokenizer), tmp_path / "store").tokens)
+
+    assert text(file) == text(folder) == "<|begin|>the cat<|end|>"
+    assert text(file, columns={"text": "other"}) == text(folder, columns="text=other") == "<|begin|>a dog runs<|end|>"
+    write_jsonl(folder / "train.jsonl", [{"text": "a tree"}])
+    assert text(folder) == text(file) == "<|begin|>a tree<|end|>"
+    write_jsonl(folder / "test.jsonl", [{"text": "a moon"}])
+    assert text(folder, dataset_split="test") == "<|begin|>a moon<|end|>"

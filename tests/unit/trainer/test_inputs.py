@@ -72,7 +72,7 @@ def test_a_path_that_cannot_exist_is_one_line(path: str, tmp_path: Path, capsys:
         assert code == 0 or (code == 2 and shown.startswith("error: ") and shown.count("\n") == 1), (argv, shown)
     for field, reader in (
         ("dataset", dataset_file),
-        ("model", lambda spec, *_: model_folder(spec, None, tmp_path, print)),
+        ("model", lambda spec, *_: model_folder(spec, [], tmp_path, print)),
     ):
         refusal(lambda field=field, reader=reader: reader(make_spec({field: path}, "-e"), tmp_path, print))  # type: ignore[misc]
     refusal(lambda: read_run_spec(path, {}, TOP))
@@ -104,7 +104,7 @@ def test_a_model_folder_with_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     os.mkfifo(tmp_path / "model.safetensors")
-    text = refusal(lambda: model_folder(make_spec({"model": str(tmp_path)}, "-e"), None, tmp_path, print))
+    text = refusal(lambda: model_folder(make_spec({"model": str(tmp_path)}, "-e"), [], tmp_path, print))
     assert "weights" in text or "not a regular file" in text
 
 
@@ -224,7 +224,7 @@ def test_data_reaches_a_message_escaped_and_short(tmp_path: Path) -> None:
 
 
 def test_a_record_of_endless_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.samples.MAX_LINE", 1 << 20)
+    monkeypatch.setattr("trainer.data.json_files.MAX_LINE", 1 << 20)
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "good"}\n' + "x" * (2 << 20))
     assert f"{file}:2: longer than 1 MiB" in refusal(lambda: read_samples(file))

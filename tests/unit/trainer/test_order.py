@@ -1,13 +1,17 @@
 """The order of samples: deterministic and complete; packing is exactly best-fit decreasing."""
 
+import math
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.order import Order, permutation
+from trainer.config import make_spec
+from trainer.data.mixture import Mixture, describe_mixture, permutation
+from trainer.data.order import Order, held_out
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
 
@@ -132,3 +136,96 @@ def test_micro_batches_cover_the_rows_and_are_never_empty_lists(rows: int, size:
     assert [row for part in parts for row in part] == mine
     assert all(len(part) <= size for part in parts)
     assert len(parts) == max(1, -(-rows // size))
+
+
+weights_of_datasets = st.lists(
+    st.tuples(st.integers(1, 20), st.sampled_from([0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.7, 3.0])), min_size=1, max_size=4
+)
+
+
+def sources_of(datasets: list[tuple[int, float]]) -> np.ndarray:
+    return np.repeat(np.arange(len(datasets)), [count for count, _ in datasets])
+
+
+@given(weights_of_datasets, st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_a_mixture_holds_its_weights(datasets: list[tuple[int, float]], epochs: int, seed: int) -> None:
+    """In every epoch and since the start: within one sample, and no sample more than once more than another one."""
+    sources = sources_of(datasets)
+    mixture = Mixture(sources, [weight for _, weight in datasets], seed)
+    total: Counter[int] = Counter()
+    for epoch in range(epochs):
+        samples = mixture.samples(epoch).tolist()
+        assert len(samples) == mixture.count(epoch)
+        assert samples == Mixture(sources, [weight for _, weight in datasets], seed).samples(epoch).tolist()
+        used = Counter(samples)
+        total += used
+        for number, (count, weight) in enumerate(datasets):
+            indices = np.flatnonzero(sources == number).tolist()
+            exact = Fraction(str(weight)) * count
+            assert abs(sum(used[i] for i in indices) - exact) < 1
+            assert abs(sum(total[i] for i in indices) - exact * (epoch + 1)) < 1
+            assert max(used[i] for i in indices) <= math.ceil(weight), "a repeat that the weight does not ask for"
+            assert min(used[i] for i in indices) >= math.floor(weight), "a sample is lost"
+            assert max(total[i] for i in indices) - min(total[i] for i in indices) <= 1
+
+
+@given(weights_of_datasets, st.integers(1, 4), st.integers(1, 7), st.booleans(), st.data())
+def test_the_order_of_a_mixture_is_complete_and_the_same_after_a_resume(
+    datasets: list[tuple[int, float]], epochs: int, rows: int, packing: bool, data: st.DataObject
+) -> None:
+    sources = sources_of(datasets)
+    weights = [weight for _, weight in datasets]
+    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(sources), max_size=len(sources))))
+
+    def order(max_steps: int = 0) -> Order:
+        mixture = Mixture(sources, weights, 5)
+        return Order(
+            lengths, seed=5, capacity=9, packing=packing, epochs=epochs, rows=rows, mixture=mixture, max_steps=max_steps
+        )
+
+    straight = order()
+    steps = [straight.step(step) for step in range(straight.steps)]
+    used = Counter(sample for step in steps for row in step for sample in row)
+    mixture = Mixture(sources, weights, 5)
+    assert used == Counter(sample for epoch in range(epochs) for sample in mixture.samples(epoch).tolist())
+    assert all(len(step) == rows for step in steps[:-1]) and 1 <= len(steps[-1]) <= rows
+    assert straight.step(straight.steps) == []
+    resumed = data.draw(st.integers(0, straight.steps - 1))
+    assert order().step(resumed) == steps[resumed], "a new instance begins in the middle"
+    limited = order(max_steps=resumed + 1)
+    assert limited.steps >= resumed + 1 and limited.step(resumed) == steps[resumed]
+
+
+def test_weights_of_one_change_nothing() -> None:
+    """A run of one dataset has the order that it had before there were weights."""
+    lengths = np.arange(1, 33)
+    plain = Order(lengths, seed=1, capacity=32, packing=True, epochs=2, rows=4)
+    mixed = Order.of(
+        make_spec({"dataset": ["a", "b"], "seed": 1, "seq_length": 32, "total_batch_size": 4, "epochs": 2}, ""),
+        lengths,
+        sources_of([(16, 1.0), (16, 1.0)]),
+    )
+    assert [plain.step(step) for step in range(plain.steps)] == [mixed.step(step) for step in range(mixed.steps)]
+
+
+def test_every_epoch_of_a_part_has_other_samples() -> None:
+    mixture = Mixture(np.zeros(100, int), [0.25], 1)
+    epochs = [set(mixture.samples(epoch).tolist()) for epoch in range(4)]
+    assert set.union(*epochs) == set(range(100)) and all(len(epoch) == 25 for epoch in epochs)
+
+
+def test_held_out_samples_of_a_mixture() -> None:
+    """The evaluation split follows the weights: a small part of a large dataset does not fill it."""
+    spec = make_spec({"dataset": ["a", {"path": "b", "weight": 0.01}], "eval_split": 0.1}, "")
+    sources = sources_of([(100, 1.0), (10_000, 0.01)])
+    out = held_out(spec, len(sources), sources)
+    assert len(out) == len({*out}) == 20
+    assert Counter(sources[out].tolist()) == {0: 10, 1: 10}
+    assert out == held_out(spec, len(sources), sources)
+    assert held_out(spec, 2, np.array([0, 1])) == [], "each dataset keeps a sample"
+    train = np.delete(sources, out)
+    assert describe_mixture(spec, train) == [
+        "dataset a: 90 samples x 1, 47% of an epoch",
+        "dataset b: 9990 samples x 0.01, 53% of an epoch",
+    ]
+    assert describe_mixture(make_spec({"dataset": "a"}, ""), train[:90]) == []

@@ -1,0 +1,124 @@
+"""The results of the GPU checks: bounds, missing runs, and the tables in docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import report
+from benchmarks.gpu.bench import Bench, Outcome, figures
+from benchmarks.gpu.cases import CASES, CPU, CUDA, CUDA_SMALL, scale_for
+from benchmarks.gpu.checks import CHECKS, Figure, evaluate
+
+MACHINE = {"device": "Some GPU", "memory_mib": 24576, "torch": "2.13.0", "cuda": "13.0", "python": "3.12.3"}
+
+
+def outcome(losses: list[float | None], speed: float = 100.0, mib: float = 1000.0) -> Outcome:
+    return Outcome("ok", 1.0, values={"losses": losses, "tokens_per_second": speed, "cuda_mib": mib})
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path, "cuda", time.monotonic() + 60, scale=CUDA, machine=MACHINE)
+    bench.planned = {name: {"memory_mib": 1000.0, "tokens_per_second": 100.0} for name in CASES}
+    return bench
+
+
+def test_every_run_of_a_check_exists() -> None:
+    others = {"trl", "collectives", "packing", "resume"}
+    assert {run for _, runs, _ in CHECKS.values() for run in runs} == set(CASES) | others
+
+
+def test_scales() -> None:
+    assert [scale_for("cpu", 1e6), scale_for("cuda", 8192), scale_for("cuda", 143771)] == [CPU, CUDA_SMALL, CUDA]
+
+
+@pytest.mark.parametrize(
+    ("value", "holds"), [(0.8, True), (1.25, True), (1.26, False), (0.79, False), (math.nan, False), (math.inf, False)]
+)
+def test_bounds(value: float, holds: bool) -> None:
+    assert Figure("memory", value, "x", 0.8, 1.25).holds is holds
+
+
+def test_checks_pass_and_fail(bench: Bench) -> None:
+    falling = [8.0, 7.0, 6.0, 5.0]
+    bench.outcomes = {name: outcome(falling) for name in ("lora", "full", "large", "checkpointing", "nf4")}
+    plan, nf4 = evaluate(bench, ["plan", "nf4"])
+    assert (plan.status, nf4.status) == ("passed", "passed")
+    bench.outcomes["nf4"] = outcome([8.0, 7.0, 6.0, 9.0])
+    bench.outcomes["large"] = outcome(falling, mib=1300.0)
+    plan, nf4 = evaluate(bench, ["plan", "nf4"])
+    assert [figure.name for figure in plan.figures if not figure.holds] == ["large: memory, measured / planned"]
+    assert (plan.status, nf4.status) == ("failed", "failed")
+
+
+def test_a_loss_that_is_not_finite_fails(bench: Bench) -> None:
+    bench.outcomes = {"full": outcome([8.0, 7.0]), "fsdp": outcome([8.0, None])}
+    (result,) = evaluate(bench, ["fsdp"])
+    assert result.status == "failed"
+    assert json.loads(json.dumps(result.as_json(), allow_nan=False))["figures"][0]["value"] is None
+
+
+def test_missing_runs(bench: Bench) -> None:
+    bench.outcomes = {
+        "lora": outcome([8.0, 7.0]),
+        "unsloth": Outcome("skipped", reason="unsloth is not installed"),
+        "nf4": Outcome("failed", reason="error: quantize: nf4 needs bitsandbytes"),
+    }
+    found = {result.name: (result.status, result.reason) for result in evaluate(bench, ["unsloth", "nf4", "resume"])}
+    assert found == {
+        "unsloth": ("skipped", "unsloth: unsloth is not installed"),
+        "nf4": ("failed", "nf4: error: quantize: nf4 needs bitsandbytes"),
+        "resume": ("skipped", "resume: it did not run"),
+    }
+
+
+def test_a_plan_that_failed_fails_its_check(bench: Bench) -> None:
+    bench.outcomes = {"full": outcome([8.0, 7.0]), "fsdp": outcome([8.0, 7.0])}
+    bench.planned["fsdp"] = {"error": "UserError: no"}
+    (result,) = evaluate(bench, ["fsdp"])
+    assert (result.status, result.reason) == ("failed", "the plan of fsdp: UserError: no")
+
+
+def test_figures_of_records() -> None:
+    records = [
+        {"loss": 2.0, "tokens_per_second": speed, "gpu": {"memory_peak_gb": 1.048576}} for speed in (1, 1, 1, 8, 9)
+    ]
+    assert figures(records) == {"losses": [2.0] * 5, "tokens_per_second": 8.5, "cuda_mib": pytest.approx(1000)}
+    assert figures([{"loss": 2.0, "tokens_per_second": 5.0}])["cuda_mib"] is None
+
+
+def test_a_run_past_its_limit_is_ended(bench: Bench) -> None:
+    began = time.monotonic()
+    bench.deadline = began + 6
+    ended, _ = bench.start("slow", ["sleep", "60"], 5.5)
+    assert (ended.status, ended.reason) == ("failed", "no result within 6 s")
+    assert time.monotonic() - began < 20
+    late, _ = bench.start("late", ["true"], 60)
+    assert (late.status, late.reason) == ("skipped", "no time was left")
+
+
+def test_an_error_is_its_line(bench: Bench) -> None:
+    failed, _ = bench.start("bad", ["sh", "-c", "echo 'error: model: no such folder' >&2; echo more >&2; exit 2"], 60)
+    assert (failed.status, failed.reason) == ("failed", "error: model: no such folder")
+
+
+def test_the_page_takes_results(bench: Bench, tmp_path: Path) -> None:
+    bench.outcomes = {name: outcome([8.0, 7.0]) for name in CASES}
+    report.write(bench, evaluate(bench, list(CHECKS)), tmp_path, 12.0)
+    found = json.loads((tmp_path / "results.json").read_text())
+    page = report.PAGE.read_text()
+    filled = report.fill(page, found)
+    assert "| lora: memory, measured / planned | 1 x | >= 0.8 and <= 1.25 |" in filled
+    assert "Some GPU, 24 GiB, torch 2.13.0, CUDA 13.0, Python 3.12.3" in filled
+    assert report.fill(filled, found) == filled
+    assert filled.partition(report.BEGIN)[0] == page.partition(report.BEGIN)[0]
+    assert filled.partition(report.END)[2] == page.partition(report.END)[2]
+    with pytest.raises(ValueError, match="stand-in without CUDA"):
+        report.fill(page, found | {"scale": "cpu"})
+    with pytest.raises(ValueError, match="no place for results"):
+        report.fill("text", found)

@@ -1,0 +1,74 @@
+"""Ansible and the playbooks on a host with Python 3.10, as Ubuntu 22.04 has: this machine with such an interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from interpreters import interpreter
+from lab_hosts import run_playbook
+
+PYTHON = interpreter("3.10")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="this machine has no Python 3.10")]
+
+
+@pytest.fixture
+def inventory(tmp_path: Path) -> Path:
+    variables = {
+        "ansible_connection": "local",
+        "ansible_python_interpreter": PYTHON,
+        "cluster_python": PYTHON,
+        "cluster_address": "127.0.0.1",
+        "cluster_data_dir": str(tmp_path / "data"),
+        "cluster_backend": "process",
+    }
+    path = tmp_path / "hosts.yml"
+    path.write_text(yaml.safe_dump({"cluster": {"hosts": {"jammy": variables}}}))
+    return path
+
+
+def play(folder: Path, inventory: Path, tasks: list[dict[str, Any]], **more: Any) -> Any:
+    path = folder / "play.yml"
+    path.write_text(yaml.safe_dump([{"hosts": "cluster", "gather_facts": False, "tasks": tasks, **more}]))
+    return run_playbook(str(path), inventory)
+
+
+def test_modules_run_and_a_second_run_changes_nothing(tmp_path: Path, inventory: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    block = {"path": str(tmp_path / "hosts"), "lines": {"node1": ["192.0.2.1 node1"]}}
+    tasks = [
+        {"managed_files": {"files": [{"path": str(tmp_path / "a.conf"), "content": "a\n"}]}},
+        {"managed_block": {"files": [block], "members": ["node1"]}},
+        {"nvidia_info": {"branch": 580, "sysfs": str(tmp_path)}},
+        {"machine_identity_info": {}},
+        {
+            "ansible.builtin.command": {"argv": ["{{ ansible_python_interpreter }}", "-V"]},
+            "register": "v",
+            "changed_when": False,
+        },
+        {"ansible.builtin.assert": {"that": "v.stdout is match('Python 3.10')"}},
+    ]
+    first, second = play(tmp_path, inventory, tasks), play(tmp_path, inventory, tasks)
+    assert (first.rc, first.count("changed")) == (0, 2), first.stdout
+    assert (second.rc, second.count("changed")) == (0, 0), second.stdout
+    assert "192.0.2.1 node1" in (tmp_path / "hosts").read_text()
+
+
+def test_an_environment_on_python_310_is_refused_with_its_remedy(tmp_path: Path, inventory: Path) -> None:
+    variables = {"cluster_python": str(tmp_path / "data/venv/bin/python"), "python_base": PYTHON}
+    played = play(tmp_path, inventory, [], roles=["cluster", "python"], vars=variables)
+    assert played.rc != 0
+    assert f"error: jammy: {PYTHON} is Python 3.10." in played.stdout, played.stdout
+    assert (
+        "3.11 to 3.13 is required: set python_base to an installed one, or set python_env: conda, which installs its own"
+    ) in played.stdout
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_run_on_python_310_is_refused_by_preflight(inventory: Path) -> None:
+    played = run_playbook("playbooks/preflight.yml", inventory, {"quick": True})
+    assert played.rc != 0
+    assert f"jammy: {PYTHON} is Python 3.10." in played.stdout, played.stdout
+    assert "set python_base to a supported one, or python_env: conda, and run site.yml" in played.stdout

@@ -1,0 +1,113 @@
+"""Runs on datasets of all formats and shapes, and on several datasets with weights."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dataset_folder import CASES, Case, write_cases
+from trainer_runs import Cluster, Here, lines, records, until, write_jsonl
+
+from trainer.config import make_spec
+from trainer.data.encode import encoded_dataset, split
+from trainer.data.order import Order, held_out
+from trainer.model import load_tokenizer
+
+WITH_CALLS = ("tools.jsonl", "calls.jsonl", "calls.parquet")
+READABLE = [case for case in CASES if isinstance(case.expect, int) and case.name not in WITH_CALLS]
+MAPPED = [case for case in CASES if case.columns]
+REFUSED = [case for case in CASES if isinstance(case.expect, str)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    pytest.importorskip("datasets")
+    return write_cases(tmp_path_factory.mktemp("datasets"))
+
+
+def test_a_run_on_every_readable_dataset_at_once(here: Here, folder: dict[str, Path]) -> None:
+    listed: list[dict[str, Any]] = [{"path": str(folder[case.name])} for case in READABLE]
+    listed += [{"path": str(folder[case.name]), "columns": case.columns} for case in MAPPED]
+    assert here(dataset=json.dumps(listed), eval_split=0, train_on="all") == 0, here.err
+    samples = sum(int(case.expect) for case in READABLE) + sum(case.samples for case in MAPPED)
+    assert here.result()["samples"] == samples
+    assert f"{samples} samples, " in here.out
+    assert f"dataset {folder['sharegpt.jsonl']}: 2 samples x 1, {2 / samples:.0%} of an epoch" in here.out
+    card = (Path(here.result()["adapter"]) / "README.md").read_text()
+    assert str(folder["sharegpt.jsonl"]) in card
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_a_run_on_any_other_dataset_ends_with_one_line(case: Case, here: Here, folder: dict[str, Path]) -> None:
+    assert here(dataset=str(folder[case.name])) == 1
+    (error,) = here.err.splitlines()
+    assert error.startswith("error: ") and str(case.expect) in error and error.isprintable()
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_tool_calls_need_a_template_that_has_them(name: str, here: Here, folder: dict[str, Path]) -> None:
+    assert here(dataset=str(folder[name])) == 1
+    assert "a sample has tool calls, and the chat template of the model has none" in here.err
+
+
+def mixture(folder: Path) -> str:
+    first = write_jsonl(folder / "first.jsonl", records(40, 1))
+    second = write_jsonl(folder / "second.jsonl", records(70, 2))
+    return json.dumps([{"path": str(first), "weight": 1.5}, {"path": str(second), "weight": 0.3}])
+
+
+def order_of(folder: Path, run_dir: Path) -> tuple[Order, Counter[int]]:
+    """Return the order of a run and how often it uses each dataset, derived from its spec and its data alone."""
+    spec = make_spec(yaml.safe_load((run_dir / "spec.yml").read_text()), "")
+    corpus = encoded_dataset(spec, load_tokenizer(spec.model), folder / "other-store")
+    train_set, _ = split(corpus, held_out(spec, len(corpus), corpus.sources))
+    assert train_set.sources is not None
+    order = Order.of(spec, train_set.lengths, train_set.sources)
+    used = [sample for step in range(order.steps) for row in order.step(step) for sample in row]
+    return order, Counter(train_set.sources[used].tolist())
+
+
+def test_a_mixture_stops_and_resumes_bit_equal(here: Here, tmp_path: Path) -> None:
+    fields = {"dataset": mixture(tmp_path), "epochs": 4, "checkpoint_interval": 7, "eval_split": 0.1}
+    assert here("straight", **fields) == 0, here.err
+    assert "first.jsonl: 36 samples x 1.5, " in here.out and "second.jsonl: 68 samples x 0.3, " in here.out
+
+    def ask() -> None:
+        until(lambda: len(lines(here.run_dir() / "metrics.jsonl")) >= 5)
+        (here.run_dir() / "stop").touch()
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    assert here(**fields) == 0, here.err
+    asker.join()
+    assert not (here.run_dir() / "result.json").exists()
+    assert here(**fields) == 0, here.err
+    assert here.losses() == here.losses("straight")
+    order, used = order_of(tmp_path, here.run_dir())
+    assert used == {0: 4 * 54, 1: 82}, "36 x 1.5 and 68 x 0.3, in 4 epochs"
+    recorded = {line["step"]: line["rows"] for line in lines(here.run_dir() / "samples" / "rank0.jsonl")}
+    assert [recorded[step + 1] for step in range(order.steps)] == [order.step(step) for step in range(order.steps)]
+
+
+def test_other_weights_are_another_run(here: Here, tmp_path: Path) -> None:
+    dataset = mixture(tmp_path)
+    assert here(dataset=dataset, max_steps=3) == 0, here.err
+    assert here(dataset=dataset.replace("0.3", "0.4"), max_steps=3) == 1
+    assert f"dataset: weight of {tmp_path / 'second.jsonl'}: was 0.3, now 0.4" in here.err
+
+
+@pytest.mark.slow
+def test_a_mixture_is_the_same_on_any_number_of_hosts(tmp_path: Path, model_folder: Path, cluster: Cluster) -> None:
+    fields = {"dataset": mixture(tmp_path), "max_steps": 12, "epochs": 2}
+    alone = cluster.run(1, run="alone", **fields)
+    assert cluster.run(2, run="both", **fields) == pytest.approx(alone, abs=1e-4)
+    order, _ = order_of(tmp_path, cluster.run_dir(0, "both"))
+    rows = [lines(cluster.run_dir(rank, "both") / "samples" / f"rank{rank}.jsonl") for rank in (0, 1)]
+    assert 2 <= len(alone) == min(12, order.steps)
+    for step in range(len(alone)):
+        assert [row for rank in rows for row in rank[step]["rows"]] == order.step(step)

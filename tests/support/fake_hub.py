@@ -1,0 +1,114 @@
+"""A stand-in for the Hugging Face Hub: serves folders of this machine as repositories, and counts the bytes that it sends.
+
+Run it as a program to serve on a port: `python fake_hub.py ADDRESS PORT FOLDER`, where FOLDER has models/OWNER/NAME and
+datasets/OWNER/NAME.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+_API = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)(?:/revision/[^/?]+)?(?:\?.*)?")
+_TREE = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)/tree/[^/?]+.*")
+_FILE = re.compile(r"/(datasets/)?([^/?]+/[^/?]+)/resolve/[^/]+/(.+?)(?:\?.*)?")
+
+
+class FakeHub:
+    """The server, in threads of this process."""
+
+    def __init__(self, folder: Path, address: str = "127.0.0.1", port: int = 0) -> None:
+        hub = self
+        self.folder, self.sent, self.downloads = folder, 0, []  # type: ignore[var-annotated]
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.answer(self, body=True)
+
+            def do_HEAD(self) -> None:
+                hub.answer(self, body=False)
+
+            def log_message(self, *_: Any) -> None:
+                """Print nothing."""
+
+        self.server = ThreadingHTTPServer((address, port), Handler)
+        self.url = f"http://{address}:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: bool) -> None:
+        """Answer one request."""
+        path = unquote(handler.path)
+        if found := _API.fullmatch(path) or _TREE.fullmatch(path):
+            repository = self.folder / found[1] / found[2]
+            if repository.is_dir():
+                answer = self.tree(repository) if _TREE.fullmatch(path) else self.about(repository, found[2])
+                return self.send(handler, 200, json.dumps(answer).encode(), {}, body)
+        elif found := _FILE.fullmatch(path):
+            repository = self.folder / ("datasets" if found[1] else "models") / found[2]
+            file = repository / found[3]
+            if file.is_file():
+                data = file.read_bytes()
+                headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": self.commit(repository)}
+                if body:
+                    self.downloads.append(found[3])
+                return self.send(handler, 200, data, headers, body)
+        return self.send(handler, 404, b"{}", {"X-Error-Code": "EntryNotFound"}, body)
+
+    def send(
+        self, handler: BaseHTTPRequestHandler, status: int, data: bytes, headers: dict[str, str], body: bool
+    ) -> None:
+        handler.send_response(status)
+        for name, value in ({"Content-Length": str(len(data)), "Accept-Ranges": "bytes"} | headers).items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        if body:
+            handler.wfile.write(data)
+            self.sent += len(data)
+
+    def files(self, repository: Path) -> list[Path]:
+        return sorted(path for path in repository.rglob("*") if path.is_file())
+
+    def commit(self, repository: Path) -> str:
+        digest = hashlib.sha1(usedforsecurity=False)
+        for path in self.files(repository):
+            digest.update(str(path.relative_to(repository)).encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def about(self, repository: Path, name: str) -> dict[str, Any]:
+        siblings = [
+            {"rfilename": str(path.relative_to(repository)), "size": path.stat().st_size}
+            for path in self.files(repository)
+        ]
+        return {
+            "_id": "1",
+            "id": name,
+            "sha": self.commit(repository),
+            "siblings": siblings,
+            "tags": [],
+            "downloads": 1,
+        }
+
+    def tree(self, repository: Path) -> list[dict[str, Any]]:
+        return [
+            {"type": "file", "path": str(path.relative_to(repository)), "size": path.stat().st_size, "oid": "0" * 40}
+            for path in self.files(repository)
+        ]
+
+    def close(self) -> None:
+        """End the server."""
+        self.server.shutdown()
+        self.server.server_close()
+
+
+if __name__ == "__main__":
+    FakeHub(Path(sys.argv[3]), sys.argv[1], int(sys.argv[2]))
+    threading.Event().wait()

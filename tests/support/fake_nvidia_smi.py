@@ -1,0 +1,28 @@
+"""A stand-in for nvidia-smi: a shell script that shows GPUs which this machine does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_SCRIPT = """#!/bin/sh
+case "$1" in
+--query-gpu=name,memory.total,uuid) row='Stand-in GPU, 24576, GPU-0000000%s' ;;
+--query-gpu=name,memory.total,memory.used) row='Stand-in GPU, 24576, 100' ;;
+--query-gpu=uuid,utilization.gpu,memory.used,temperature.gpu,power.draw) row='GPU-0000000%s, 87, 11264, 65, 240.55' ;;
+*) exit 0 ;;
+esac
+number=0
+while [ $number -lt {count} ]; do
+    printf "$row\\n" $number
+    number=$((number + 1))
+done
+"""
+
+
+def write_nvidia_smi(folder: Path, count: int) -> list[str]:
+    """Write the program into `folder`, with `count` GPUs; return their UUIDs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "nvidia-smi"
+    program.write_text(_SCRIPT.replace("{count}", str(count)))
+    program.chmod(0o755)
+    return [f"GPU-0000000{number}" for number in range(count)]

@@ -1,0 +1,170 @@
+"""The GPUs of a run: the pool of every host, GPUs that other runs hold, and hosts that are one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.supervise.files import SupervisorError, hold_lock, write_json
+from trainer.supervise.options import StartRequest, parse_flags
+from trainer.supervise.start import check_idle
+from trainyard.ansible_adapter import make_host
+from trainyard.connection import Host, InventoryError
+from trainyard.preflight.gpu_choice import assign_gpus, devices
+from trainyard.preflight.host_state import HostState
+from trainyard.run.errors import PlanError
+from trainyard.run.launch import start_request
+from trainyard.run.plan import environment, plan_lines, plan_nodes
+
+
+def state(name: str, count: int, machine: str = "", **more: Any) -> HostState:
+    host = Host(name, f"10.0.0.{len(name)}", "/d", "/p", **{k: more.pop(k) for k in ("gpus", "processes") if k in more})
+    cards = [{"name": "A", "memory_mib": 1000 * (n + 1), "uuid": f"GPU-{machine or name}-{n}"} for n in range(count)]
+    facts = {"gpus": cards, "boot_id": name, "route_error": "", "interface": "e0", "source": "10.0.0.1", "cpus": 8}
+    return HostState(host, facts=facts | more)
+
+
+def chosen(*states: HostState) -> list[list[str]]:
+    assert assign_gpus(states) == []
+    return [[gpu["uuid"].rpartition("-")[2] for gpu in one.gpus] for one in states]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, ["0", "1", "2"]),
+        ({"gpus": ("0", "2")}, ["0", "2"]),
+        ({"gpus": ("2", "0")}, ["2", "0"]),
+        ({"gpus": ("GPU-a-1",)}, ["1"]),
+        ({"gpus": ()}, []),
+        ({"processes": 1}, ["0"]),
+        ({"processes": 1, "held_gpus": {"GPU-a-0": "other"}}, ["1"]),
+        ({"processes": 1, "gpus": ("0", "2"), "held_gpus": {"GPU-a-0": "other"}}, ["2"]),
+        ({"held_gpus": {"GPU-b-0": "other"}}, ["0", "1", "2"]),
+        ({"held_gpus": {"GPU-a-0": "x"}, "running": True, "part": {"devices": ["GPU-a-1"]}}, ["1"]),
+    ],
+)
+def test_the_gpus_of_a_run(more: dict[str, Any], expected: list[str]) -> None:
+    assert chosen(state("a", 3, **more)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"gpus": ("3",)},
+            "cluster_gpus names GPU '3', and the driver shows GPUs 0 to 2: correct cluster_gpus",
+        ),
+        ({"gpus": ("0", "GPU-a-0")}, "cluster_gpus names GPU 'GPU-a-0' twice: correct cluster_gpus"),
+        (
+            {"held_gpus": {"GPU-a-1": "other"}},
+            "run other uses 1 GPU of this host, 2 of 3 are free and the run needs 3: "
+            "wait until run other ends, or stop it, or set cluster_processes to 2",
+        ),
+        (
+            {"gpus": ("1",), "held_gpus": {"GPU-a-1": "other"}},
+            "run other uses 1 GPU of this host, 0 of 1 are free and the run needs 1: "
+            "wait until run other ends, or stop it",
+        ),
+    ],
+)
+def test_a_host_without_the_gpus_is_refused_by_one_line(more: dict[str, Any], message: str) -> None:
+    assert [finding.message for finding in assign_gpus([state("a", 3, **more)])] == [message]
+    (found,) = assign_gpus([state("a", 0, gpus=("0",))])
+    assert found.text == "cluster_gpus names GPU '0', and the driver shows no GPU"
+
+
+def test_only_the_ranks_of_a_single_host_share_gpus() -> None:
+    assert chosen(state("a", 3, processes=4)) == [["0", "1", "2"]]
+    (found,) = assign_gpus([state("a", 3, processes=4), state("b", 1)])
+    assert found.headline == (
+        "a: cluster_processes is 4, and a run of several hosts may use 3 GPUs of this host: "
+        "set cluster_processes to at most 3, or change cluster_gpus"
+    )
+
+
+def test_hosts_that_are_one_machine_share_its_gpus() -> None:
+    assert chosen(*(state(name, 3, "m") for name in ("a", "bb"))) == [["0"], ["1", "2"]]
+    assert chosen(state("a", 2, "m", gpus=("1",)), state("bb", 2, "m", processes=1)) == [["1"], ["0"]]
+    first, second = (state(name, 1, "m") for name in ("a", "bb"))
+    (found,) = assign_gpus([first, second])
+    assert found.headline.startswith("bb: it is one machine with a, which uses its 1 GPU: exclude one with --limit")
+    assert chosen(*(state(name, 1, "m", gpus=()) for name in ("a", "bb"))) == [[], []]
+
+
+def test_uuids_that_are_no_names_of_devices_are_not_used() -> None:
+    for uuid in ("", "[N/A]", "GPU-1\nLD_PRELOAD=/tmp/x", "GPU-1,GPU-2", "0"):
+        assert devices([{"uuid": uuid}]) == []
+    assert devices([{"uuid": "GPU-1"}, {"uuid": "GPU-1"}]) == [] and devices([]) == []
+
+
+def test_the_ranks_see_only_the_chosen_gpus() -> None:
+    hosts = [state("a", 3, gpus=("2", "0")), state("bb", 0), state("ccc", 2, gpus=())]
+    assert assign_gpus(hosts) == []
+    nodes = plan_nodes(hosts, run="r", port=29500)
+    assert [node.ranks for node in nodes] == [[0, 1], [2], [3]]
+    first, cpu, hidden = (environment(node, {}) for node in nodes)
+    assert "\nCUDA_VISIBLE_DEVICES=GPU-a-2,GPU-a-0\n" in first and "\nCUDA_DEVICE_ORDER=PCI_BUS_ID\n" in first
+    assert "CUDA" not in cpu and "\nCUDA_VISIBLE_DEVICES=\n" in hidden
+    with pytest.raises(PlanError, match="a: CUDA_VISIBLE_DEVICES in run_env or cluster_env is set by the plan"):
+        environment(nodes[0], {"CUDA_VISIBLE_DEVICES": "0"})
+    spec = {"strategy": "ddp", "balance": "off", "rows_per_step": 4, "batch_size": 1}
+    table = plan_lines(nodes, spec, 29500, [])
+    assert table[0].split()[6] == "GPUs" and [line.split()[6] for line in table[1:4]] == ["0,2", "-", "-"]
+    request = StartRequest.from_json(start_request(nodes[0].as_dict(), ["a"], []))
+    assert parse_flags(request.flags()).devices == ["GPU-a-2", "GPU-a-0"]
+    assert parse_flags(StartRequest("/r", ["x"]).flags()).devices == []
+
+
+def test_a_host_starts_several_runs_on_different_gpus_only(tmp_path: Any) -> None:
+    other, run = tmp_path / "runs/other", tmp_path / "runs/mine"
+    for folder in (other, run):
+        (folder / "state").mkdir(parents=True)
+    write_json(other / "state/node.json", {"devices": ["GPU-1"]})
+    with hold_lock(other / "lock"):
+        check_idle(run, ["GPU-0"])
+        with pytest.raises(SupervisorError, match=r"^busy: run other is running here and uses GPU-1$"):
+            check_idle(run, ["GPU-0", "GPU-1"])
+        with pytest.raises(SupervisorError, match=r"^busy: run other is running here$"):
+            check_idle(run)
+        write_json(other / "state/node.json", {"devices": {"bad": 1}})
+        with pytest.raises(SupervisorError, match=r"^busy: run other is running here$"):
+            check_idle(run, ["GPU-0"])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ("all", None),
+        ([0, 2], ("0", "2")),
+        ("0,2", ("0", "2")),
+        ("[0, 2]", ("0", "2")),
+        (1, ("1",)),
+        ([], ()),
+        ("GPU-12ab-3", ("GPU-12ab-3",)),
+    ],
+)
+def test_values_of_cluster_gpus(value: Any, expected: Any) -> None:
+    assert make_host("a", {"cluster_gpus": value}).gpus == expected
+
+
+@pytest.mark.parametrize("value", [True, "first", [-1], {"a": 1}, ["GPU-1\n"], [[0]], 1.5])
+def test_a_bad_value_of_cluster_gpus_is_refused(value: Any) -> None:
+    with pytest.raises(InventoryError, match=r"^a: cluster_gpus is .*; set it to a list of GPU numbers or UUIDs"):
+        make_host("a", {"cluster_gpus": value})
+
+
+def test_values_of_cluster_env() -> None:
+    host = make_host("a", {"cluster_env": {"NCCL_DEBUG": "INFO", "N": 1, "TOKEN": "s3cret"}})
+    assert host.env == {"NCCL_DEBUG": "INFO", "N": "1", "TOKEN": "s3cret"}
+    assert make_host("a", {}).env == {} and "s3cret" not in repr(host)
+    for value, message in (
+        ({"a b": "s3cret"}, "a: cluster_env: 'a b' is not a name: use letters, digits and '_'"),
+        ({"A": "s3cret\nB=1"}, "a: cluster_env: the value of A has a line break, NUL or a lone surrogate"),
+        ("TOKEN=s3cret", "a: cluster_env: expected names and values, got str"),
+    ):
+        with pytest.raises(InventoryError) as raised:
+            make_host("a", {"cluster_env": value})
+        assert str(raised.value).startswith(message) and "s3cret" not in str(raised.value)

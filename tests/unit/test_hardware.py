@@ -1,0 +1,85 @@
+"""The hardware of a host and the models of its Ollama, as the verb `hardware` reads them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvidia_smi import write_nvidia_smi
+
+from trainyard.ansible_adapter import make_host
+from trainyard.connection import Host, HostConnection
+from trainyard.openssh import LocalTransport
+from trainyard.preflight.hardware import gather_hardware, hardware_table
+from trainyard.remote.hardware import ollama_models
+
+
+@contextmanager
+def ollama(body: bytes, status: int = 200) -> Iterator[int]:
+    """A server that answers /api/tags; yields its port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/api/tags" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.13.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_the_hardware_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    write_nvidia_smi(tmp_path, 2)
+    names = json.dumps({"models": [{"name": "b:1b"}, {"name": "a:1b"}]}).encode()
+    with ollama(names) as port:
+        host = Host("here", "127.0.13.1", str(tmp_path / "data"), sys.executable, ollama_port=port)
+        found = gather_hardware([host], lambda name: HostConnection(host, LocalTransport()), 30)
+    here = found["here"]
+    assert here["gpus"] == [{"name": "Stand-in GPU", "memory_mib": 24576}] * 2
+    assert here["models"] == ["a:1b", "b:1b"] and here["free_bytes"] > 0 and here["memory_mib"] > 0
+    table = hardware_table(["here", "away"], found)
+    assert "2 x Stand-in GPU  2 x 24 GiB" in table[1] and table[1].endswith("a:1b, b:1b")
+    assert table[2].split() == ["away", *["-"] * 7]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"models": 5}', b'{"models": [1]}', b"[" * 100_000, b'{"models": [{}]}', b"\xff"]
+)
+def test_another_server_on_ollamas_port_has_no_models(body: bytes) -> None:
+    with ollama(body) as port:
+        assert ollama_models(["127.0.13.1"], port) is None
+    with ollama(b'{"models": []}', 500) as port:
+        assert ollama_models(["127.0.13.1"], port) is None
+    with ollama(b'{"models": []}') as port:
+        assert ollama_models(["127.0.13.9", "127.0.13.1"], port) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "port"),
+    [
+        ({}, 0),
+        ({"ollama_state": "unmanaged"}, 0),
+        ({"ollama_state": "present"}, 11434),
+        ({"ollama_state": "present", "ollama_port": 8080}, 8080),
+        ({"ollama_state": "present", "ollama_port": "x"}, 11434),
+        ({"discovered_url": "http://10.0.0.5:11435"}, 11435),
+        ({"discovered_url": "http://[fe80::1]:11434"}, 11434),
+        ({"discovered_url": "file:///etc/passwd"}, 0),
+    ],
+)
+def test_hosts_whose_ollama_is_part_of_the_cluster(variables: dict[str, Any], port: int) -> None:
+    assert make_host("a", variables).ollama_port == port

@@ -1,0 +1,212 @@
+"""Command lines and files of other tools: every name is understood, ignored or refused with one true line."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.vars.reserved import get_reserved_names
+
+from trainer.config import ALIASES, DEPRECATED, FIELDS, SUGGESTED, is_known, make_spec, parse_flags, read_spec
+from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED, resolve_aliases, takes_no_value
+from trainer.config.conversions import CONVERSIONS
+from trainer.errors import UserError
+from trainyard.extra_vars import known_variables, read_run_spec
+
+TOP = Path(__file__).resolve().parents[3]
+OTHER = {**ALIASES, **IGNORED, **REFUSED}
+
+
+def spec_of(line: str, ranks: int | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that a command line changes, and its notes."""
+    notes: list[str] = []
+    spec = read_spec(None, parse_flags(shlex.split(line)), "the flags", ranks=ranks, report=notes.append)
+    return {name: value for name, value in spec if value != getattr(make_spec({}, ""), name)}, notes
+
+
+def test_no_name_is_a_variable_of_ansible_or_of_the_project() -> None:
+    assert not set(OTHER) & get_reserved_names()
+    assert not set(OTHER) & known_variables(TOP)
+
+
+def test_every_conversion_is_of_an_alias_and_names_its_field() -> None:
+    for name, conversion in CONVERSIONS.items():
+        assert ALIASES[name] == conversion.field, name
+
+
+def test_torchrun_passes_every_name_but_run() -> None:
+    """torchrun's parser refuses an argument of the program that abbreviates several of its own options."""
+    from torch.distributed.run import parse_args
+
+    def passes(name: str) -> bool:
+        try:
+            return parse_args(["-m", "trainer", f"--{name}", "x"]).training_script_args == [f"--{name}", "x"]
+        except SystemExit:
+            return False
+
+    names = [*FIELDS, *OTHER, *DEPRECATED]
+    refused = {name for each in names for name in (each, each.replace("_", "-")) if not passes(name)}
+    assert refused <= {"run"} and passes("run-name")
+
+
+# Quick starts ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_lines_of_opendiloco() -> None:
+    changed, notes = spec_of(
+        "--per-device-train-batch-size 16 --total-batch-size 2048 --precision bf16-mixed --total-steps 88_000 "
+        "--hv.local_steps 500 --project OpenDiLoCo --lr 4e-4 --path_model PrimeIntellect/llama-1b-fresh "
+        "--warmup-steps 1000 --hv.averaging_timeout 1800 --hv.skip_load_from_peers --hv.initial-peers /ip4/1/tcp/1 "
+        "--hv.galaxy-size 4 --hv.world-rank 0 --checkpoint_interval 500 --ckpt.path 1b --metric-logger-type dummy "
+        "--log-activations-steps 250 --sharding-strategy NO_SHARD --no-torch-compile"
+    )
+    assert changed | {"seq_length": 0, "lora_targets": (), "eval_interval": 0} == {
+        "model": "PrimeIntellect/llama-1b-fresh",
+        "batch_size": 16,
+        "total_batch_size": 8192,
+        "precision": "bf16-mixed",
+        "max_steps": 88_000,
+        "local_steps": 500,
+        "lr": 4e-4,
+        "warmup": 1000.0,
+        "collective_timeout": 1800.0,
+        "checkpoint_interval": 500,
+        "loggers": ("none",),
+        "strategy": "diloco",
+        "wandb_project": "OpenDiLoCo",
+        "seq_length": 0,
+        "lora_targets": (),
+        "eval_interval": 0,
+    }
+    assert "hv.initial_peers is ignored: the inventory lists the hosts of a run" in notes
+    short = "--path-model m --fake-data --total-batch-size 16 --max-steps 5 --metric-logger-type wandb"
+    assert spec_of(short)[0].items() >= {"model": "m", "fake_data": True, "max_steps": 5, "loggers": ("wandb",)}.items()
+    assert any(line.startswith("with hv.galaxy_size=4, total_batch_size=2048 is that of a replica") for line in notes)
+
+
+def test_the_command_lines_of_trl_and_transformers() -> None:
+    changed, notes = spec_of(
+        "--model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --learning_rate 2.0e-4 --num_train_epochs 3.0 "
+        "--packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --gradient_checkpointing "
+        "--eval_strategy steps --eval_steps 50 --use_peft --lora_r 32 --lora_alpha 16 --output_dir out/Qwen2-SFT "
+        "--logging_steps 25 --save_steps 100 --bf16 True --fp16 False --max_seq_length 512 --report_to none "
+        "--lora_target_modules q_proj v_proj --optim adamw_torch --lr_scheduler_type constant_with_warmup "
+        "--warmup_ratio 0.1 --attn_implementation sdpa --seed 42 --save_total_limit 3 --load_in_4bit",
+        ranks=2,
+    )
+    expected = {
+        "run": "Qwen2-SFT",
+        "model": "Qwen/Qwen2-0.5B",
+        "dataset": "trl-lib/Capybara",
+        "epochs": 3,
+        "packing": True,
+        "batch_size": 2,
+        "gradient_accumulation": 16,
+        "total_batch_size": None,
+        "seq_length": 512,
+        "lr": 2e-4,
+        "schedule": "constant",
+        "warmup": 0.1,
+        "lora_r": 32,
+        "lora_alpha": 16.0,
+        "lora_targets": ("q_proj", "v_proj"),
+        "quantize": "nf4",
+        "precision": "bf16-mixed",
+        "kernels": "torch",
+        "gradient_checkpointing": True,
+        "eval_interval": 50,
+        "checkpoint_interval": 100,
+        "checkpoint_keep": 3,
+        "loggers": ("none",),
+        "seed": 42,
+    }
+    assert changed == expected
+    assert "bf16=True is understood as precision=bf16-mixed: trained weights stay in float32" in notes
+    assert not any(line.startswith("fp16") for line in notes), "false has no effect beside bf16"
+    assert not any(line.startswith(("learning_rate", "lora_target")) for line in notes)
+
+
+def test_files_of_axolotl_and_llama_factory(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text(
+        "base_model: m\nadapter: qlora\nsequence_len: 512\nsample_packing: true\nmicro_batch_size: 2\nnum_epochs: 4\n"
+        "optimizer: adamw_bnb_8bit\n"
+    )
+    with pytest.raises(UserError, match="optimizer: expected one of adamw, adamw8bit, got 'adamw_bnb_8bit'"):
+        read_spec(file, {}, "the flags")
+    file.write_text(
+        "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: full\nlora_target: all\ncutoff_len: 2048\n"
+        "preprocessing_num_workers: 16\nval_size: 0.1\n"
+        "trust_remote_code: false\nddp_timeout: 180000000\nresume_from_checkpoint: null\nbf16: true\n"
+    )
+    with pytest.raises(UserError, match="collective_timeout: expected a number of seconds"):
+        read_spec(file, {}, "the flags")
+    file.write_text(file.read_text().replace("180000000", "1800"))
+    spec = read_spec(file, {"bf16": "false"}, "-e")
+    assert (spec.lora_r, spec.seq_length, spec.eval_split, spec.precision) == (0, 2048, 0.1, "32-true")
+    assert (spec.collective_timeout, spec.resume, spec.lora_targets) == (1800.0, "auto", ("all-linear",))
+
+
+# Extra variables ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_other_tools_as_extra_variables() -> None:
+    given = {"per-device-train-batch-size": "2", "learning_rate": "1e-3", "hv": {"local-steps": 7}, "max-steps": 5}
+    notes: list[str] = []
+    spec = read_run_spec("", given | {"min_nodes": 2}, TOP, notes.append)
+    assert (spec.batch_size, spec.lr, spec.local_steps, spec.max_steps) == (2, 1e-3, 7, 5)
+    assert (spec.strategy, notes) == ("diloco", ["options of OpenDiLoCo imply strategy=diloco"])
+    with pytest.raises(
+        UserError, match=r"gradient_accumulation_steps in -e counts .* set total_batch_size to 4 x batch_size x"
+    ):
+        read_run_spec("", {"gradient_accumulation_steps": 4}, TOP)
+
+
+# Errors ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lr 1e-3 --learning_rate 1e-4", "lr and learning_rate set lr to different values in the flags: set only lr"),
+        ("--bf16 --fp16", "bf16 and fp16 set precision to different values in the flags: set only precision"),
+        ("--bf16 auto", "bf16: expected true or false, got 'auto' in the flags"),
+        ("--num_train_epochs 0.5", "num_train_epochs: expected an integer; for a part of an epoch, set max_steps"),
+        ("--val_set_size 2000", "val_set_size: expected a fraction of the samples below 1"),
+        ("--resume_from_checkpoint out/step-5", "so set run= to the name of that run instead of a path"),
+        ("--hv.all_reduce_strategy NO_WAIT", "hv.all_reduce_strategy: expected one of wait_for_all, got 'NO_WAIT'"),
+        ("--load_in_8bit", "load_in_8bit in the flags: weights in 8 bits are not supported: set quantize=nf4"),
+        ("--hv.local_step 5", "unknown name 'hv.local_step' in the flags; did you mean 'hv.local_steps'?"),
+        ("--output_dir /", "output_dir: expected a path whose last part consists of letters"),
+        ("--report_to comet_ml", "report_to: expected one of none, tensorboard, wandb, or tensorboard,wandb"),
+        ("--hv.galaxy-size 4 --total-batch-size no", "total_batch_size: expected an integer of rows"),
+        ("--gradient_accumulation_steps -1", "gradient_accumulation_steps: expected an integer >= 1, got '-1'"),
+    ],
+)
+def test_a_value_without_a_counterpart_is_one_line(line: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(line)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_equal_values_of_two_names_are_no_conflict() -> None:
+    assert make_spec({"lr": 1e-3, "learning_rate": "0.001"}, "").lr == 1e-3
+    assert spec_of("--no-bf16 --fp16")[0]["precision"] == "fp16-mixed"
+    assert "precision" not in spec_of("--no-load_in_8bit --bf16 false")[0]
+
+
+def test_every_name_is_a_flag_and_a_variable() -> None:
+    texts = {"run": "x", "lora_targets": "a", "precision": "bf16", "dataset": "d", "model": "m"}
+    for name, target in ALIASES.items():
+        value = "true" if takes_no_value(name) else texts.get(target, "0.5")
+        for given in ({name: value}, {name.replace("_", "-"): value}):
+            try:
+                values, _ = resolve_aliases(given, ranks=2)
+            except UserError as error:  # the value is not one of this name: the message says so
+                assert str(error).startswith(f"run spec: {next(iter(given))}: expected "), error
+                continue
+            assert set(values) <= set(FIELDS), name
+        assert is_known(name) and name not in SUGGESTED
+    assert set(ALIASES) >= ACCUMULATION

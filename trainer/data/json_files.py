@@ -1,0 +1,122 @@
+"""Read JSONL files and JSON lists.
+
+Not through `datasets`, which reports no line of an invalid record, and reads the text "2024-01-31" as a date, and a record
+without a key like one with null. This reader also limits what a hostile file can cost: a line is at most 64 MiB.
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from trainer.data.files import COMPRESSED, format_of
+from trainer.errors import UserError, first_line
+from trainer.formats import quoted
+from trainer.inputs import open_regular
+
+MAX_LINE = 64 * 1024 * 1024  # bytes of one record
+MAX_LIST = 4 * 1024**3  # bytes of a JSON list, which is parsed as a whole
+MAX_UNPACKED = 1024**3  # the same for a compressed one
+_BOM = b"\xef\xbb\xbf"
+
+
+def json_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (line number, record) of a JSONL file, or (item number, record) of a list in a .json file.
+
+    Raises:
+        UserError: a line is not JSON (``file:line: reason``), or the file is damaged.
+        OSError: the file cannot be read.
+    """
+    try:
+        with open_regular(path) as raw, unpacked(raw, path) as file:
+            if format_of(path) == ".json":
+                yield from _list_or_lines(file, path)
+            else:
+                yield from _lines(file, path)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise _damaged(path, error) from None
+    except OSError as error:
+        if error.strerror is None:  # of bz2 and of pyarrow
+            raise _damaged(path, error) from None
+        raise
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: damaged {path.suffix} file ({first_line(error)}): copy it again")
+
+
+def unpacked(raw: BinaryIO, path: Path) -> BinaryIO:
+    """Return the file, decompressed as its suffix says."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if suffix == ".bz2":
+        return cast(BinaryIO, bz2.BZ2File(raw))
+    if suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(raw))
+    if suffix == ".zst":
+        try:
+            import pyarrow
+        except ImportError:
+            raise UserError(f"dataset: {path} needs the package 'pyarrow': pip install pyarrow, or use .gz") from None
+        return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd")))
+    return raw
+
+
+def _list_or_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the records of a .json file: a list, or one object per line."""
+    limit = MAX_UNPACKED if path.suffix.lower() in COMPRESSED else MAX_LIST
+    data = file.read(limit + 1)
+    if len(data) > limit:
+        raise UserError(f"{path}: longer than {limit // 1024**3} GiB: use .jsonl, one sample per line")
+    try:
+        items = json.loads(data)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and data.removeprefix(_BOM).lstrip()[:1] == b"{":
+            yield from _lines(io.BytesIO(data), path)
+            return
+        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except ValueError as error:
+        raise UserError(f"{path}:1: not JSON: {_reason(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}:1: not JSON: nested too deeply") from None
+    if not isinstance(items, list):
+        raise UserError(
+            f"{path}: contains a {type(items).__name__}, expected a list of samples (or use .jsonl, one sample per line)"
+            + _inner_list(items)
+        )
+    yield from enumerate(items, 1)
+
+
+def _inner_list(items: Any) -> str:
+    """Return how to extract the list of an object such as ``{"data": [...]}``, or an empty string."""
+    lists = [key for key, value in items.items() if isinstance(value, list)] if isinstance(items, dict) else []
+    if len(lists) != 1 or not lists[0].isidentifier():
+        return ""
+    return f"; its key {quoted(lists[0])} has one: jq .{lists[0]} FILE > LIST.json"
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+        if len(line) > MAX_LINE:
+            raise UserError(
+                f"{path}:{number}: longer than {MAX_LINE // 1024 // 1024} MiB: expected one sample per line"
+            )
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            hint = " (a file with one list needs the suffix .json)" if number == 1 and line.strip() == b"[" else ""
+            raise UserError(f"{path}:{number}: not JSON: {_reason(error)}{hint}") from None
+        except RecursionError:
+            raise UserError(f"{path}:{number}: not JSON: nested too deeply") from None
+
+
+def _reason(error: ValueError) -> str:
+    return "not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "msg", str(error))

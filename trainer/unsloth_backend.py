@@ -1,0 +1,102 @@
+"""The backend unsloth: when a run uses it, its import before transformers, and its model with LoRA.
+
+unsloth replaces classes of transformers and peft when it is imported, and requires an NVIDIA GPU. Tests run this module with a
+stand-in for the package.
+"""
+
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import RunSpec
+from trainer.errors import UserError, first_line
+from trainer.strategy import plan_of
+
+if TYPE_CHECKING:
+    from trainer.distributed.world import World
+
+PACKAGE = "unsloth"
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# unsloth otherwise returns no logits while it trains, and reports each start to a server.
+_ENVIRONMENT = {"UNSLOTH_RETURN_LOGITS": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+
+
+def may_use(spec: RunSpec) -> bool:
+    """Return whether this rank may use unsloth: the spec asks for it, or permits it and the package is installed."""
+    if spec.backend != "auto":
+        return spec.backend == PACKAGE
+    # Weights in float32, compiled models and strategies with shards need peft.
+    suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and _permitted(spec)
+    return suits and importlib.util.find_spec(PACKAGE) is not None
+
+
+def _permitted(spec: RunSpec) -> bool:
+    try:
+        plan_of(spec).validate(spec.model_copy(update={"backend": PACKAGE}))
+    except ValueError:
+        return False
+    return True
+
+
+def has_cuda() -> bool:
+    """Return whether torch sees an NVIDIA GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def import_early(spec: RunSpec) -> None:
+    """Import unsloth if the spec may use it. Call it before transformers and peft are imported.
+
+    Raises:
+        UserError: ``backend=unsloth`` on a host without an NVIDIA GPU, or without a working unsloth.
+    """
+    if not may_use(spec):
+        return
+    required = spec.backend == PACKAGE
+    if not has_cuda():
+        if required:
+            raise UserError("backend: unsloth needs an NVIDIA GPU with CUDA, but this host has none: set backend=peft")
+        return
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        importlib.import_module(PACKAGE)
+    except Exception as error:  # without a supported GPU it raises errors other than ImportError
+        sys.modules.pop(PACKAGE, None)
+        line = f"backend: unsloth is unavailable ({first_line(error)})"
+        if required:
+            raise UserError(f"{line}: run site.yml with python_flavour=unsloth, or set backend=peft") from None
+        print(f"{line}: using peft")
+
+
+def resolve_backend(spec: RunSpec, world: "World") -> RunSpec:
+    """Return the spec with a backend in place of `auto`: unsloth if every rank imported it. Every rank calls it."""
+    if spec.backend != "auto":
+        return spec
+    chosen = PACKAGE if all(world.gather(may_use(spec) and PACKAGE in sys.modules)) else "peft"
+    if chosen == PACKAGE and world.rank == 0:
+        print("backend: unsloth, because every rank has CUDA and the package")
+    return spec.model_copy(update={"backend": chosen})
+
+
+def load(spec: RunSpec, dtype: Any) -> Any:
+    """Return the model with LoRA, as unsloth loads it on the current CUDA device in `dtype`. Raises UserError."""
+    from unsloth import FastLanguageModel
+
+    try:
+        model, _ = FastLanguageModel.from_pretrained(
+            spec.model, max_seq_length=spec.seq_length, load_in_4bit=spec.quantize == "nf4", dtype=dtype
+        )
+        return FastLanguageModel.get_peft_model(
+            model,
+            r=spec.lora_r,
+            lora_alpha=spec.lora_alpha,
+            lora_dropout=spec.lora_dropout,
+            target_modules=list(_TARGETS if spec.lora_targets == ("all-linear",) else spec.lora_targets),
+            use_gradient_checkpointing="unsloth" if spec.gradient_checkpointing else False,
+            random_state=spec.seed,
+        )
+    except Exception as error:  # of many kinds, for a model that it does not support
+        raise UserError(f"backend: unsloth cannot load {spec.model} ({first_line(error)}): set backend=peft") from None

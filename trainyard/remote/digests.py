@@ -1,0 +1,73 @@
+"""SHA-256 digests of files, with a cache. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import write_atomic
+
+BLOCK = 1 << 20  # bytes
+
+
+class Digests:
+    """SHA-256 digests of files, cached by size, times and inode: a model of many gigabytes is read only once."""
+
+    def __init__(self, cache: Path) -> None:
+        """Read the cache; a missing or damaged one is empty."""
+        self._cache = cache
+        try:
+            known = json.loads(cache.read_bytes())
+        except (OSError, ValueError):
+            known = {}
+        self._known: dict[str, list[Any]] = known if isinstance(known, dict) else {}
+        self._changed = False
+
+    def of(self, path: Path) -> str:
+        """Return the file's digest in hex, or an empty string if it cannot be read."""
+        try:
+            with path.open("rb") as file:
+                identity = _identity(os.fstat(file.fileno()))
+                if (known := self._known.get(str(path))) and known[:-1] == identity:
+                    return str(known[-1])
+                digest = file_digest(file)
+        except OSError:
+            return ""
+        self._remember(path, identity, digest)
+        return digest
+
+    def record(self, path: Path, digest: str) -> None:
+        """Remember the digest of a file that this process has just written and hashed."""
+        self._remember(path, _identity(path.stat()), digest)
+
+    def keep(self) -> None:
+        """Write the cache if it has changed. A full disk is no error: the digests are computed again."""
+        if not self._changed:
+            return
+        self._known = {path: known for path, known in self._known.items() if Path(path).exists()}
+        try:
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._cache, json.dumps(self._known).encode())
+        except OSError:
+            return
+
+    def _remember(self, path: Path, identity: list[int], digest: str) -> None:
+        self._known[str(path)] = [*identity, digest]
+        self._changed = True
+
+
+def file_digest(file: Any) -> str:
+    """Return the SHA-256 in hex of an open file, from its position on. Python 3.10 has no hashlib.file_digest."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(BLOCK))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _identity(stat: os.stat_result) -> list[int]:
+    # ctime changes with every write, and no program can set it.
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]

@@ -1,0 +1,70 @@
+"""The hardware of this host and the models of its Ollama, for the table of hosts. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trainyard.remote import nvidia_smi
+from trainyard.remote.host_facts import nearest_folder
+
+OLLAMA_PORT = 11434
+OLLAMA_LIMIT = 2.0  # s for each address
+ANSWER_LIMIT = 2 << 20  # bytes; a list of 1,000 models has about 0.4 MB
+MODELS = 100  # names in the answer
+
+
+def gather(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the hardware of this host.
+
+    Args:
+        request: `data_dir`; `address`, the cluster address of this host; `ollama_port`, 0 for Ollama's usual one.
+
+    Returns:
+        `gpus` with `name` and `memory_mib`; `cpu`, the model; `cores`; `memory_mib`; `free_bytes` below `data_dir`;
+        `models`, names of Ollama's models, or None if no Ollama answers; `model_count`.
+    """
+    rows = nvidia_smi.query("name", "memory.total", "uuid")
+    models = ollama_models(["127.0.0.1", request["address"]], request["ollama_port"] or OLLAMA_PORT)
+    return {
+        "gpus": [{"name": name, "memory_mib": nvidia_smi.mib(memory)} for name, memory, _ in rows],
+        "cpu": cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
+        "free_bytes": shutil.disk_usage(nearest_folder(Path(request["data_dir"]))).free,
+        "models": None if models is None else models[:MODELS],
+        "model_count": len(models or []),
+    }
+
+
+def cpu_model() -> str:
+    """Return the model of the CPU as the kernel names it, or else the machine's architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model", "cpu model")))
+    return next((name for name in names if name), platform.machine())
+
+
+def ollama_models(addresses: list[str], port: int) -> list[str] | None:
+    """Return the names of the models of an Ollama at the first address that answers, or None."""
+    for address in addresses:
+        connection = http.client.HTTPConnection(address, port, timeout=OLLAMA_LIMIT)
+        try:
+            connection.request("GET", "/api/tags")
+            reply = connection.getresponse()
+            found = json.loads(reply.read(ANSWER_LIMIT)).get("models") if reply.status == 200 else None
+            names = [str(model["name"])[:200] for model in found or []]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, http.client.HTTPException):
+            continue
+        finally:
+            connection.close()
+        if found is not None:
+            return sorted(names)
+    return None

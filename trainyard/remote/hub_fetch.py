@@ -1,0 +1,90 @@
+"""Fetches a model or a dataset of the Hugging Face Hub into the store of this host. Needs the package huggingface_hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import read_json, write_json
+from trainyard.remote.digests import Digests
+from trainyard.remote.local_files import describe, tree_digest
+
+RESERVE = 1 << 30  # bytes that a download leaves free
+
+
+def hub_fetch(request: dict[str, Any]) -> dict[str, Any]:
+    """Fetch a repository, and place its files in the store under their names and one digest.
+
+    Args:
+        request: `kind`, model or dataset; `name`, owner/name; `patterns` of the files to fetch, all if empty; `weights`,
+            patterns to fetch also if no *.safetensors is there; `data_dir`; `target`, the folder below it, to which the
+            digest is appended; `env`, variables such as HF_ENDPOINT; `texts`, see local_files.
+
+    Returns:
+        `names` and `texts`, as `local_files` describes a folder; `unreachable`, why these are the files of an earlier
+        call, or empty. Or only `error`, such as that the hub is unreachable.
+    """
+    os.environ.pop("HF_HUB_OFFLINE", None)
+    os.environ.update({"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"} | request["env"])
+    data_dir = Path(request["data_dir"])
+    digests = Digests(data_dir / "store/digests.json")
+    record = data_dir / "store/hub" / f"{request['kind']}--{request['name'].replace('/', '--')}.json"
+    before = (read_json(record) or {}).get("folder")
+    try:
+        folder, why = _snapshot(request, data_dir / "store/hub"), ""
+    except ImportError:
+        return {"error": "the Python environment has no huggingface_hub: run site.yml"}
+    except Exception as error:  # the library's own classes, those of its HTTP client, OSError
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+        if not isinstance(before, str) or not (data_dir / before).is_dir():
+            return {"error": why}
+        folder = data_dir / before
+    found = describe(folder, digests, request["texts"])
+    if found["error"] or not found["names"]:
+        return {"error": found["error"] or f"{request['name']} has no files"}
+    if not why:
+        digest = tree_digest({name: digest for name, (_, digest) in found["names"].items()})
+        target = f"{request['target']}-{digest[:12]}"
+        _place(folder, data_dir / target, list(found["names"]))
+        write_json(record, {"folder": target})
+    digests.keep()
+    return {"names": found["names"], "texts": found["texts"], "unreachable": why}
+
+
+def _snapshot(request: dict[str, Any], cache: Path) -> Path:
+    """Download what is not in the cache; return the folder of the newest revision. Raises what the library raises."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
+
+    name, kind = request["name"], request["kind"]
+    info = HfApi().repo_info(name, repo_type=kind, files_metadata=True)
+    siblings = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or []}
+    patterns = request["patterns"] or None
+    if patterns and request["weights"] and not any(name.endswith(".safetensors") for name in siblings):
+        patterns = [*patterns, *request["weights"]]
+    hidden = [".*", "*/.*"]
+    wanted = list(filter_repo_objects(siblings, allow_patterns=patterns, ignore_patterns=hidden))
+    cache.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(siblings[file] for file in wanted), shutil.disk_usage(cache).free
+    if needed + RESERVE > free:
+        raise OSError(f"{name} has {needed >> 20} MiB, and {cache} has {free >> 20} MiB free: free disk space")
+    options = {"repo_type": kind, "revision": info.sha, "allow_patterns": patterns, "ignore_patterns": hidden}
+    return Path(snapshot_download(name, cache_dir=cache, **options))
+
+
+def _place(folder: Path, target: Path, names: list[str]) -> None:
+    """Make `target` a folder with these files. They share the disk space of the cache where the file system permits it."""
+    for name in names:
+        source, file = (folder / name).resolve(), target / name
+        if file.exists() and file.stat().st_size == source.stat().st_size:
+            continue  # its digest is compared when the run is staged
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_name(f".tmp-{os.getpid()}")
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(source, aside)
+        except OSError:
+            shutil.copyfile(source, aside)
+        aside.replace(file)

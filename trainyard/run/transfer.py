@@ -1,0 +1,202 @@
+"""Copy the files of a run to the stores of all hosts: from host to host where that is faster, else from the controller."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.files import sha256_file
+from trainyard.connection import FanOut, HostConnection, RemoteError
+from trainyard.run.copy_files import fetch_file
+from trainyard.run.errors import StageError
+from trainyard.run.gather import Connect
+from trainyard.run.relay import Copy, Member, plan_relay, run_relay
+from trainyard.run.spec_files import Report
+
+STAGE_LIMIT = 3600.0  # s: a large model over a slow link takes long
+HUB_MODE = 0o644  # of a file that a host fetched from the hub, which is public or was fetched for this run
+
+
+def copy_to_hosts(
+    entries: Sequence[dict[str, Any]],
+    files: Sequence[dict[str, Any]],
+    connect: Connect,
+    token: str,
+    *,
+    check: bool = False,
+    transfer: str = "auto",
+    report: Report = print,
+) -> dict[str, list[str]]:
+    """Copy what differs to the store of every host; return the paths that changed (or would change) on each host.
+
+    Args:
+        entries: the plan.
+        files: those of PreparedRun.
+        token: of this controller's transfers.
+        check: compare only.
+        transfer: see the launch option.
+        report: receives a warning if a relay fails.
+
+    Raises:
+        StageError: a host lacks a file afterwards.
+    """
+    copies = staged_copies(files, check)
+    requests = {entry["host"]: receive_request(entry, files, copies, check) for entry in entries}
+    names = [entry["host"] for entry in entries]
+    calls = {name: functools.partial(connect(name).call, "receive", requests[name]) for name in names}
+    answers = ask_hosts(entries, calls, STAGE_LIMIT)
+    members = {
+        entry["host"]: _member(entry, answers[entry["host"]], requests[entry["host"]])
+        for entry in entries
+    }  # fmt: skip
+    changed = {name: answer["changed"] for name, answer in answers.items() if "changed" in answer}
+    if check:
+        return changed
+    lacking = [entry for entry in entries if entry["host"] not in changed]
+    failed = set(names)
+    if lacking and transfer == "auto" and (chain := plan_relay(list(members.values()), copies)):
+        failed = _relay(chain, copies, connect, token, report)
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
+        missing = {dest for name in failed for dest in members[name].lacks if not copies[dest].source}
+        copies |= _fetch_from_hosts(entries, files, copies, missing, connect, Path(folder))
+        calls = {
+            entry["host"]: functools.partial(
+                _copy_lacking, connect(entry["host"]), members[entry["host"]], copies, requests[entry["host"]], token
+            )
+            for entry in lacking
+        }
+        done = ask_hosts(lacking, calls, STAGE_LIMIT)
+    for name, answer in done.items():  # a relay has written files before the host was asked again
+        written = [f"{members[name].data_dir}/{dest}" for dest in sorted(members[name].lacks)]
+        changed[name] = list(dict.fromkeys([*written, *answer["changed"]]))
+    return {name: changed[name] for name in names}
+
+
+def _relay(
+    chain: Sequence[Member], copies: Mapping[str, Copy], connect: Connect, token: str, report: Report
+) -> set[str]:
+    """Copy from host to host; return the hosts for which that failed."""
+    failed = run_relay(chain, copies, connect, token)
+    if failed:
+        host, why = next(iter(failed.items()))
+        rest = f" and {len(failed) - 1} more hosts" if len(failed) > 1 else ""
+        report(f"warning: the relay failed at {host}{rest} ({why}): the controller copies the files instead")
+    return set(failed)
+
+
+def _fetch_from_hosts(
+    entries: Sequence[Mapping[str, Any]],
+    files: Sequence[Mapping[str, Any]],
+    copies: Mapping[str, Copy],
+    missing: set[str],
+    connect: Connect,
+    folder: Path,
+) -> dict[str, Copy]:
+    """Copy to the controller what only the host has that fetched it from the hub. Raises StageError."""
+    found = {}
+    for file in files:
+        holder = file.get("fetched_by", "")
+        wanted = sorted(dest for dest in missing if dest.startswith(f"{file['dest']}/")) if holder else []
+        if not wanted:
+            continue
+        entry = next((entry for entry in entries if entry["host"] == holder), None)
+        if entry is None:
+            raise StageError(
+                f"{holder} fetched the {file['kind']} from the hub and does not take part: start the run again"
+            )
+        for dest in wanted:
+            copy, aside = copies[dest], folder / copies[dest].sha256
+            try:
+                fetch_file(connect(holder), f"{entry['data_dir']}/{dest}", aside, copy.size)
+            except RemoteError as error:
+                raise StageError(f"{holder}: {error}") from None
+            if sha256_file(aside) != copy.sha256:
+                raise StageError(f"{holder}: {dest} arrived damaged: run the same command again")
+            found[dest] = dataclasses.replace(copy, source=str(aside))
+    return found
+
+
+def staged_copies(files: Sequence[dict[str, Any]], check: bool = False) -> dict[str, Copy]:
+    """Return every file that hosts may lack, by its path below their data directory."""
+    copies = {}
+    for file in files:
+        for name, digest in file["sha256"].items():
+            dest = f"{file['dest']}/{name}" if name else file["dest"]
+            source = file["src"] and (f"{file['src']}/{name}" if name else file["src"])
+            size, mode = file.get("sizes", {}).get(name, 0), HUB_MODE
+            # In check mode, a model that a run would make does not exist any more.
+            if source and not check:
+                found = Path(source).stat()
+                size, mode = found.st_size, found.st_mode & 0o777
+            copies[dest] = Copy(dest, source, size, digest, mode)
+    return copies
+
+
+def receive_request(
+    entry: Mapping[str, Any], files: Sequence[dict[str, Any]], copies: Mapping[str, Copy], check: bool = False
+) -> dict[str, Any]:
+    """Return the request to one host, see trainyard/remote/receive.py."""
+    store = f"{entry['data_dir']}/store"
+    return {
+        "files": {f"{entry['data_dir']}/{dest}": copy.sha256 for dest, copy in copies.items()},
+        "arrived": {},
+        "contents": {},
+        "links": target_links(entry, files),
+        "modes": {} if check else {f"{entry['data_dir']}/{dest}": copy.mode for dest, copy in copies.items()},
+        "cache": f"{store}/digests.json",
+        "incoming": f"{store}/incoming",
+        "check": check,
+    }
+
+
+def target_links(entry: Mapping[str, Any], files: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return {path in the host's store: (path of what the host has already, its SHA-256)}."""
+    return {
+        f"{entry['data_dir']}/{file['dest']}": (file["on_hosts"], file["digest"])
+        for file in files
+        if file.get("on_hosts")
+    }
+
+
+def ask_hosts(
+    entries: Sequence[Mapping[str, Any]], calls: Mapping[str, Callable[[], dict[str, Any]]], limit: float
+) -> dict[str, dict[str, Any]]:
+    """Return the answers of all hosts. Raises StageError."""
+    done = FanOut(calls).wait(limit)
+    if done.errors:
+        host = next(entry["host"] for entry in entries if entry["host"] in done.errors)
+        raise StageError(f"{host}: {done.errors[host]}", lost=list(done.errors))
+    return done.answers
+
+
+def _member(entry: Mapping[str, Any], answer: Mapping[str, Any], request: Mapping[str, Any]) -> Member:
+    """Return a host with what it lacks. Raises StageError if it names a file that is not staged."""
+    lacks = set() if "changed" in answer else set(answer["lacking"])
+    if unknown := sorted(lacks - set(request["files"])):
+        raise StageError(f"{entry['host']}: the reply names a file that is not staged: {unknown[0]}")
+    prefix = f"{entry['data_dir']}/"
+    names = frozenset(path.removeprefix(prefix) for path in lacks)
+    return Member(entry["host"], entry["address"], entry["data_dir"], names, entry.get("link_mbit", 0.0))
+
+
+def _copy_lacking(
+    connection: HostConnection, member: Member, copies: Mapping[str, Copy], request: dict[str, Any], token: str
+) -> dict[str, Any]:
+    """Copy from the controller what a host lacks, and move it to the store. Raises RemoteError."""
+    answer = connection.call("receive", request)
+    if "changed" in answer:
+        return answer
+    arrived = {}
+    for dest in sorted(member.lacks):
+        if (path := f"{member.data_dir}/{dest}") in answer["lacking"]:
+            # Not where a relay that failed may still write or remove a file.
+            arrived[path] = member.temporary(copies[dest], f"{token}-direct")
+            connection.put(copies[dest].source, arrived[path])
+    answer = connection.call("receive", request | {"arrived": arrived})
+    if "changed" not in answer:
+        raise RemoteError("a file that was copied is missing afterwards; run the same command again")
+    return answer
