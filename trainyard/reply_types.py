@@ -193,12 +193,39 @@ class FinalResult(_Open):
     loss_first: Optional
     loss_last: Optional
     eval_loss: NotRequired[Optional]
+    eval_loss_first: NotRequired[Optional]
     adapter: NotRequired[Line | None]
     model: NotRequired[Line | None]
     merged: NotRequired[Line | None]
     tensorboard: NotRequired[Line | None]
     adapter_sha256: NotRequired[Digest | None]
     model_sha256: NotRequired[Digest | None]
+
+
+class MergedPart(_Open):
+    run: Line
+    eval_loss: Optional
+
+
+class VotedAnswer(_Open):
+    text: Text
+    votes: Count
+    logprob: Optional
+
+
+class Merged(_Open):
+    """The answer of ``python -m trainer merge``"""
+
+    parts: NotRequired[Annotated[list[MergedPart], Field(max_length=RANKS_LIMIT)]]
+    base_loss: NotRequired[Optional]
+    eval_loss: NotRequired[Optional]
+    rank: NotRequired[Count]
+    adapter: NotRequired[Line]
+    model: NotRequired[Line]
+    answers: NotRequired[Count]
+    unanimous: NotRequired[Count]
+    path: NotRequired[Line]
+    first: NotRequired[Annotated[list[VotedAnswer], Field(max_length=RANKS_LIMIT)]]
 
 
 class PlanEntry(_Open):
@@ -492,5 +519,6 @@ REPLY_TYPES: dict[str, Any] = {
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,
+    "merge": Merged,
     "metrics.jsonl": Metrics,
 }

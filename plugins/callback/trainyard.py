@@ -14,7 +14,8 @@ description:
     after that line.
   - An unreachable host is printed as one line, C(error. host does not answer. last line of ssh).
   - The strings in the C(lines) of a result are printed unchanged, instead of C(ok) or after the error.
-  - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs)) is printed before its output.
+  - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs), M(trainyard_distill),
+    M(trainyard_merge)) is printed before its output.
 extends_documentation_fragment:
   - default_callback
   - result_format_callback
@@ -40,7 +41,7 @@ except ModuleNotFoundError as error:
 
 MESSAGE_ONLY = ("fail", "assert")  # their message is written for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
-LIVE = ("trainyard_run", "trainyard_runs", "check_training")
+LIVE = ("trainyard_run", "trainyard_runs", "check_training", "trainyard_distill", "trainyard_merge")
 
 
 class CallbackModule(Default):

@@ -347,6 +347,9 @@ class RunSpec(BaseModel):
         mutable=True,
         aliases=["eval_steps", "val_check_interval", "eval_strategy", "evaluation_strategy"],
     )
+    eval_start: bool = declare(
+        False, "also evaluate before the first step: the loss of the untrained model", mutable=True
+    )
     checkpoint_interval: int = declare(
         25,
         "steps between checkpoints; 0: only at the end",

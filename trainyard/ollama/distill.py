@@ -12,17 +12,25 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import MAX_SECONDS, check_input, declare, expected_value
-from trainer.data.samples import _records as json_records
-from trainer.data.samples import to_sample
+from trainer.config import TINY, RunSpec
+from trainer.config.fields import MAX_SECONDS, check_input, declare, expected_value, split_words
+from trainer.data.json_files import json_records
+from trainer.data.shapes import to_sample
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.formats import clock, printable, quoted, thousands
 from trainer.inputs import user_path
-from trainyard.ollama.answers import AnswerFile, answer_key
+from trainyard.connection import Host
+from trainyard.extra_vars import read_run_spec
+from trainyard.ollama.answers import AnswerFile, answer_key, answers_path
 from trainyard.ollama.client import Answer
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
 from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
+from trainyard.ollama.students import Connect, student_table, train_students
+from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.run.errors import RunError
+from trainyard.run.options import LaunchOptions
+from trainyard.run.session import RunSession
 
 Report = Callable[[str], None]
 
@@ -80,11 +88,11 @@ def make_distill_options(values: Mapping[str, Any]) -> DistillOptions:
         raise UserError(f"distill: {'; '.join(lines)}") from None
 
 
-def option_table() -> str:
-    """Return the options as a Markdown table for the documentation."""
+def option_table(fields: Mapping[str, FieldInfo]) -> str:
+    """Return the options of playbooks/distill.yml or playbooks/merge.yml as a Markdown table for the documentation."""
     lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
-    for name, info in OPTIONS.items():
-        shown = "" if info.default == "" else f"`{str(info.default).lower()}`"
+    for name, info in fields.items():
+        shown = "" if info.default in ("", ()) else f"`{str(info.default).lower()}`"
         lines.append(f"| `{name}` | {expected_value(info)} | {shown} | {info.description} |")
     return "\n".join(lines)
 
@@ -131,7 +139,7 @@ def _chat(record: Any) -> list[dict[str, str]]:
         if trained:
             raise ValueError("is plain text without a prompt: rename 'text' to 'prompt' if the teacher shall answer it")
         return [{"role": "user", "content": text}]
-    messages = [{"role": message["role"], "content": message["content"]} for message in sample.messages]
+    messages = [{"role": message["role"], "content": str(message.get("content") or "")} for message in sample.messages]
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages:
@@ -273,3 +281,100 @@ def pool_summary(result: PoolResult) -> str:
     failed = f", {len(result.failed)} prompts without an answer" if result.failed else ""
     seconds = max(result.seconds, 1e-3)
     return f"{count} answers in {clock(seconds)}, {thousands(tokens / seconds)} tokens/s ({parts}){failed}"
+
+
+# Students ---------------------------------------------------------------------------------------------------------------
+
+
+def student_specs(file: str, extra_vars: Mapping[str, Any], top: Path, report: Report) -> list[RunSpec]:
+    """Return one run spec per model of ``-e model=a,b``; the dataset is not known yet.
+
+    Args:
+        file: YAML file of the run spec, or empty.
+        extra_vars: all variables given with ``-e``.
+        top: the project's folder.
+
+    Raises:
+        UserError: an unknown name, or a bad value.
+    """
+    rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS}
+    if "dataset" in rest:
+        raise UserError("distill: the dataset is made of the teacher's answers: set prompts instead of dataset")
+    models = split_words(rest.get("model", "")) or [""]
+    specs = []
+    for number, model in enumerate(models, 1):
+        values = rest | ({"model": model} if model else {})
+        if rest.get("run") and len(models) > 1:
+            values["run"] = f"{rest['run']}-{number}"
+        values.setdefault("eval_start", True)
+        specs.append(read_run_spec(file, values, top, report if number == 1 else lambda line: None))
+    return specs
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """One call of playbooks/distill.yml.
+
+    Attributes:
+        options: what is asked.
+        specs: of the students, without a dataset.
+        machines: that may teach.
+        hosts, connect, launch: of the students, as of RunSession.
+        home: the project's folder.
+    """
+
+    options: DistillOptions
+    specs: Sequence[RunSpec]
+    machines: Sequence[Candidate]
+    hosts: Sequence[Host]
+    connect: Connect
+    launch: LaunchOptions
+    home: Path
+    report: Report = print
+
+    def run(self, check: bool = False) -> dict[str, Any]:
+        """Ask the teachers, filter the answers, train the students; return `changed` and `lines`.
+
+        Raises:
+            UserError: see `make_dataset` and `find_teachers`.
+            RunError: a student failed.
+        """
+        options, work = self.options, self.home / ".trainyard"
+        for spec in self.specs:
+            if spec.model != TINY:  # check the model before the teachers work for hours
+                alone = spec.model_copy(update={"fake_data": True})
+                RunSession(
+                    self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report
+                ).prepare()
+        chats = read_prompts(user_path(options.prompts, "prompts"), options.system)
+        nodes = find_teachers(
+            self.machines,
+            options.teacher,
+            untrusted=options.teachers == "all",
+            mixed=options.teacher_mixed,
+            pull=options.teacher_pull and not check,
+            limit=options.answer_limit,
+            report=self.report,
+        )
+        names = ", ".join(printable(node.name, 40) for node in nodes)
+        self.report(f"{options.teacher} teaches on {names}: {len(chats)} prompts x {options.samples}")
+        if check:
+            return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}"}
+        with AnswerFile(answers_path(work, options.teacher)) as answers:
+            dataset, filtered = make_dataset(options, self.specs[0].seed, nodes, answers, work / "distill", self.report)
+        self.report(f"dataset: {dataset}")
+        specs = [spec.model_copy(update={"dataset": str(dataset)}) for spec in self.specs]
+        runs = train_students(
+            specs,
+            self.hosts,
+            self.connect,
+            self.launch,
+            hybrid=options.hybrid,
+            home=self.home,
+            report=self.report,
+        )
+        lines = [*filtered.lines(), f"dataset: {dataset}", *student_table(runs)]
+        if failed := [run for run in runs if run.error]:
+            more = f" ({len(failed)} of {len(runs)} students failed)" if len(runs) > 1 else ""
+            raise RunError(f"{failed[0].run}: {failed[0].error}{more}", lines=lines)
+        return {"changed": True, "lines": lines, "students": {run.run: run.result for run in runs}}

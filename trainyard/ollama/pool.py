@@ -50,8 +50,15 @@ class Prompt:
 class Node(Protocol):
     """A server that answers. Its methods are called in several threads at once and raise OllamaError."""
 
-    name: str
-    digest: str
+    @property
+    def name(self) -> str:
+        """Name of the host."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Digest of its model."""
+        ...
 
     def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
         """Return the answer to a prompt."""
