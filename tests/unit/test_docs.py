@@ -29,6 +29,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 # Variables that playbooks read from -e, in addition to the run spec, the launch options and the variables of roles.
 PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "host", "json", "logs_to", "quick", "run"}
+PLAYBOOK_VARIABLES |= {"deploy_as", "deploy_base", "deploy_name", "deploy_quantize", "deploy_replace", "template"}
 PLAYBOOK_VARIABLES |= set(DISTILL_OPTIONS) | set(MERGE_OPTIONS)
 # What an error message in the documentation is about.
 UNKNOWN_ON_PURPOSE = {"learning_rate"}
