@@ -10,10 +10,10 @@ never in the command line.
 
 from __future__ import annotations
 
-import ast
 import functools
 import io
 import json
+import re
 import shlex
 import zipfile
 from pathlib import Path
@@ -31,6 +31,12 @@ BOOTSTRAP = (
     "from trainyard.remote.__main__ import main; main()"
 )
 ENTRY = "trainyard.remote.__main__"  # the module that BOOTSTRAP runs
+# No `ast`: in Python 3.11, several threads cannot parse at the same time.
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+((?:trainyard|trainer)[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)"
+    r"|import[ \t]+((?:trainyard|trainer)[\w.]*))",
+    re.MULTILINE,
+)
 PACKAGE_VERBS = frozenset(
     {"all_reduce", "hub_fetch"}
 )  # verbs that import installed packages; the others start without `site`
@@ -55,9 +61,10 @@ def remote_archive(verb: str = "") -> bytes:
 
 @functools.cache
 def _sources() -> dict[str, bytes]:
-    """Return {path in the archive: content} of `trainyard/remote` and `trainer/supervise`."""
+    """Return {path in the archive: content} of `trainyard/remote`, `trainer/supervise` and the client of Ollama."""
     controller, node = (Path(package.__path__[0]) for package in (trainyard, trainer))
-    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b""}
+    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b"", "trainyard/ollama/__init__.py": b""}
+    files["trainyard/ollama/client.py"] = (controller / "ollama" / "client.py").read_bytes()
     for package, folder in ((controller, "remote"), (node, "supervise")):
         for path in (package / folder).glob("*.py"):
             files[str(path.relative_to(package.parent))] = path.read_bytes()
@@ -79,11 +86,8 @@ def _imported_by(name: str, sources: dict[str, bytes]) -> set[str]:
             continue
         found.add(module)
         left.append(module.rpartition(".")[0])
-        for node in ast.walk(ast.parse(modules[module])):
-            if isinstance(node, ast.Import):
-                left += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for package, names, alone in _IMPORT.findall(modules[module].decode()):
+            left += [alone] if alone else [package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))]
     return found
 
 

@@ -105,11 +105,13 @@ class RunSpec(BaseModel):
     dataset_split: str = declare(
         "train", "split of a hub dataset or a folder", min_length=1, aliases=["split", "dataset_train_split"]
     )
-    dataset_config: str = declare("", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset"])
+    dataset_config: str = declare(
+        "", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset", "dataset_config_name"]
+    )
     columns: Columns = declare(
         {},
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
-        aliases=["column_mapping", "dataset_columns", "field_mapping"],
+        aliases=["column_mapping", "dataset_columns", "field_mapping", "dataset_text_field"],
         expected=EXPECTED_COLUMNS,
     )
     fake_data: bool = declare(
@@ -347,6 +349,9 @@ class RunSpec(BaseModel):
         unit="steps",
         mutable=True,
         aliases=["eval_steps", "val_check_interval", "eval_strategy", "evaluation_strategy"],
+    )
+    eval_start: bool = declare(
+        False, "also evaluate before the first step: the loss of the untrained model", mutable=True
     )
     checkpoint_interval: int = declare(
         25,
