@@ -21,8 +21,10 @@ SHAPES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 MESSAGE_KEYS = ("role", "content")  # of a message in `messages` or `conversations`
 COLUMNS = tuple(dict.fromkeys([name for shape in SHAPES for names in shape for name in names] + [*MESSAGE_KEYS]))
 MAX_WEIGHT = 1000
-EXPECTED_DATASET = "a path, a hub id, or a list such as [a.jsonl, {path: b.csv, weight: 0.3}]"
-EXPECTED_COLUMNS = "names of a shape and of columns, such as {prompt: question, completion: answer}"
+EXPECTED = {
+    "dataset": "a path, a hub id, or a list such as [a.jsonl, {path: b.csv, weight: 0.3}]",
+    "columns": "names of a shape and of columns, such as {prompt: question, completion: answer}",
+}
 
 
 def _structure(value: Any) -> Any:

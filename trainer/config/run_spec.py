@@ -14,16 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.dataset_source import (
-    EXPECTED_COLUMNS,
-    EXPECTED_DATASET,
-    Columns,
-    Datasets,
-    DatasetSource,
-    columns_error,
-    resolved,
-    with_paths,
-)
+from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, columns_error, resolved, with_paths
 from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
@@ -100,7 +91,7 @@ class RunSpec(BaseModel):
         "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         aliases=["data", "dataset_name", "dataset_path", "dataset_name_or_path", "data_path", "train_file", "datasets"],
-        expected=EXPECTED_DATASET,
+        expected=EXPECTED["dataset"],
     )
     dataset_split: str = declare(
         "train", "split of a hub dataset or a folder", min_length=1, aliases=["split", "dataset_train_split"]
@@ -112,7 +103,7 @@ class RunSpec(BaseModel):
         {},
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
         aliases=["column_mapping", "dataset_columns", "field_mapping", "dataset_text_field"],
-        expected=EXPECTED_COLUMNS,
+        expected=EXPECTED["columns"],
     )
     fake_data: bool = declare(
         False, "train on random tokens instead of the dataset, to measure speed", aliases=["dummy_data"]
