@@ -61,9 +61,10 @@ def remote_archive(verb: str = "") -> bytes:
 
 @functools.cache
 def _sources() -> dict[str, bytes]:
-    """Return {path in the archive: content} of `trainyard/remote` and `trainer/supervise`."""
+    """Return {path in the archive: content} of `trainyard/remote`, `trainer/supervise` and the client of Ollama."""
     controller, node = (Path(package.__path__[0]) for package in (trainyard, trainer))
-    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b""}
+    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b"", "trainyard/ollama/__init__.py": b""}
+    files["trainyard/ollama/client.py"] = (controller / "ollama" / "client.py").read_bytes()
     for package, folder in ((controller, "remote"), (node, "supervise")):
         for path in (package / folder).glob("*.py"):
             files[str(path.relative_to(package.parent))] = path.read_bytes()

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,17 +44,19 @@ def work_of(bench: Bench) -> dict[str, tuple[bool, Callable[[], Outcome]]]:
 def run_all(bench: Bench, checks: list[str], jobs: int, done: Callable[[str], None]) -> None:
     """Run what the checks need: first the timed runs, alone, then `jobs` of the others at a time."""
     others = work_of(bench)
+    writing = threading.Lock()
     needed = dict.fromkeys(run for name in checks for run in CHECKS[name][1])
 
     def run(name: str) -> None:
-        if name in CASES:
-            bench.run_case(name)
-        else:
-            try:
+        try:
+            if name in CASES:
+                bench.run_case(name)
+            else:
                 bench.outcomes[name] = others[name][1]()
-            except (OSError, ValueError, KeyError, IndexError) as error:
-                bench.outcomes[name] = Outcome("failed", reason=f"{type(error).__name__}: {error}")
-        done(name)
+        except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            bench.outcomes[name] = Outcome("failed", reason=f"{type(error).__name__}: {error}")
+        with writing:
+            done(name)
 
     timed = [name for name in needed if (CASES[name].timed if name in CASES else others[name][0])]
     if not bench.scale.cpu:  # a stand-in measures no speed
@@ -61,8 +64,12 @@ def run_all(bench: Bench, checks: list[str], jobs: int, done: Callable[[str], No
             run(name)
     rest = [name for name in needed if bench.scale.cpu or name not in timed]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(run, name) for name in rest]:
-            future.result()
+        try:
+            for future in [pool.submit(run, name) for name in rest]:
+                future.result()
+        except BaseException:
+            bench.deadline = 0.0  # ends the runs that the pool would wait for
+            raise
 
 
 def jobs_for(bench: Bench) -> int:
@@ -142,4 +149,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted: results.json and results.md have the runs that ended")

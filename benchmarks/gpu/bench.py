@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from benchmarks.gpu.cases import CASES, CPU, Case, Scale
 
 TOP = Path(__file__).resolve().parents[2]
 WARM = 3  # steps that do not count for speed
+_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _PORTS = iter(range(29_600, 29_900))
 
 
@@ -70,7 +72,8 @@ class Bench:
             process = subprocess.Popen(
                 command, cwd=self.folder, env=self.environment(), stdout=out, stderr=errors, start_new_session=True
             )
-            code, memory = _wait(process, began + seconds)
+            # The deadline moves to the past when the driver is interrupted.
+            code, memory = _wait(process, lambda: min(began + seconds, self.deadline))
         took = time.monotonic() - began
         text = output.read_text(errors="replace")
         if code == 0:
@@ -109,8 +112,10 @@ class Bench:
 
     def run_case(self, name: str) -> None:
         """Train a case, keep its outcome, and remove its run folder, which may have gigabytes."""
+        run = self.folder / "runs" / name
+        shutil.rmtree(run, ignore_errors=True)
         self.outcomes[name] = self.train(name, CASES[name])
-        shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)
 
     def _launcher(self, ranks: int) -> list[str]:
         if not ranks:
@@ -138,22 +143,34 @@ def _free_port() -> int:
     raise RuntimeError("no free port from 29600 to 29899")
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int | None, float]:
+def _wait(process: subprocess.Popen[bytes], limit: Callable[[], float]) -> tuple[int | None, float]:
     """Return the exit code (None: it was ended at the deadline), and the largest resident set in MiB."""
-    ended = False
+    ended = 0.0
     try:
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 return None if ended else process.returncode, usage.ru_maxrss / 1024
-            if time.monotonic() > deadline and not ended:
-                ended = True
-                os.killpg(process.pid, signal.SIGKILL)
+            if ended and time.monotonic() > ended + _GRACE:
+                _signal(process, signal.SIGKILL)
+            elif not ended and time.monotonic() > limit():
+                # torchrun ends its ranks, which have process groups of their own, after SIGTERM only.
+                _signal(process, signal.SIGTERM)
+                ended = time.monotonic()
             time.sleep(0.05)
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            _signal(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+            if process.returncode is None:
+                _signal(process, signal.SIGKILL)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _last_error(text: str) -> str:

@@ -13,7 +13,6 @@ FASTEST = {"packing": True, "gradient_checkpointing": False}
 # Fields of SFTConfig, and the data type of the frozen weights.
 SIDES: dict[str, tuple[dict[str, Any], str]] = {
     "TRL, defaults": ({}, "float32"),
-    "TRL, packing, no checkpointing": (FASTEST, "float32"),
     "TRL, packing, no checkpointing, bf16 weights": (FASTEST, "bfloat16"),
     "TRL, packing, no checkpointing, bf16 weights, liger": (FASTEST | {"use_liger_kernel": True}, "bfloat16"),
 }
