@@ -43,13 +43,16 @@ def test_a_dataset_of_the_hosts_does_not_pass_through_the_controller(
         before = int(sent.read_text())
         played = run_playbook("train.yml", lab.inventory, variables)
         used = int(sent.read_text()) - before
+        print(f"{used} bytes left the controller")
         assert played.rc == 0, played.stdout
         assert "step 2/2" in played.stdout and used < 5_000_000, used
         # A model on the controller leaves it once, and passes from host to host.
-        before, copied = int(sent.read_text()), variables | {"model": str(tmp_path / "small"), "run": "copied"}
+        make_tiny(read_samples(tmp_path / "few.jsonl"), tmp_path / "other", 2)
+        before, copied = int(sent.read_text()), variables | {"model": str(tmp_path / "other"), "run": "copied"}
         staged = run_playbook("train.yml", lab.inventory, copied, "--tags", "stage")
         used = int(sent.read_text()) - before
         assert staged.rc == 0 and "relay failed" not in staged.stdout, staged.stdout
+        print(f"{used} bytes for a model of {len(model)} on three hosts")
         assert len(model) < used < 1.5 * len(model) + 2_000_000
         lab.inside(hosts[1], "sed -i '1s/0 and 1/0 und 1/' /srv/files/big.jsonl")
         refused = run_playbook("train.yml", lab.inventory, variables)
