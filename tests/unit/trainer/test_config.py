@@ -270,7 +270,7 @@ def test_a_dataset_may_have_columns_of_its_own() -> None:
     [
         ({"question": "prompt"}, "columns: unknown name 'question': did you mean {prompt: question}?"),
         ({"q\x1b": "a"}, "columns: expected names of a shape"),
-        ({"quest": "a"}, "columns: unknown name 'quest': expected one of messages, conversations, instruction"),
+        ({"quest": "a"}, "columns: unknown name 'quest': expected one of messages, system, tools, conversations"),
     ],
 )
 def test_columns_map_names_of_a_shape(columns: dict[str, str], why: str) -> None:
