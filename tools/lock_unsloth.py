@@ -24,10 +24,10 @@ HEADER = """\
 
 
 def requirements() -> list[str]:
-    """Return the requirements of a node and of the extra unsloth."""
+    """Return the requirements of a node with a GPU and of the extra unsloth."""
     project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *extras["node"], *extras["unsloth"]]
+    return [*project["dependencies"], *extras["node"], *extras["unsloth"], *extras["nvml"]]
 
 
 def compile_lock(uv: Path, folder: Path, python: str, pinned: dict[str, str]) -> dict[str, tuple[str, set[str]]]:

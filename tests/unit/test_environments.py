@@ -282,7 +282,9 @@ def unsloth_plan(infos: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any
 def test_the_lock_of_unsloth_is_the_whole_environment_of_a_node() -> None:
     lock = resolve.read_constraints(TOP / "constraints-unsloth.txt")
     assert all(re.fullmatch(r"[a-z0-9-]+==[^ ]+( --hash=sha256:[0-9a-f]{64})+", line) for line in lock)
-    wanted = [Requirement(line) for line in resolve.requirements(TOP / "pyproject.toml", ["unsloth"], torch=True)]
+    wanted = [
+        Requirement(line) for line in resolve.requirements(TOP / "pyproject.toml", ["unsloth", "nvml"], torch=True)
+    ]
     pinned = {name: version.split()[0] for name, _, version in (line.partition("==") for line in lock)}
     for requirement in wanted:
         assert pinned[resolve.normal_name(requirement.name)] in requirement.specifier, requirement

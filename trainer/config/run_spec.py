@@ -123,7 +123,6 @@ class RunSpec(BaseModel):
             "max_seq_length",
             "max_seq_len",
             "max_length",
-            "model_max_length",
             "sequence_length",
             "sequence_len",
             "block_size",
