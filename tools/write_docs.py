@@ -15,6 +15,9 @@ from trainer import config
 from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED
 from trainer.config.conversions import CONVERSIONS
 from trainer.strategy import summaries
+from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
+from trainyard.ollama.distill import option_table
+from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 from trainyard.run.options import table as launch_options_table
 
 TOP = Path(__file__).resolve().parents[1]
@@ -245,6 +248,15 @@ roles.
 """
 
 
+def distill(text: str) -> str:
+    """Return docs/distill.md with the current tables of options."""
+    for name, options in (("distill", DISTILL_OPTIONS), ("merge", MERGE_OPTIONS)):
+        block = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+        table = option_table(options)
+        text = block.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text)
+    return text
+
+
 def pages() -> dict[Path, str]:
     """Return every generated page."""
     docs = TOP / "docs"
@@ -253,6 +265,7 @@ def pages() -> dict[Path, str]:
         docs / "run-spec.md": run_spec(),
         docs / "launch-options.md": launch_options(),
         docs / "strategies.md": strategies((docs / "strategies.md").read_text()),
+        docs / "distill.md": distill((docs / "distill.md").read_text()),
         docs / "roles.md": roles_page(roles),
         **{role / "README.md": role_readme(role) for role in roles},
     }

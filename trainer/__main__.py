@@ -36,6 +36,7 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
                                                               strategy and recommend one
        python -m trainer config deepspeed|fsdp|accelerate|slurm [SPEC.yml] [--hosts 2] [--head ADDRESS] [--no-gpu]
                                                               print the spec as a configuration file of another tool
+       python -m trainer merge < REQUEST.json                 merge the results of runs, as playbooks/merge.yml asks
 
 SPEC.yml contains fields of the run spec; flags override it. `lr=1e-3` is equivalent to `--lr=1e-3`.
 Several ranks: torchrun ... -m trainer --run-name mine --lr 1e-3 (torchrun takes --run for its own --run-path).
@@ -171,6 +172,13 @@ def config(argv: list[str]) -> int:
     ranks = sum(host["processes"] for host in read_hosts(hosts))
     print(render(kind, take_spec(argv, ranks), hosts, head, flags, gpus), end="")
     return 0
+
+
+def merge(argv: list[str]) -> int:
+    """Merge runs as the request on standard input says; the controller starts it."""
+    from trainer.merge import main as merge_main
+
+    return merge_main()
 
 
 def show_help() -> int:
@@ -311,6 +319,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "fields": fields,
     "plan": plan,
     "config": config,
+    "merge": merge,
 }
 
 

@@ -332,6 +332,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder = open_records(job, run_dir, world, state)
     saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(job, world, strategy, batches, heartbeat)
+    if spec.eval_start and not state.step:
+        state.totals["eval_loss_first"] = evaluation.update(0)
     metrics, stopping = StepMetrics(), False
     while state.step < steps and not stopping:
         try:

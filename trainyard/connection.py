@@ -132,7 +132,7 @@ class HostConnection:
         Raises:
             RemoteError: the host is unreachable, the answer is `{"error": ...}`, or it is not a reply to the verb.
         """
-        return self.run(remote_command(verb, python or self.host.python), remote_input(request), verb)
+        return self.run(remote_command(verb, python or self.host.python), remote_input(request, verb), verb)
 
     def start_run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Start the host's part of a run from the staged trainer, which outlives the connection. Raises RemoteError.

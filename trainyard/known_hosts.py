@@ -50,7 +50,7 @@ def find_known_hosts(executable: str, arguments: str, host: str, port: int | Non
     Raises:
         subprocess.CalledProcessError: ssh rejects the arguments.
     """
-    argv = [executable, "-G", *shlex.split(arguments), *(["-p", str(port)] if port else []), host]
+    argv = [executable, "-G", *shlex.split(arguments), *(["-p", str(port)] if port else []), "--", host]
     out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     settings = dict(line.partition(" ")[::2] for line in out.splitlines())
     files = [*settings.get("userknownhostsfile", "").split(), *settings.get("globalknownhostsfile", "").split()]

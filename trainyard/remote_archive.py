@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import re
 import shlex
 import zipfile
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import trainer
 import trainyard
+from trainyard.remote.__main__ import VERBS
 
 # Runs on the host. Reads the archive's length in bytes, a newline, and the archive; the request follows.
 BOOTSTRAP = (
@@ -28,24 +30,65 @@ BOOTSTRAP = (
     "sys.path.insert(0, '/proc/self/fd/%d' % file); "
     "from trainyard.remote.__main__ import main; main()"
 )
+ENTRY = "trainyard.remote.__main__"  # the module that BOOTSTRAP runs
+# No `ast`: in Python 3.11, several threads cannot parse at the same time.
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+((?:trainyard|trainer)[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)"
+    r"|import[ \t]+((?:trainyard|trainer)[\w.]*))",
+    re.MULTILINE,
+)
 PACKAGE_VERBS = frozenset(
     {"all_reduce", "hub_fetch"}
 )  # verbs that import installed packages; the others start without `site`
 
 
 @functools.cache
-def remote_archive() -> bytes:
-    """Return the archive of `trainyard/remote` and `trainer/supervise`. The same sources give the same bytes."""
+def remote_archive(verb: str = "") -> bytes:
+    """Return the archive of the modules that a verb imports; of all modules for an empty verb.
+
+    A run that is followed asks each host every two seconds, so a request should be small. Equal sources give equal bytes.
+    """
+    sources = _sources()
+    if verb in VERBS:
+        names = _imported_by(VERBS[verb][0], sources) | _imported_by(ENTRY, sources)
+        sources = {path: content for path, content in sources.items() if _module(path) in names}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for path, content in sorted(sources.items()):
+            archive.writestr(zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+@functools.cache
+def _sources() -> dict[str, bytes]:
+    """Return {path in the archive: content} of `trainyard/remote`, `trainer/supervise` and the client of Ollama."""
     controller, node = (Path(package.__path__[0]) for package in (trainyard, trainer))
-    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b""}
+    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b"", "trainyard/ollama/__init__.py": b""}
+    files["trainyard/ollama/client.py"] = (controller / "ollama" / "client.py").read_bytes()
     for package, folder in ((controller, "remote"), (node, "supervise")):
         for path in (package / folder).glob("*.py"):
             files[str(path.relative_to(package.parent))] = path.read_bytes()
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, content in sorted(files.items()):
-            archive.writestr(zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
+    return files
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imported_by(name: str, sources: dict[str, bytes]) -> set[str]:
+    """Return a module, what it imports from the archive, and the packages of these."""
+    modules = {_module(path): content for path, content in sources.items()}
+    found: set[str] = set()
+    left = [name]
+    while left:
+        module = left.pop()
+        if module in found or module not in modules:
+            continue
+        found.add(module)
+        left.append(module.rpartition(".")[0])
+        for package, names, alone in _IMPORT.findall(modules[module].decode()):
+            left += [alone] if alone else [package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))]
+    return found
 
 
 def remote_command(verb: str, python: str) -> str:
@@ -54,7 +97,7 @@ def remote_command(verb: str, python: str) -> str:
     return f"exec {shlex.quote(python)} {isolated} -c {shlex.quote(BOOTSTRAP)} {shlex.quote(verb)}"
 
 
-def remote_input(request: dict[str, Any]) -> bytes:
-    """Return the standard input of `remote_command`."""
-    archive = remote_archive()
+def remote_input(request: dict[str, Any], verb: str = "") -> bytes:
+    """Return the standard input of `remote_command`, with the modules that the verb needs; with all for an empty verb."""
+    archive = remote_archive(verb)
     return b"%d\n%b%b\n" % (len(archive), archive, json.dumps(request).encode())

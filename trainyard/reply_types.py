@@ -193,12 +193,39 @@ class FinalResult(_Open):
     loss_first: Optional
     loss_last: Optional
     eval_loss: NotRequired[Optional]
+    eval_loss_first: NotRequired[Optional]
     adapter: NotRequired[Line | None]
     model: NotRequired[Line | None]
     merged: NotRequired[Line | None]
     tensorboard: NotRequired[Line | None]
     adapter_sha256: NotRequired[Digest | None]
     model_sha256: NotRequired[Digest | None]
+
+
+class MergedPart(_Open):
+    run: Line
+    eval_loss: Optional
+
+
+class VotedAnswer(_Open):
+    text: Text
+    votes: Count
+    logprob: Optional
+
+
+class Merged(_Open):
+    """The answer of ``python -m trainer merge``"""
+
+    parts: NotRequired[Annotated[list[MergedPart], Field(max_length=RANKS_LIMIT)]]
+    base_loss: NotRequired[Optional]
+    eval_loss: NotRequired[Optional]
+    rank: NotRequired[Count]
+    adapter: NotRequired[Line]
+    model: NotRequired[Line]
+    answers: NotRequired[Count]
+    unanimous: NotRequired[Count]
+    path: NotRequired[Line]
+    first: NotRequired[Annotated[list[VotedAnswer], Field(max_length=RANKS_LIMIT)]]
 
 
 class PlanEntry(_Open):
@@ -414,6 +441,61 @@ class AllReduce(_Open):
     torch: Line
 
 
+class OllamaBase(_Open):
+    digest: Digest
+    architecture: Line
+    shape: Annotated[list[Count], Field(min_length=5, max_length=5)]
+    tokens: Digest
+    fields: Annotated[dict[Line, Line], Field(max_length=1000)]
+
+
+class OllamaRecord(_Open):
+    key: Line
+    digest: Line
+
+
+class OllamaState(_Open):
+    version: Annotated[list[Count], Field(min_length=3, max_length=3)]
+    adapters: Flag
+    digest: Line
+    record: OllamaRecord | None
+    base: OllamaBase | None
+
+
+class OllamaCreate(_Open):
+    answers: Annotated[list[Text], Field(max_length=1000)]
+
+
+class OllamaChange(_Open):
+    changed: Flag
+    foreign: NotRequired[Flag]
+
+
+class GreedyPrompt(_Open):
+    messages: NotRequired[Annotated[list[dict[str, Text]], Field(min_length=1, max_length=1000)]]
+    prompt: NotRequired[Text]
+
+
+class GreedyAnswers(_Open):
+    created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d$")]
+    max_tokens: Annotated[int, Field(strict=True, ge=1, le=1000)]
+    bos: Annotated[str, Field(max_length=100)]
+    prompts: Annotated[list[GreedyPrompt], Field(max_length=1000)]
+    answers: Annotated[list[Text], Field(max_length=1000)]
+
+
+class GgufFile(_Open):
+    path: Line
+    bytes: Count
+    sha256: Digest
+    adds_bos: Flag
+
+
+class GgufExport(_Open):
+    answers: GreedyAnswers
+    gguf: GgufFile | None
+
+
 REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
@@ -429,9 +511,14 @@ REPLY_TYPES: dict[str, Any] = {
     "run_status": RunStatus,
     "run_stop": RunStop,
     "run_list": RunList,
+    "ollama_state": OllamaState,
+    "ollama_create": OllamaCreate,
+    "ollama_change": OllamaChange,
+    "gguf_export": GgufExport,
     "start": Started,
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,
+    "merge": Merged,
     "metrics.jsonl": Metrics,
 }

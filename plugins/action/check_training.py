@@ -29,9 +29,6 @@ class ActionModule(ClusterAction):
             for host in hosts:
                 host.check()
             how = {"home": TOP, "report": report, "check": self._task.check_mode}
-            result = check_training(hosts, connect, options, check_spec(given, run), **how)
+            return check_training(hosts, connect, options, check_spec(given, run), **how)
         except (RunError, UserError, InventoryError) as error:
             return failure(str(error), **getattr(error, "details", {}))
-        if failed := result["failed_hosts"]:
-            return failure(f"{', '.join(failed)} cannot train alone", **result)
-        return result

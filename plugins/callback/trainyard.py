@@ -7,14 +7,16 @@ name: trainyard
 type: stdout
 short_description: Default screen output with one-line errors and tables
 description:
-  - The output of P(ansible.builtin.default#callback), with five differences.
+  - The output of P(ansible.builtin.default#callback), with six differences.
   - A failed result with C(plain=true), and any failure of M(ansible.builtin.fail) and M(ansible.builtin.assert),
     is printed as one line, C(error. host. message), without the host if the task runs once for all hosts.
   - In the message of M(ansible.builtin.fail) and M(ansible.builtin.assert), text after an empty line is printed unchanged
     after that line.
   - An unreachable host is printed as one line, C(error. host does not answer. last line of ssh).
   - The strings in the C(lines) of a result are printed unchanged, instead of C(ok) or after the error.
-  - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs)) is printed before its output.
+  - Before the recap of C(site.yml), one line names the roles that changed something, and the hosts.
+  - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs), M(trainyard_distill),
+    M(trainyard_merge)) is printed before its output.
 extends_documentation_fragment:
   - default_callback
   - result_format_callback
@@ -23,6 +25,7 @@ requirements:
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from ansible import constants as C
@@ -40,13 +43,28 @@ except ModuleNotFoundError as error:
 
 MESSAGE_ONLY = ("fail", "assert")  # their message is written for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
-LIVE = ("trainyard_run", "trainyard_runs", "check_training")
+LIVE = ("trainyard_run", "trainyard_runs", "check_training", "trainyard_distill", "trainyard_merge")
 
 
 class CallbackModule(Default):
     CALLBACK_VERSION = 2.0
     CALLBACK_TYPE = "stdout"
     CALLBACK_NAME = "trainyard"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._playbook = ""
+        self._changed: dict[str, list[str]] = {}  # role -> hosts, in the order of their first changes
+
+    def v2_playbook_on_start(self, playbook: Any) -> None:
+        self._playbook = Path(playbook._file_name).name
+        super().v2_playbook_on_start(playbook)
+
+    def v2_playbook_on_stats(self, stats: Any) -> None:
+        if self._playbook == "site.yml":
+            listed = "; ".join(f"{role} on {', '.join(hosts)}" for role, hosts in self._changed.items())
+            self._display.display(f"\nchanged: {shown(listed) or 'nothing'}")
+        super().v2_playbook_on_stats(stats)
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
         super().v2_playbook_on_task_start(task, is_conditional)
@@ -71,6 +89,10 @@ class CallbackModule(Default):
             super().v2_runner_item_on_failed(result)
 
     def v2_runner_on_ok(self, result: Any) -> None:
+        if result.result.get("changed") and result.task._role:
+            hosts = self._changed.setdefault(result.task._role.get_name(), [])
+            if result.host.get_name() not in hosts:
+                hosts.append(result.host.get_name())
         lines = table_lines(result.result)
         if not lines or self._run_is_verbose(result):
             super().v2_runner_on_ok(result)

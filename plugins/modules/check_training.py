@@ -10,7 +10,7 @@ description:
     names others. The hosts train at the same time without a network between them; hosts that are one machine take turns.
   - Compares steps and tokens per second, the loss after the same steps, and the memory. Names the slowest host, and hosts
     whose loss differs.
-  - Fails if a host cannot train.
+  - Fails for a mistake in the spec. A host that cannot train is in RV(failed_hosts), so that a playbook can clean up.
 options:
   run:
     description: Name of the run on every host. Its folder remains there.

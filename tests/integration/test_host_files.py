@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_hub import FakeHub
+from run_hosts import free_port
 
 from trainer.config import make_spec
 from trainer.data.samples import read_samples
@@ -88,7 +89,7 @@ def here(tmp_path: Path) -> Here:
 def test_a_dataset_and_a_model_of_the_hosts_are_used_there(here: Here) -> None:
     """The planner reads config.json from a host. Only the trainer leaves the controller. Equal contents are the same run."""
     files = {"dataset": f"host:{here.folder}/srv/data.jsonl", "model": f"host:{here.folder}/srv/model"}
-    session = here.session(files | {"strategy": "auto"})
+    session = here.session(files | {"strategy": "auto"}, master_port=free_port())
     result = session.run()["result"]
     assert result["status"] == "finished" and result["samples"] > 0
     assert here.put < 1_000_000

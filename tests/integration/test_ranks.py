@@ -280,6 +280,14 @@ def test_logs_are_gathered(bed: Bed) -> None:
     found = {str(path.relative_to(gathered)) for path in gathered.rglob("*") if path.is_file()}
     assert found >= {"node1/rank0.log", "node1/torchrun.0.log", "node2/rank1.log", "node2/node.json"}
     assert "env" not in {Path(name).name for name in found}, "secrets stay where they are"
+    log = bed.run_dir(1) / "logs" / "rank1.log"
+    with log.open("a") as file:
+        file.write("x" * (3 << 20) + "the end\n")
+    more = ("-e", f"logs_to={gathered}", "-e", "logs_max_mib=2")
+    assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=r", *more).wait(60) == 0, bed.output_text()
+    tail = (gathered / "node2" / "rank1.log").read_bytes()
+    assert tail == log.read_bytes()[-(2 << 20) :] and tail.endswith(b"the end\n")
+    assert "rank1.log has 3 MiB: only its last 2 MiB are copied" in " ".join(bed.output_text().split())
     assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=nosuch").wait(60) == 2
     assert errors(bed.output_text()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
 

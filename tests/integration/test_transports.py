@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainyard import openssh
 from trainyard.ansible_adapter import AnsibleTransport, inventory_hosts
 from trainyard.connection import TOO_MUCH, FanOut, Host, HostConnection, InventoryError, Login, RemoteError, Transport
 from trainyard.openssh import LocalTransport, OpenSSHTransport
+from trainyard.remote.__main__ import VERBS
 from trainyard.remote_archive import remote_archive, remote_command, remote_input
 
 __all__ = ["control_folder", "server"]
@@ -301,6 +303,20 @@ def test_many_hosts_at_once() -> None:
     # The grace begins when the others have answered, wherever the doubtful host is in the order.
     asked = FanOut({"lost": answer(30), "slow": answer(0.8)}).wait(20, doubtful=["lost"], grace=0.1)
     assert set(asked.answers) == {"slow"} and set(asked.errors) == {"lost"}
+
+
+def test_a_request_carries_the_modules_of_its_verb_only(tmp_path: Path) -> None:
+    """Each verb can be imported from its archive, also what functions import later; a status request is small."""
+    assert len(remote_archive("run_status")) < 12_000 < len(remote_archive()) / 4
+    for verb, (module, _) in VERBS.items():
+        archive = tmp_path / f"{verb}.zip"
+        archive.write_bytes(remote_archive(verb))
+        with zipfile.ZipFile(archive) as opened:
+            names = [name.removesuffix(".py").replace("/", ".") for name in opened.namelist() if "__init__" not in name]
+        assert module in names
+        code = f"import sys; sys.path.insert(0, {str(archive)!r}); import {', '.join(names)}"
+        # Without the folder of packages of the tests' environment, as on a host.
+        subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 
 
 def test_the_archive_is_reproducible_and_needs_only_the_standard_library() -> None:

@@ -144,9 +144,11 @@ def test_links_of_the_login_user_do_not_redirect_root(lab: Lab, tmp_path: Path) 
         lab.inside(three, "rm -f /home/tester/trainyard; rmdir /root/data")
 
 
-def test_logs_of_a_user_whose_group_has_another_name_are_rotated(lab: Lab, tmp_path: Path) -> None:
+def test_logs_of_a_user_whose_group_has_a_name_with_spaces_are_rotated(lab: Lab, tmp_path: Path) -> None:
     host = lab.hosts[1]
-    lab.inside(host, "groupadd --gid 1500 people; usermod --gid people tester")
+    lab.inside(
+        host, "groupadd --gid 1500 people; usermod --gid people tester; sed -i 's/^people:/domain users:/' /etc/group"
+    )
     logs = "/home/tester/trainyard/runs/tiny/logs"
     try:
         lab.inside(
@@ -159,12 +161,12 @@ def test_logs_of_a_user_whose_group_has_another_name_are_rotated(lab: Lab, tmp_p
         variables = {"system_time": False, "system_tcmalloc": False, "system_log_size": "100k"}
         played = run_playbook("site.yml", inventory, variables, "--tags system")
         assert played.rc == 0, played.stdout
-        assert "su tester people" in lab.inside(host, "cat /etc/logrotate.d/trainyard")
+        assert "su tester 1500" in lab.inside(host, "cat /etc/logrotate.d/trainyard")
         assert "error" not in lab.inside(host, "logrotate -d /etc/logrotate.d/trainyard 2>&1")
         lab.inside(host, "logrotate /etc/logrotate.d/trainyard")
-        assert lab.inside(host, f"stat -c '%n %U %G' {logs}/*.gz").split()[1:] == ["tester", "people"]
+        assert lab.inside(host, f"stat -c '%n,%U,%G' {logs}/*.gz").strip().split(",")[1:] == ["tester", "domain users"]
     finally:
         lab.inside(
             host,
-            "usermod --gid tester tester; groupdel people; rm -rf /home/tester/trainyard /etc/logrotate.d/trainyard",
+            "usermod --gid tester tester; sed -i '/^domain users:/d' /etc/group /etc/gshadow; rm -rf /home/tester/trainyard /etc/logrotate.d/trainyard",
         )

@@ -183,3 +183,16 @@ def test_host_without_torch(lab: Lab, hosts: list[Host], tmp_path: Path) -> None
     code, report = preflight(inventory_with(lab, tmp_path, cluster_python="/usr/bin/python3"), "-e", "quick=true")
     assert code == 2
     assert [row["host"] for row in report["findings"] if row["check"] == "torch"] == ["node1", "node2", "node3"]
+
+
+def test_a_closed_port_of_ollama_is_reported(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
+    """No Ollama runs: the hosts listen on its port for the time of the check."""
+    faults.inject(lab, hosts[1], "block", "11434")
+    with_ollama = inventory_with(lab, tmp_path, ollama_state="present")
+    _, report = preflight(with_ollama, "-e", "quick=true")
+    (found,) = [row for row in report["findings"] if row["check"] == "ollama"]
+    assert (found["host"], found["level"]) == ("node2", "warning") and "firewall_allow" in found["remedy"]
+    assert found["text"].startswith("node1, node3, the controller cannot reach TCP port 11434 of its Ollama (")
+    assert all(answer["health"]["hardware"]["models"] is None for answer in report["hosts"].values())
+    _, report = preflight(lab.inventory, "-e", "quick=true")
+    assert not [row for row in report["findings"] if row["check"] == "ollama"], "Ollama is not part of the cluster"

@@ -221,6 +221,7 @@ CASES = [
 def write_cases(folder: Path) -> dict[str, Path]:
     """Write all datasets to `folder`; return their paths by name."""
     paths = {}
+    folder.mkdir(exist_ok=True)
     for case in CASES:
         paths[case.name] = folder / case.name
         case.write(paths[case.name])

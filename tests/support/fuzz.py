@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gzip
 import io
 import json
 import os
@@ -34,7 +35,8 @@ from fuzz_inputs import CONFIGS, MODELS, NUMBERS, RECORDS, SPECS, VALID, YAML_PA
 
 from trainer import __main__ as command_line
 from trainer.config import FIELDS, RunSpec, make_spec, read_spec
-from trainer.data.samples import read_samples
+from trainer.config.dataset_source import COLUMNS
+from trainer.data.samples import read_samples, read_source
 from trainer.errors import UserError
 from trainer.planner.model_shape import layer_class, read_shape, shape_of
 from trainer.strategy import STRATEGIES
@@ -164,7 +166,9 @@ def fuzz_dataset(rng: random.Random, folder: Path) -> None:
         dataset_file(make_spec({"dataset": str(path)}, "the flags"), folder, lambda line: None)
         read_samples(path)
         return
-    suffix = rng.choice([".jsonl", ".json", ".txt", ".csv", ""])
+    suffix = rng.choice(
+        [".jsonl", ".jsonl", ".jsonl", ".json", ".json", ".jsonl.gz", ".txt", ".csv", ".tsv", ".parquet", ".arrow", ""]
+    )
     records = [
         change(rng, record) if rng.random() < 0.4 else record for record in rng.choices(RECORDS, k=rng.randrange(1, 4))
     ]
@@ -173,9 +177,14 @@ def fuzz_dataset(rng: random.Random, folder: Path) -> None:
         data = mutate(
             rng, rng.choice([data, b"instruction,output\na,b\n", b'{"a":' * 2000, b"[" * 50_000, b"9" * 5000])
         )
+    if suffix.endswith(".gz"):
+        data = gzip.compress(data)
+        data = mutate(rng, data) if rng.random() < 0.2 else data
     path = folder / f"data{suffix}"
     path.write_bytes(data)
-    for sample in read_samples(path):
+    columns = {rng.choice(COLUMNS): rng.choice(["a", "text", "messages", "prompt", "output"])}
+    (source,) = make_spec({"dataset": str(path), "columns": columns if rng.random() < 0.2 else {}}, "the flags").sources
+    for sample in read_source(source):
         for part in [*(message["content"] for message in sample.messages), *(piece for piece, _ in sample.pieces)]:
             part.encode()
 

@@ -49,6 +49,16 @@ RECORDS: list[dict[str, Any]] = [
     {"prompt": "Q", "completion": "A"},
     {"prompt": [{"role": "user", "content": "Q"}], "completion": [{"role": "assistant", "content": "A"}]},
     {"text": "T"},
+    {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "system": "S"},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Q"}]},
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": [1]}}}]},
+            {"role": "tool", "name": "f", "content": "3"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
+    {"question": "Q", "answer": "A"},
 ]
 CONFIGS: list[dict[str, Any]] = [
     {

@@ -138,3 +138,23 @@ def test_the_documentation_is_readable() -> None:
         doc, cwd=TOP, env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")}, capture_output=True, check=True
     )
     assert b"display_failed_stderr" in shown.stdout
+
+
+def test_site_ends_with_the_roles_that_changed_something(tmp_path: Path) -> None:
+    tasks = tmp_path / "roles/packages/tasks/main.yml"
+    tasks.parent.mkdir(parents=True)
+    play = [{"hosts": "all", "gather_facts": False, "connection": "local", "roles": ["packages"]}]
+    for name, changes, line in (
+        ("site.yml", "inventory_hostname == 'b'", "changed: packages on b"),
+        ("site.yml", "false", "changed: nothing"),
+        ("other.yml", "true", None),
+    ):
+        tasks.write_text(yaml.safe_dump([{"name": "Task", "ansible.builtin.command": "true", "changed_when": changes}]))
+        (tmp_path / name).write_text(yaml.safe_dump(play))
+        command = [Path(sys.executable).with_name("ansible-playbook"), "-i", "a,b", tmp_path / name]
+        environment = os.environ | {"ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        environment["ANSIBLE_PYTHON_INTERPRETER"] = sys.executable
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert [each for each in done.stdout.splitlines() if each.startswith("changed: ") and "[" not in each] == (
+            [line] if line else []
+        ), done.stdout

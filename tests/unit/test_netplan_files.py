@@ -241,5 +241,9 @@ def test_a_known_key_is_added_for_the_new_address(tmp_path: Path) -> None:
     assert hosts.keys(hosts.name) == {a}
     assert hosts.add_address("10.0.0.9") and not hosts.add_address("10.0.0.9")
     assert known.read_text().endswith(f"{b}\n[10.0.0.9]:2222 {a}\n")
+    # A name that looks like an option is a name.
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        find_known_hosts("ssh", "-F none", "-oPort=1", None)
+    assert "hostname contains invalid characters" in refused.value.stderr
     hashed = subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(known)], capture_output=True)
     assert hashed.returncode == 0 and hosts.keys("[10.0.0.9]:2222") == {a}

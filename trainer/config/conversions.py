@@ -150,6 +150,13 @@ def _targets(value: Any) -> Setting:
     return Setting({"lora_targets": value})
 
 
+def _text_column(value: Any) -> Setting:
+    """Convert the name of the column with the text."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("the name of a column")
+    return Setting({"columns": {"text": value}} if value != "text" else {})
+
+
 def _resume(value: Any) -> Setting:
     word = _WORDS.get(as_text(value), as_text(value))
     if word in ("true", "auto", "latest", "last"):
@@ -262,6 +269,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "num_epochs": _EPOCHS,
     "num_train_epochs": _EPOCHS,
     "max_epochs": _EPOCHS,
+    "dataset_text_field": Conversion("columns", _text_column, "the column of the text: columns={text: NAME}"),
     "total_steps": Conversion(
         "max_steps",
         _in_range("max_steps", "a number of steps", lambda n: n >= 0, whole=True),

@@ -80,6 +80,15 @@ _Path = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 Datasets = Annotated[_Path | Annotated[tuple[DatasetSource, ...], Field(min_length=1)], BeforeValidator(_sources)]
 
 
+def resolved(dataset: str | tuple[DatasetSource, ...], **defaults: Any) -> tuple[DatasetSource, ...]:
+    """Return the sources of a run; `defaults` (split, config, columns) replace what a source leaves empty."""
+    listed = (DatasetSource.model_validate({"path": dataset}),) if isinstance(dataset, str) else dataset
+    return tuple(
+        source.model_copy(update={name: getattr(source, name) or value for name, value in defaults.items()})
+        for source in listed
+    )
+
+
 def columns_error(columns: Mapping[str, str]) -> str:
     """Return why a mapping of columns is invalid, or an empty string."""
     for name, column in columns.items():

@@ -21,6 +21,7 @@ from trainer.config.dataset_source import (
     Datasets,
     DatasetSource,
     columns_error,
+    resolved,
     with_paths,
 )
 from trainer.config.fields import (
@@ -78,7 +79,7 @@ class RunSpec(BaseModel):
     )
     model: str = declare(
         TINY,
-        "'tiny' (generated locally), a local model folder, or a hub id (org/name)",
+        "'tiny' (generated locally), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
         aliases=[
             "model_name",
             "model_name_or_path",
@@ -97,18 +98,20 @@ class RunSpec(BaseModel):
     dataset: Datasets = declare(
         EMBEDDED_DATASET,
         "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
-        "or a list of datasets with weights; see docs/datasets.md",
+        "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         aliases=["data", "dataset_name", "dataset_path", "dataset_name_or_path", "data_path", "train_file", "datasets"],
         expected=EXPECTED_DATASET,
     )
     dataset_split: str = declare(
         "train", "split of a hub dataset or a folder", min_length=1, aliases=["split", "dataset_train_split"]
     )
-    dataset_config: str = declare("", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset"])
+    dataset_config: str = declare(
+        "", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset", "dataset_config_name"]
+    )
     columns: Columns = declare(
         {},
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
-        aliases=["column_mapping", "dataset_columns", "field_mapping"],
+        aliases=["column_mapping", "dataset_columns", "field_mapping", "dataset_text_field"],
         expected=EXPECTED_COLUMNS,
     )
     fake_data: bool = declare(
@@ -347,6 +350,9 @@ class RunSpec(BaseModel):
         mutable=True,
         aliases=["eval_steps", "val_check_interval", "eval_strategy", "evaluation_strategy"],
     )
+    eval_start: bool = declare(
+        False, "also evaluate before the first step: the loss of the untrained model", mutable=True
+    )
     checkpoint_interval: int = declare(
         25,
         "steps between checkpoints; 0: only at the end",
@@ -443,19 +449,7 @@ class RunSpec(BaseModel):
     @property
     def sources(self) -> tuple[DatasetSource, ...]:
         """The datasets of the run, at least one, each with its own split, configuration and columns."""
-        listed = (
-            (DatasetSource.model_validate({"path": self.dataset}),) if isinstance(self.dataset, str) else self.dataset
-        )
-        return tuple(
-            source.model_copy(
-                update={
-                    "split": source.split or self.dataset_split,
-                    "config": source.config or self.dataset_config,
-                    "columns": source.columns or self.columns,
-                }
-            )
-            for source in listed
-        )
+        return resolved(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
 
     @property
     def dataset_name(self) -> str:

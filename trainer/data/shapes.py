@@ -88,8 +88,15 @@ def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS) -> Sample:
     return Sample(pieces=((_text(record, "text"), True),))
 
 
-def _shape_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _shape_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return the record with the names of a shape, and the required names of the shape. Raises ValueError."""
+    if not columns:  # the most frequent case, fast
+        for required, _ in SHAPES:
+            for name in required:
+                if row.get(name) is None:
+                    break
+            else:
+                return row, required
     mapped = {name: column for name, column in columns.items() if name not in MESSAGE_KEYS}
     for name, column in mapped.items():
         if column not in row:
@@ -160,7 +167,7 @@ def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...]
         messages = ({"role": "system", "content": _text(record, "system")}, *messages)
     tools = _from_json(record.get("tools"), "'tools'")
     if tools is None:
-        tools = []
+        return Sample(messages=messages)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of objects")
     _check_values(tools, "'tools'")

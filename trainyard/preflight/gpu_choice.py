@@ -21,7 +21,7 @@ class _UnusableError(Exception):
 def assign_gpus(states: Sequence[HostState]) -> list[Finding]:
     """Set `gpus` of every host, and return a finding for each host that lacks GPUs for the run.
 
-    A host with `cluster_processes` takes so many free GPUs of its pool, otherwise all of the pool. Hosts of the inventory
+    A host with `cluster_processes` takes that number of free GPUs of its pool, otherwise all of the pool. Hosts of the inventory
     that are one machine share its GPUs. A run that is running keeps its GPUs.
 
     Args:

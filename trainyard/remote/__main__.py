@@ -27,6 +27,7 @@ VERBS = {
     "receive": ("trainyard.remote.receive", "receive"),
     "relay": ("trainyard.remote.relay", "relay"),
     "commit": ("trainyard.remote.commit", "commit"),
+    "ollama": ("trainyard.remote.ollama", "ollama"),
     "read_files": ("trainyard.remote.read_files", "read_files"),
     "run_status": ("trainer.supervise.status", "status"),
     "run_stop": ("trainer.supervise.stop", "stop"),

@@ -23,6 +23,7 @@ STEPS = 20  # of each host
 TOLERANCE = 0.02  # relative difference of a host's last loss from the median of all hosts that is reported
 SLOW = 0.8  # share of the fastest host's tokens per second below which a host is named
 READ_LIMIT = 30.0  # s for a host to return its metrics
+EVIDENCE = 20  # lines about a failure, such as the end of a log
 LABEL_LIMIT = 40  # characters of a device in the table
 HEAD = ["host", "device", "ranks", "steps/s", "tokens/s", "loss", "memory peak", "speed"]
 # What the check trains unless the user says otherwise.
@@ -35,7 +36,7 @@ DEFAULTS = {
     "checkpoint_interval": 0,
     "loggers": "none",
 }
-_NO_LAUNCH = {"head": "", "min_nodes": 0, "max_restarts": 0, "elastic": False, "render_only": False, "collect_to": ""}
+_NO_LAUNCH = {"head": "", "min_nodes": 0, "elastic": False, "render_only": False, "collect_to": ""}
 
 
 @dataclass
@@ -145,6 +146,8 @@ def _step(one: HostCheck, report: Report, *steps: Callable[[], Any]) -> bool:
     except (RunError, UserError) as error:
         one.error = printable(str(error).removeprefix(f"{one.host.name}: "), 500)
         report(f"{one.host.name}: failed: {one.error}")
+        for line in getattr(error, "details", {}).get("lines", [])[-EVIDENCE:]:
+            report(f"{one.host.name}: {printable(line, 500)}")
     return not one.error
 
 

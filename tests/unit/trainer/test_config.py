@@ -49,9 +49,9 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "model": ("org/name", "org/name"),
         "dataset": ("x.jsonl", "x.jsonl"),
         "dataset_split": ("train[:10]", "train[:10]"),
+        "wandb_project": ("mine", "mine"),
         "dataset_config": ("main", "main"),
         "columns": ("prompt=question, completion=answer", {"prompt": "question", "completion": "answer"}),
-        "wandb_project": ("mine", "mine"),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "deepspeed_stage": ("3", 3),
@@ -270,7 +270,7 @@ def test_a_dataset_may_have_columns_of_its_own() -> None:
     [
         ({"question": "prompt"}, "columns: unknown name 'question': did you mean {prompt: question}?"),
         ({"q\x1b": "a"}, "columns: expected names of a shape"),
-        ({"quest": "a"}, "columns: unknown name 'quest': expected one of messages, conversations, instruction"),
+        ({"quest": "a"}, "columns: unknown name 'quest': expected one of messages, system, tools, conversations"),
     ],
 )
 def test_columns_map_names_of_a_shape(columns: dict[str, str], why: str) -> None:

@@ -1,0 +1,83 @@
+"""Answers per second of a teacher pool, relative to the summed rates of its nodes and to a static split.
+
+    make bench NAME=pool [ARGS='--prompts 240 --speeds 1 0.2 --seconds 0.05 --rounds 3']
+
+The nodes are HTTP servers on this machine that follow Ollama's API with simulated service times: one answer at a time, `seconds` long at
+speed 1. So the figure is that of the pool, not of the machine. The rate of a node is measured alone, with its queue always full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from fake_teacher import Teacher, serve
+from run_hosts import free_port
+
+from trainyard.ollama.client import OllamaClient
+from trainyard.ollama.pool import OllamaNode, Prompt, TeacherPool
+
+
+def prompts(count: int, first: int = 0) -> list[Prompt]:
+    """Return prompts that differ."""
+    numbers = range(first, first + count)
+    return [Prompt([{"role": "user", "content": f"What follows {n}?"}], {"temperature": 0}, n) for n in numbers]
+
+
+def seconds_of(nodes: list[OllamaNode], work: list[Prompt]) -> float:
+    """Return the seconds in which a pool of these nodes answers."""
+    start = time.perf_counter()
+    TeacherPool(nodes, lambda new: None).run(work)
+    return time.perf_counter() - start
+
+
+def rate_of(node: OllamaNode, count: int, flight: int = 4) -> float:
+    """Return the answers per second of a node whose queue is never empty."""
+    from trainyard.ollama.client import Cancel
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(flight) as executor:
+        list(executor.map(lambda prompt: node.ask(prompt, Cancel()), prompts(count)))
+    return count / (time.perf_counter() - start)
+
+
+def main() -> int:
+    """Print one row per round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=240)
+    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.2])
+    parser.add_argument("--seconds", type=float, default=0.05, help="of an answer at speed 1")
+    parser.add_argument("--rounds", type=int, default=3)
+    a = parser.parse_args()
+    teachers = [Teacher("127.0.0.1", free_port(), seconds=a.seconds / speed) for speed in a.speeds]
+    print("| speeds | prompts | sum of rates | pool | share of the sum | static split | pool relative to it |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    shares, gains = [], []
+    with serve(*teachers):
+        nodes = [OllamaNode(f"node{n}", OllamaClient(t.url), t.model, t.digest) for n, t in enumerate(teachers, 1)]
+        for _ in range(a.rounds):
+            rate = sum(
+                rate_of(node, max(8, int(a.prompts * speed / 4))) for node, speed in zip(nodes, a.speeds, strict=True)
+            )
+            pool = seconds_of(nodes, prompts(a.prompts))
+            part = a.prompts // len(nodes)
+            with ThreadPoolExecutor(len(nodes)) as executor:
+                static = max(executor.map(lambda node, part=part: seconds_of([node], prompts(part)), nodes))
+            shares.append(a.prompts / pool / rate)
+            gains.append(static / pool)
+            print(
+                f"| {' '.join(map(str, a.speeds))} | {a.prompts} | {rate:.1f}/s | {a.prompts / pool:.1f}/s | {shares[-1]:.2f} | "
+                f"{part * len(nodes) / static:.1f}/s | {gains[-1]:.2f} x |",
+                flush=True,
+            )
+    print(
+        f"\nmedians: {statistics.median(shares):.2f} of the summed rates, {statistics.median(gains):.2f} x a static split"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

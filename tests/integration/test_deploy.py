@@ -1,0 +1,305 @@
+"""Deployments to simulated servers of several versions, and to a real Ollama where it is on PATH."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from fake_target import Target, serve_target
+from netlab import daemon
+from safetensors.numpy import load_file, save_file
+
+from trainer.config import make_spec
+from trainer.data.samples import read_samples
+from trainer.data.tiny import make_tiny
+from trainer.errors import UserError
+from trainer.files import sha256_file
+from trainyard.connection import Host, HostConnection
+from trainyard.ollama import converter
+from trainyard.ollama.deploy import Deployment, compare, server_urls
+from trainyard.ollama.options import make_deploy_options
+from trainyard.openssh import LocalTransport
+from trainyard.run.errors import RunError
+
+OLLAMA = shutil.which("ollama")
+ANSWERS = {f"What follows {n}?": f"After {n} comes {n + 1}." for n in range(20)}
+NAME = "mine:latest"
+
+
+class Site:
+    """A finished run on the first of three hosts, which are folders of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hosts = [Host(f"node{n}", "127.0.0.1", str(folder / f"node{n}"), sys.executable) for n in (1, 2, 3)]
+        self.run_dir = folder / "node1/runs/mine"
+        self.base = folder / "node1/store/models/tiny"
+        self.run_dir.mkdir(parents=True)
+        dataset = folder / "data.jsonl"
+        rows = [{"instruction": question, "output": answer} for question, answer in ANSWERS.items()]
+        dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make_tiny(read_samples(dataset), self.base, 0)
+        self.make_adapter()
+        spec = make_spec({"run": "mine", "model": str(self.base), "dataset": str(dataset), "lora_r": 4}, "the test")
+        fields = spec.model_dump(mode="json") | {"precision": "32-true", "rows_per_step": 8}
+        (self.run_dir / "spec.yml").write_text(yaml.safe_dump(fields))
+
+    def make_adapter(self, seed: int = 0, swapped: bool = False) -> None:
+        """Write an adapter of random weights for the query, value and output projections, and its result."""
+        adapter, rng, tensors = self.run_dir / "adapter", np.random.default_rng(seed), {}
+        adapter.mkdir(exist_ok=True)
+        for layer in range(4):
+            for part, rows in (("q_proj", 192), ("v_proj", 64), ("o_proj", 192)):
+                name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+                tensors[f"{name}.lora_A.weight"] = rng.standard_normal((4, 192)).astype(np.float32)
+                tensors[f"{name}.lora_B.weight"] = rng.standard_normal((rows, 4)).astype(np.float32) / 8
+        if swapped:  # B takes the place of A and the reverse, as far as their shapes allow it
+            for name in [name for name in tensors if "lora_A" in name and "v_proj" not in name]:
+                other = name.replace("lora_A", "lora_B")
+                tensors[name], tensors[other] = tensors[other].T.copy(), tensors[name].T.copy()
+        save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 4, "bias": "none"}
+        config |= {"target_modules": ["q_proj", "v_proj", "o_proj"], "base_model_name_or_path": str(self.base)}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(self.base / name, adapter / name)
+        self.weights = sha256_file(adapter / "adapter_model.safetensors")
+        result = {
+            "run": "mine",
+            "status": "finished",
+            "step": 1,
+            "steps": 1,
+            "world_size": 1,
+            "tokens": 1,
+            "samples": 1,
+        }
+        result |= {
+            "tokens_per_second": 1.0,
+            "loss_first": 1.0,
+            "loss_last": 1.0,
+            "adapter": "x",
+            "adapter_sha256": self.weights,
+        }
+        (self.run_dir / "result.json").write_text(json.dumps(result))
+
+    def keep_answers(self) -> None:
+        """Write the answers that the run's host would otherwise compute."""
+        prompts = [{"messages": [{"role": "user", "content": question}]} for question in ANSWERS]
+        record = {"weights": self.weights, "created": "2026-01-02T03:04:05", "max_tokens": 32, "bos": "<|begin|>"}
+        (self.run_dir / "deploy").mkdir(exist_ok=True)
+        record |= {"prompts": prompts, "answers": list(ANSWERS.values())}
+        (self.run_dir / "deploy/answers.json").write_text(json.dumps(record))
+
+    def deployment(self, urls: list[str], check: bool = False, **more: Any) -> Deployment:
+        options = make_deploy_options({"run": "mine", "deploy_name": "mine", **more})
+        by_name = {host.name: [url] for host, url in zip(self.hosts, urls, strict=False)}
+        hosts = self.hosts[: len(urls)]
+        connect = lambda host: HostConnection(host, LocalTransport())  # noqa: E731
+        return Deployment(hosts, connect, by_name, options, work=self.folder / "work", check=check)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def base_info(site: Site) -> dict[str, Any]:
+    """Return what /api/show says of the base model."""
+    tokenizer = json.loads((site.base / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
+    shape = {"block_count": 4, "embedding_length": 192, "feed_forward_length": 512}
+    shape |= {"attention.head_count": 6, "attention.head_count_kv": 2}
+    info = {f"llama.{name}": value for name, value in shape.items()}
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    return info | {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+
+
+@contextlib.contextmanager
+def targets(site: Site, versions: list[str]) -> Iterator[list[Target]]:
+    """Run servers that have the base model and answer as trained."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serve_target("127.0.0.1", v, lambda _, q: ANSWERS[q])) for v in versions]
+        for server in servers:
+            server.models["base:latest"] = {"model": "base:latest"}
+            server.info = base_info(site)
+        yield servers
+
+
+def test_adapter_is_deployed_once_and_removed(site: Site) -> None:
+    site.keep_answers()
+    with targets(site, ["0.5.4", "0.5.5", "0.30.1"]) as servers:
+        urls = [server.url for server in servers]
+        assert site.deployment(urls, deploy_base="base", check=True).deploy()["changed"]
+        assert all(NAME not in server.models for server in servers)
+        done = site.deployment(urls, deploy_base="base").deploy()
+        assert done["changed"] and "adapter on base): 20 of 20 answers as trained" in done["lines"][-1]
+        assert [set(server.models) for server in servers] == [{"base:latest", NAME}] * 3
+        assert "ADAPTER @sha256:" in servers[0].models[NAME]["modelfile"]
+        assert servers[1].models[NAME]["from"] == servers[2].models[NAME]["from"] == "base"
+        for server in servers:
+            server.log.clear()
+        again = site.deployment(urls, deploy_base="base").deploy()
+        assert not again["changed"] and not any("create" in line or "blobs" in line for s in servers for line in s.log)
+        assert site.deployment(urls).remove()["changed"]
+        assert all(set(server.models) == {"base:latest"} for server in servers)
+        assert not site.deployment(urls).remove()["changed"]
+
+
+def test_a_node_that_answers_otherwise_keeps_its_model(site: Site) -> None:
+    site.keep_answers()
+    with targets(site, ["0.5.5", "0.5.5"]) as servers:
+        urls = [server.url for server in servers]
+        site.deployment(urls, deploy_base="base").deploy()
+        old = dict(servers[1].models[NAME])
+        site.make_adapter(seed=1)
+        site.keep_answers()
+        servers[1].answer = lambda _, question: question
+        with pytest.raises(
+            RunError, match=r"node2: the created model gives 0 of 20 .* stays as it was; 'What follows"
+        ) as error:
+            site.deployment(urls, deploy_base="base").deploy()
+        assert any(line.startswith("node1: deployed mine") for line in error.value.details["lines"])
+        assert servers[1].models == {"base:latest": {"model": "base:latest"}, NAME: old}
+
+
+def test_models_of_others_and_unfit_bases_are_refused(site: Site) -> None:
+    site.keep_answers()
+    with targets(site, ["0.12.3"]) as [server]:
+        options: dict[str, Any] = {"deploy_base": "base", "deploy_as": "adapter"}
+        with pytest.raises(RunError, match=r"Ollama 0\.12\.3 takes no adapters"):
+            site.deployment([server.url], **options).deploy()
+        server.version = "0.30.0"
+        server.info["tokenizer.ggml.tokens"][5] = "x"
+        with pytest.raises(RunError, match="vocabulary of base differs"):
+            site.deployment([server.url], **options).deploy()
+        server.info = base_info(site) | {"llama.block_count": 5}
+        with pytest.raises(RunError, match="shape of base differs"):
+            site.deployment([server.url], **options).deploy()
+        server.info = base_info(site)
+        server.models[NAME] = {"model": "somebody's"}
+        with pytest.raises(RunError, match="trainyard has not deployed"):
+            site.deployment([server.url], **options).deploy()
+        assert "kept" in site.deployment([server.url]).remove()["lines"][0]
+        assert site.deployment([server.url], deploy_replace=True, **options).deploy()["changed"]
+        del server.models["base:latest"]
+        site.make_adapter(seed=2)
+        site.keep_answers()
+        with pytest.raises(RunError, match="has no model base"):
+            site.deployment([server.url], **options).deploy()
+
+
+def test_missing_runs_and_servers_are_reported(site: Site) -> None:
+    site.keep_answers()
+    with pytest.raises(RunError, match="no Ollama server answers"):
+        site.deployment(["http://127.0.0.1:1"], deploy_base="base").deploy()
+    (site.run_dir / "result.json").unlink()
+    with pytest.raises(UserError, match="no host has a finished run mine"):
+        site.deployment(["http://127.0.0.1:1"]).deploy()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"run": "r"}, "deploy_name is missing"),
+        ({"deploy_name": "m"}, "run is missing"),
+        ({"run": "../r", "deploy_name": "m"}, "expected the name of a run"),
+        ({"run": "r", "deploy_name": "a b"}, "expected the name of a model"),
+        ({"run": "r", "deploy_name": 'm"\nFROM x'}, "expected the name of a model"),
+        ({"run": "r", "deploy_name": "m", "deploy_quantize": "q2"}, "deploy_quantize is 'q2'"),
+        ({"run": "r", "deploy_name": "m", "deploy_as": "adapter"}, "needs the name of the base"),
+    ],
+)
+def test_options_are_checked(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        make_deploy_options(values)
+
+
+def test_addresses_of_the_server_and_comparison() -> None:
+    assert server_urls({"cluster_address": "fd00::1", "ollama_port": 5}) == ["http://127.0.0.1:5", "http://[fd00::1]:5"]
+    assert server_urls({"ollama_url": "http://10.0.0.1:1/"}) == ["http://10.0.0.1:1"]
+    trained = {"prompts": [{"prompt": "a\x1b"}, {"prompt": "b"}], "answers": ["x", "y"]}
+    assert compare(trained, ["no", " y"]) == (1, "'a\\x1b': 'no' instead of 'x'")
+
+
+@contextlib.contextmanager
+def real_ollama(folder: Path, address: str) -> Iterator[str]:
+    """Run a real server on an address until the block ends."""
+    url, environment = f"http://{address}:18435", {"OLLAMA_HOST": f"{address}:18435", "OLLAMA_MODELS": str(folder)}
+    command = ["env", *(f"{name}={value}" for name, value in environment.items()), str(OLLAMA), "serve"]
+    folder.mkdir()
+    with daemon(None, command, folder / "log"):
+        for _ in range(300):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/api/version", timeout=1):
+                break
+            time.sleep(0.1)
+        yield url
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
+def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged as f16, then as an adapter on a deployed base; a wrong adapter leaves the old model."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        converter.converter_folder()
+    except UserError as error:
+        pytest.skip(str(error))
+    printable_answers_only(site)
+    with real_ollama(site.folder / "ollama", "127.0.11.9") as url:
+        done = site.deployment([url], deploy_as="merged").deploy()
+        assert done["changed"] and "merged, f16" in done["lines"][-1], done
+        assert not site.deployment([url], deploy_as="merged").deploy()["changed"]
+        create_base(site, url)
+        done = site.deployment([url], deploy_base="base").deploy()
+        assert "adapter on base" in done["lines"][-1]
+        # The answers are those of the right adapter; the adapter that is deployed has its factors swapped.
+        answers = json.loads((site.run_dir / "deploy/answers.json").read_text())
+        site.make_adapter(swapped=True)
+        (site.run_dir / "deploy/answers.json").write_text(json.dumps(answers | {"weights": site.weights}))
+        with pytest.raises(RunError, match="stays as it was"):
+            site.deployment([url], deploy_base="base").deploy()
+        question = answers["prompts"][0]["messages"]
+        assert ask(url, question) == answers["answers"][0].strip()
+
+
+def printable_answers_only(site: Site) -> None:
+    """Change the base model so that it never answers with a part of a character."""
+    weights = load_file(site.base / "model.safetensors")
+    vocabulary = json.loads((site.base / "tokenizer.json").read_text())["model"]["vocab"]
+    plain = np.zeros(len(weights["lm_head.weight"]), bool)
+    plain[[number for token, number in vocabulary.items() if token.isascii() and token.isalnum()]] = True
+    weights["lm_head.weight"][~plain] = 0
+    save_file(weights, site.base / "model.safetensors", metadata={"format": "pt"})
+
+
+def create_base(site: Site, url: str) -> None:
+    """Convert the base model and create it as `base`."""
+    work = site.folder / "base"
+    words = [sys.executable, "-P", "-m", "trainer.gguf_export", converter.converter_folder(), site.base]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([*words, f"{work}.gguf", "f16"], check=True, capture_output=True, env=environment)
+    Path(f"{work}.modelfile").write_text(f"FROM {work}.gguf\n")
+    environment["OLLAMA_HOST"] = url
+    subprocess.run(
+        [str(OLLAMA), "create", "base", "-f", f"{work}.modelfile"], check=True, capture_output=True, env=environment
+    )
+
+
+def ask(url: str, messages: list[dict[str, str]]) -> str:
+    options = {"temperature": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": 28}
+    body = {"model": NAME, "messages": messages, "stream": False, "options": options}
+    request = urllib.request.Request(f"{url}/api/chat", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return str(json.load(reply)["message"]["content"]).strip()

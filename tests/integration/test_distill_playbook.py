@@ -1,0 +1,121 @@
+"""distill.yml and merge.yml as a person uses them, on this machine as two hosts with a teacher each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trainer_fixtures
+import yaml
+from fake_teacher import Teacher, serve
+from lab_hosts import Played, run_playbook
+from run_hosts import TOP, free_port
+
+from trainyard.ollama.answers import answers_path
+
+FIELDS = {
+    "near_duplicates": 0,
+    "epochs": 20,
+    "max_steps": 30,
+    "lr": 0.02,
+    "seq_length": 64,
+    "total_batch_size": 4,
+    "eval_interval": 0,
+    "checkpoint_interval": 0,
+}
+model_folder = trainer_fixtures.model_folder
+STUDENTS = ("one", "two")
+MODEL = f"test{os.getpid()}"
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with an inventory, prompts and two student models; one of two teachers answers at a time."""
+    folder = tmp_path_factory.mktemp("distill")
+    teachers = [
+        Teacher(f"127.0.0.{n + 2}", free_port(), log=str(folder / f"asked{n}"), model=f"{MODEL}:latest")
+        for n in range(2)
+    ]
+    document = yaml.safe_load((TOP / "inventory/local.yml").read_text())
+    children = document["all"]["children"]["cluster"]["children"]
+    for group, name, teacher in (("head", "node1", teachers[0]), ("workers", "node2", teachers[1])):
+        settings = {"cluster_data_dir": str(folder / name), "ollama_url": teacher.url}
+        children[group]["hosts"][name].update(settings)
+    (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
+    prompts = [{"prompt": f"What follows {n}?"} for n in range(120)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    with serve(*teachers):
+        yield folder
+    answers = answers_path(TOP / ".trainyard", MODEL)
+    for file in (answers, *(TOP / ".trainyard/distill").glob(f"{answers.stem}-*.jsonl")):
+        file.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def student_models(bed: Path, model_folder: Path) -> None:
+    for name in STUDENTS:
+        shutil.copytree(model_folder, bed / name)
+
+
+def play(bed: Path, playbook: str, **variables: Any) -> Played:
+    return run_playbook(f"playbooks/{playbook}.yml", bed / "inventory.yml", variables)
+
+
+def answered(bed: Path) -> int:
+    return sum(len((bed / f"asked{n}").read_text().splitlines()) for n in range(2))
+
+
+@pytest.mark.slow
+def test_the_circle_of_students(bed: Path) -> None:
+    """Two students train at once on two hosts, are merged, and vote; a second call asks and trains nothing."""
+    given = {"teacher": MODEL, "prompts": str(bed / "prompts.jsonl"), "model": ",".join(str(bed / s) for s in STUDENTS)}
+    first = play(bed, "distill", **given, **FIELDS)
+    assert first.rc == 0, first.stdout
+    assert answered(bed) == 120
+    assert "120 answers to train on" in first.stdout
+    rows = [line.split() for line in first.stdout.splitlines() if re.search(r"-\d+ %", line) and "adapter" in line]
+    losses = {row[2]: (float(row[3]), float(row[4])) for row in rows if row[2] in ("node1", "node2")}
+    assert set(losses) == {"node1", "node2"}, first.stdout
+    for untrained, trained in losses.values():
+        assert trained < 0.6 * untrained
+    runs = [row[1] for row in rows if row[2] in losses]
+
+    second = play(bed, "distill", **given, **FIELDS)
+    assert second.rc == 0, second.stdout
+    assert answered(bed) == 120
+    assert "120 of 120 answers are already in" in second.stdout
+    assert second.stdout.count("is finished: nothing to do") == 2
+
+    merged = play(bed, "merge", runs=",".join(runs), run="both")
+    assert merged.rc == 0, merged.stdout
+    result = json.loads((bed / "node1/runs/both/result.json").read_text())
+    # Equal students: the exact mean of their updates is the update of each.
+    assert result["eval_loss"] == pytest.approx(result["parts"][0]["eval_loss"], rel=1e-5)
+    assert result["eval_loss"] == pytest.approx(losses["node1"][1], rel=1e-2)
+    assert result["base_loss"] == pytest.approx(losses["node1"][0], rel=1e-2)
+    assert "merged 2 runs by cat" in merged.stdout and "adapter of rank 32" in merged.stdout
+
+    (bed / "few.jsonl").write_text('{"prompt": "What follows 5?"}\n')
+    voted = play(bed, "merge", runs=",".join(runs), run="jury", method="vote", prompts=str(bed / "few.jsonl"))
+    assert voted.rc == 0, voted.stdout
+    assert "1 prompts answered by 2 runs, 1 unanimously" in voted.stdout
+
+
+@pytest.mark.slow
+def test_mistakes_before_a_host_is_contacted(bed: Path) -> None:
+    prompts = str(bed / "prompts.jsonl")
+    for playbook, given, message in (
+        ("distill", {"prompts": prompts}, "distill: set -e teacher=MODEL"),
+        ("distill", {"teacher": MODEL, "prompts": prompts, "model": "/nowhere/x"}, "model: no folder /nowhere/x"),
+        ("distill", {"teacher": "absent", "prompts": prompts}, "teacher: no host has absent"),
+        ("merge", {"runs": "a,b"}, "no host has a run a"),
+    ):
+        played = play(bed, playbook, **given)
+        errors = [line for line in played.stdout.splitlines() if "error: " in line]
+        assert played.rc and len(errors) == 1 and message in errors[0], played.stdout

@@ -1,0 +1,67 @@
+"""train.yml with datasets of several formats: the check before a host is contacted, and a run on two hosts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from dataset_folder import CASES, Case, write_cases
+from lab_hosts import run_playbook
+from trainer_runs import records, write_jsonl
+
+pytest.importorskip("datasets")
+REFUSED = {case.name: case for case in CASES if case.name in ("qa.csv", "unknown-from.jsonl")}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
+@pytest.mark.slow
+def test_a_dataset_that_needs_columns_is_refused_before_any_host(case: Case, tmp_path: Path) -> None:
+    inventory = tmp_path / "nowhere.yml"
+    hosts = {f"node{n}": {"ansible_host": f"127.0.0.{n}", "ansible_port": 1} for n in (1, 2)}
+    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts}}))
+    case.write(tmp_path / case.name)
+    played = run_playbook("train.yml", inventory, {"dataset": str(tmp_path / case.name)})
+    (line,) = [line for line in played.stdout.splitlines() if "error: " in line]
+    assert played.rc != 0 and played.count("dark") == 0 and str(case.expect) in line
+    if case.columns:
+        (wanted,) = [word for word in line.split() if word.startswith("columns=")]
+        columns = wanted.removeprefix("columns=").rstrip('",')
+        played = run_playbook("train.yml", inventory, {"dataset": str(tmp_path / case.name), "columns": columns})
+        assert "do not answer" in played.stdout, "the dataset is accepted as the message says"
+
+
+@pytest.mark.slow
+def test_a_run_on_a_folder_a_table_and_a_weighted_file(tmp_path: Path) -> None:
+    document = yaml.safe_load((Path(__file__).parents[2] / "inventory/local.yml").read_text())
+    children = document["all"]["children"]["cluster"]["children"]
+    for group, name in (("head", "node1"), ("workers", "node2")):
+        children[group]["hosts"][name]["cluster_data_dir"] = str(tmp_path / name)
+    inventory = tmp_path / "inventory.yml"
+    inventory.write_text(yaml.safe_dump(document, sort_keys=False))
+    paths = write_cases(tmp_path / "cases")
+    weighted = write_jsonl(tmp_path / "weighted.jsonl", records(40))
+    listed = [
+        {"path": str(weighted), "weight": 0.5},
+        str(paths["parts"]),
+        {"path": str(paths["qa.csv"]), "columns": {"prompt": "question", "completion": "answer"}},
+        str(paths["chat.parquet"]),
+        str(paths["card"]),
+        str(paths["text.jsonl.gz"]),
+    ]
+    fields = {"dataset": listed, "seq_length": 64, "total_batch_size": 4, "eval_split": 0, "run": "mixed"}
+    played = run_playbook("train.yml", inventory, fields | {"train_on": "all"})
+    assert played.rc == 0, played.stdout
+    head = tmp_path / "node1/runs/mixed"
+    result = json.loads((head / "result.json").read_text())
+    assert result["status"] == "finished" and result["world_size"] == 2
+    assert result["samples"] == 20 + 3 + 1 + 2 + 2 + 2
+    assert "40 samples x 0.5, 67% of an epoch" in (head / "logs/rank0.log").read_text()
+    again = run_playbook("train.yml", inventory, fields | {"train_on": "all"})
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout

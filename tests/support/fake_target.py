@@ -1,0 +1,111 @@
+"""A server with the part of Ollama's API that a deployment needs, in threads of this process. It follows the documented API.
+
+It refuses the form of /api/create that its version does not have, blobs whose digest is wrong, and models that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Target:
+    """The state of one server. `answer` gets the model's /api/create body and the question."""
+
+    def __init__(self, version: str, answer: Callable[[dict[str, Any], str], str]) -> None:
+        self.version, self.answer = version, answer
+        self.models: dict[str, dict[str, Any]] = {}
+        self.blobs: set[str] = set()
+        self.info: dict[str, Any] = {}  # of /api/show
+        self.log: list[str] = []
+        self.url = ""
+
+    def digest(self, name: str) -> str:
+        return hashlib.sha256(json.dumps(self.models[name] | {"model": ""}, sort_keys=True).encode()).hexdigest()
+
+    def create(self, body: dict[str, Any]) -> str:
+        """Create a model; return the error, or an empty string."""
+        new = tuple(map(int, self.version.split("."))) >= (0, 5, 5)
+        if new == ("modelfile" in body):
+            return "neither 'from' or 'files' was specified" if new else "path or Modelfile are required"
+        text = body.get("modelfile", "")
+        used = {**body.get("files", {}), **body.get("adapters", {})}.values() if new else []
+        used = list(used) + [word[1:] for word in text.split() if word.startswith("@sha256:")]
+        if not used or not all(blob in self.blobs for blob in used):
+            return "blob not found"
+        self.models[body["model"]] = body
+        return ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    target: Target
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+    def reply(self, status: int, *lines: dict[str, Any]) -> None:
+        data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _body(self) -> bytes:
+        self.target.log.append(f"{self.command} {self.path}")
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def do_HEAD(self) -> None:
+        self._body()
+        self.reply(200 if self.path.rpartition("/")[2] in self.target.blobs else 404)
+
+    def do_GET(self) -> None:
+        self._body()
+        models = [{"name": name, "digest": self.target.digest(name)} for name in self.target.models]
+        self.reply(200, {"version": self.target.version} if self.path == "/api/version" else {"models": models})
+
+    def do_DELETE(self) -> None:
+        known = self.target.models.pop(json.loads(self._body())["model"], None)
+        self.reply(200 if known else 404)
+
+    def do_POST(self) -> None:
+        data, target = self._body(), self.target
+        if self.path.startswith("/api/blobs/"):
+            digest = self.path.rpartition("/")[2]
+            right = digest == f"sha256:{hashlib.sha256(data).hexdigest()}"
+            target.blobs |= {digest} if right else set()
+            return self.reply(201 if right else 400, {})
+        body = json.loads(data)
+        if self.path == "/api/create":
+            error = target.create(body)
+            return self.reply(400, {"error": error}) if error else self.reply(200, {"status": "success"})
+        if self.path == "/api/copy":
+            target.models[body["destination"]] = target.models[body["source"]]
+            return self.reply(200)
+        if self.path == "/api/show":
+            return self.reply(200, {"model_info": target.info})
+        question = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        text = target.answer(target.models[body["model"]], question)
+        last = {"done": True, "done_reason": "stop", "eval_count": 1}
+        return self.reply(
+            200, {"message": {"content": text}, **last} if "messages" in body else {"response": text, **last}
+        )
+
+
+@contextlib.contextmanager
+def serve_target(address: str, version: str, answer: Callable[[dict[str, Any], str], str]) -> Iterator[Target]:
+    """Run a server on a free port of an address until the block ends."""
+    target = Target(version, answer)
+    server = ThreadingHTTPServer((address, 0), type("Handler", (_Handler,), {"target": target}))
+    target.url = f"http://{address}:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield target
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,139 @@
+"""Ollama's TEMPLATE is derived from a chat template, renders the same, and is refused where it cannot."""
+
+import datetime
+import json
+
+import pytest
+import transformers.utils.chat_template_utils as reference
+
+from trainyard.ollama.chat_template import derive, prove
+from trainyard.ollama.go_template import go_string, render
+from trainyard.ollama.hf_template import HfTemplate, TemplateError, read_template
+
+TODAY = datetime.datetime(2026, 3, 4, 5, 6)
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim"
+    " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+    "{% set chat = messages[1:] %}{% else %}{% set chat = messages %}{% endif %}"
+    "{% for m in chat %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}"
+    "{% endif %}{% if m['role'] == 'user' %}{% if loop.WHERE and system is defined %}{{ '[INST] ' + system + '\n\n' + m['content']"
+    " + '[/INST]' }}{% else %}{{ '[INST] ' + m['content'] + '[/INST]' }}{% endif %}{% else %}{{ ' ' + m['content'] + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + m['content'] + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PHI = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "mistral, system first": MISTRAL.replace("WHERE", "first"),
+    "mistral, system last": MISTRAL.replace("WHERE", "last"),
+    "gemma": GEMMA,
+    "phi": PHI,
+    "tiny": PHI.replace("{{ '<|'", "{% generation %}{{ '<|'").replace(
+        "{% endfor %}", "{% endgeneration %}{% endfor %}"
+    ),
+    "first answer": PHI.replace("+ m['content']", "+ ('!' if loop.index0 == 1 else '') + m['content']"),
+    "last answer": PHI.replace("+ m['content']", "+ ('!' if loop.revindex == 2 else '') + m['content']"),
+    "date": "{{ strftime_now('%d %b %Y') }}" + PHI,
+}
+CHAT = [
+    {"role": "system", "content": "Be\nbrief."},
+    {"role": "user", "content": "What is {{ it }}?"},
+    {"role": "assistant", "content": 'It is "x".'},
+    {"role": "user", "content": "Sure?"},
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_derived_template_renders_as_transformers_does(name: str) -> None:
+    template = HfTemplate(TEMPLATES[name], TOKENS, TODAY)
+    derived = derive(template)
+    assert derived.proofs == 300
+    assert "\n" not in derived.text and '"""' not in derived.text
+    chat = CHAT if name != "gemma" else CHAT[1:]
+    if name != "date":  # transformers takes it from the clock
+        expected = reference._compile_jinja_template(TEMPLATES[name]).render(
+            messages=chat, tools=None, documents=None, add_generation_prompt=True, **TOKENS
+        )
+        assert render(derived.text, chat) == expected
+
+
+def test_bos_token_that_the_server_adds_is_left_out() -> None:
+    template = HfTemplate(TEMPLATES["llama3"], TOKENS, TODAY)
+    with_bos, without = derive(template).text, derive(template, added_bos="<s>").text
+    assert render(with_bos, CHAT) == "<s>" + render(without, CHAT)
+    with pytest.raises(TemplateError, match="does not begin with '<s>'"):
+        derive(HfTemplate(PHI, TOKENS, TODAY), added_bos="<s>")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "2 times"),
+        ("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}", "0 times|rejects"),
+        ("{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}", "out of order"),
+        ("{% for m in messages %}{{ loop.index ~ m['content'] }}{% endfor %}", "depends on more than roles"),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "0 times"),
+        ("{% for m in messages %}{{ m['content'] | replace('3.14', 'pi') }}{% endfor %}", "differs at character"),
+        ("{{ raise_exception('no') }}", "rejects a conversation: no"),
+        ("{% for %}", "chat template: "),
+        ("{{ messages.__class__.__mro__ }}", "rejects|0 times"),
+        ("{% set n = namespace(x=1) %}{% set n._y = 2 %}", "underscore"),
+    ],
+)
+def test_template_that_cannot_be_derived_is_refused(source: str, reason: str) -> None:
+    with pytest.raises(TemplateError, match=reason) as error:
+        derive(HfTemplate(source, TOKENS, TODAY))
+    assert "\n" not in str(error.value)
+
+
+def test_differences_are_reported() -> None:
+    assert any("spaces" in note for note in derive(HfTemplate(LLAMA3, TOKENS, TODAY)).notes)
+    assert any("no place for a system message" in note for note in derive(HfTemplate(GEMMA, TOKENS, TODAY)).notes)
+    assert derive(HfTemplate(PHI, TOKENS, TODAY)).notes == []
+
+
+def test_proof_finds_one_wrong_newline() -> None:
+    template = HfTemplate(PHI, TOKENS, TODAY)
+    go = derive(template).text
+    with pytest.raises(TemplateError, match="differs at character"):
+        prove(template, go.replace("<|assistant|>\\n", "<|assistant|>"))
+
+
+def test_go_strings_hold_any_text() -> None:
+    text = 'a\n\t\r\0\x7f{{ "x" }}\\ \u200b 😀 é \U000e0001'
+    assert render(f"{{{{ {go_string(text)} }}}}", []) == text
+    assert go_string(text).isprintable()
+
+
+def test_template_of_a_model_folder(tmp_path) -> None:
+    config = {"chat_template": "old", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_template(tmp_path) == ("old", TOKENS)
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert read_template(tmp_path)[0] == "new"
+    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert read_template(tmp_path) == ("d", {})
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TemplateError, match=r"tokenizer_config\.json"):
+        read_template(tmp_path)

@@ -1,0 +1,60 @@
+"""The client against servers that answer wrongly, slowly, too much or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from fake_ollama import HOSTILE, Server, model, serve
+from fake_teacher import Teacher
+from fake_teacher import serve as serve_teachers
+from run_hosts import free_port
+
+from trainyard.ollama.client import Cancel, OllamaClient, OllamaError, full_name
+
+
+def test_hostile_servers() -> None:
+    """Every reply ends within its deadline, as an error of one line, or as an empty list."""
+    servers = {kind: Server("127.0.0.3", free_port(), kind=kind, version="x" * 10) for kind in HOSTILE}
+    with serve(list(servers.values())):
+        for kind, server in servers.items():
+            client = OllamaClient(f"http://{server.address}:{server.port}", deadline=0.5)
+            start = time.monotonic()
+            try:
+                assert len(client.tags()) <= 25_000
+            except OllamaError as error:
+                assert str(error).isprintable()
+            with pytest.raises(OllamaError):
+                client.version(0.5)
+            assert time.monotonic() - start < 8, kind
+
+
+def test_tags() -> None:
+    server = Server(
+        "127.0.0.3", free_port(), models=[model("a:b"), model("bad", digest=7), model("c", digest="\x1b[1m")]
+    )
+    with serve([server]):
+        assert list(OllamaClient(f"http://127.0.0.3:{server.port}").tags()) == ["a:b"]
+    assert (full_name("llama3"), full_name("a.b:5000/x/y"), full_name("x:8b")) == (
+        "llama3:latest",
+        "a.b:5000/x/y:latest",
+        "x:8b",
+    )
+
+
+def test_cancel_ends_a_request() -> None:
+    teacher = Teacher("127.0.0.3", free_port(), seconds=30, spread=0)
+    with serve_teachers(teacher):
+        cancel = Cancel()
+        threading.Timer(0.2, cancel.cancel).start()
+        start = time.monotonic()
+        with pytest.raises(OllamaError, match="cancelled"):
+            OllamaClient(teacher.url).chat("teacher:latest", [], cancel=cancel)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("url", ["https://a", "file:///etc/passwd", "http://", "http://a:b", "a"])
+def test_urls(url: str) -> None:
+    with pytest.raises(OllamaError, match="no address"):
+        OllamaClient(url)

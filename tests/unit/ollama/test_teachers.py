@@ -1,0 +1,158 @@
+"""Which machines teach: trusted ones with the same model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_teacher import Teacher, serve
+from run_hosts import TOP, free_port
+
+from trainer.errors import UserError
+from trainyard.connection import Host
+from trainyard.ollama.distill import DistillOptions, make_distill_options, read_prompts, student_specs
+from trainyard.ollama.students import host_groups
+from trainyard.ollama.teachers import Candidate, candidates, find_teachers
+from trainyard.run.merge import MergeOptions, make_merge_options
+
+OTHER = "b" * 64
+
+
+def test_trust_of_the_inventory() -> None:
+    variables = {
+        "node1": {"cluster_address": "10.0.0.1"},
+        "node2": {"cluster_address": "fd00::2", "ollama_port": 11500, "discovered_ready": True},
+        "node3": {
+            "discovered_url": "http://10.0.0.3:11434",
+            "discovered_ready": False,
+        },  # another machine has its address
+        "10.0.0.9": {"discovered_url": "http://10.0.0.9:11434", "discovered_ready": False},
+        "same": {"discovered_url": "http://10.0.0.1:11434", "discovered_ready": True},
+    }
+    assert candidates(["node1", "node2", "node3"], ["10.0.0.9", "same"], variables) == [
+        Candidate("node1", "http://10.0.0.1:11434", True),
+        Candidate("node2", "http://[fd00::2]:11500", True),
+        Candidate("node3", "http://10.0.0.3:11434", False),
+        Candidate("10.0.0.9", "http://10.0.0.9:11434", False),
+    ]
+
+
+def test_the_choice_of_teachers() -> None:
+    servers = [
+        Teacher("127.0.0.2", free_port()),
+        Teacher("127.0.0.3", free_port(), model="other:latest"),
+        Teacher("127.0.0.4", free_port(), digest=OTHER),
+    ]
+    a, b, c = (Candidate(f"node{n}", server.url, True) for n, server in enumerate(servers, 1))
+    dead = Candidate("dead", f"http://127.0.0.5:{free_port()}", True)
+    stranger = Candidate("stranger", servers[2].url, False)
+    with serve(*servers):
+        lines: list[str] = []
+        found = find_teachers([a, b, dead, stranger], "teacher", report=lines.append)
+        assert [(teacher.name, teacher.model) for teacher in found] == [("node1", "teacher:latest")]
+        text = "\n".join(lines)
+        assert "not trusted, so they get no prompts: stranger; to include them: -e teachers=all" in text
+        assert "dead does not teach: the connection was lost" in text
+        assert "without teacher: node2" in text
+        with pytest.raises(UserError, match=f"different models .*node1 .*node4 {OTHER[:12]}".replace("node4", "node3")):
+            find_teachers([a, c], "teacher")
+        assert len(find_teachers([a, c], "teacher", mixed=True)) == 2
+        assert len(find_teachers([a, stranger], "teacher", untrusted=True, mixed=True)) == 2
+        with pytest.raises(UserError, match="no host has nothing: pull it"):
+            find_teachers([a, b], "nothing")
+        with pytest.raises(UserError, match="discovered machines are not trusted"):
+            find_teachers([stranger], "teacher")
+
+
+def test_prompts_of_every_shape(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    user = {"role": "user", "content": "u"}
+    rows = [
+        {"prompt": "a"},
+        {"prompt": "b", "completion": "x"},
+        {"prompt": [{"role": "user", "content": "c"}]},
+        {"instruction": "d", "input": "e"},
+        {"messages": [user, {"role": "assistant", "content": "x"}, user, {"role": "assistant", "content": "y"}]},
+        {"prompt": "a", "completion": "again"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = read_prompts(path)
+    assert [chat[-1]["content"] for chat in chats] == ["a", "b", "c", "d\n\ne", "u"]
+    assert [len(chat) for chat in chats] == [1, 1, 1, 1, 3]
+    assert all(chat[0] == {"role": "system", "content": "s"} for chat in read_prompts(path, "s"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"text": "b"}\n', ":2: is plain text without a prompt"),
+        ('{"prompt": 7}\n', ":1: 'prompt' is int"),
+        ("", "is empty"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "has no message of a user"),
+        ("{oops\n", ":1: not JSON"),
+    ],
+)
+def test_prompts_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_prompts(path)
+
+
+def test_options() -> None:
+    options = make_distill_options({"teacher": "t", "prompts": "p", "samples": "3", "lr": 1, "hybrid": "true"})
+    assert options == DistillOptions(teacher="t", prompts="p", samples=3, hybrid=True)
+    with pytest.raises(UserError, match=r"set -e teacher=MODEL"):
+        make_distill_options({"prompts": "p"})
+    with pytest.raises(UserError, match="temperature: expected a number >= 0 and <= 100, got 'hot'"):
+        make_distill_options({"teacher": "t", "prompts": "p", "temperature": "hot"})
+
+
+def test_students() -> None:
+    given = {"teacher": "t", "prompts": "p", "model": "tiny,org/a", "run": "mine", "lr": 0.1}
+    specs = student_specs("", given, TOP, print)
+    assert [(spec.model, spec.run, spec.lr, spec.eval_start) for spec in specs] == [
+        ("tiny", "mine-1", 0.1, True),
+        ("org/a", "mine-2", 0.1, True),
+    ]
+    with pytest.raises(UserError, match="set prompts instead of dataset"):
+        student_specs("", {**given, "dataset": "x"}, TOP, print)
+    with pytest.raises(UserError, match="temprature: unknown name"):
+        student_specs("", {**given, "temprature": 1}, TOP, print)
+
+
+def test_groups_of_hosts() -> None:
+    hosts = [Host(f"n{n}", "10.0.0.1", "/d", "/p") for n in range(5)]
+
+    def names(students: int, hybrid: bool) -> list[str]:
+        return [" ".join(host.name for host in group) for group in host_groups(hosts, students, hybrid)]
+
+    assert names(2, False) == ["n0", "n1"]
+    assert names(9, False) == ["n0", "n1", "n2", "n3", "n4"]
+    assert names(2, True) == ["n0 n1", "n2 n3 n4"]
+    assert names(4, True) == ["n0 n1", "n2 n3 n4"]
+    assert names(1, True) == ["n0 n1 n2 n3 n4"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"runs": "a"}, "runs: expected"),
+        ({"runs": "a,../b"}, "'../b' is no name of a run"),
+        ({"runs": "a,a"}, "name each run once"),
+        ({"runs": "a,b", "run": "a"}, "give the result another name"),
+        ({"runs": "a,b", "weights": "1"}, "weights: expected 2 numbers"),
+        ({"runs": "a,b", "weights": "1,x"}, "weights: expected"),
+        ({"runs": "a,b", "method": "vote"}, "method=vote needs prompts=FILE"),
+        ({"runs": "a,b", "method": "sum"}, "method: expected one of cat, linear"),
+    ],
+)
+def test_mistakes_in_a_merge(values: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_merge_options(values)
+
+
+def test_options_of_a_merge() -> None:
+    options = make_merge_options({"runs": "a, b", "weights": "0.25,0.75", "lr": 1})
+    assert options == MergeOptions(runs=("a", "b"), weights=(0.25, 0.75))

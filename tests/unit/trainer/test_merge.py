@@ -1,0 +1,130 @@
+"""Merging adapters and models: the exact mean of updates, what is saved, and votes."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel, get_peft_model
+from trainer_runs import records, write_jsonl
+from transformers import AutoModelForCausalLM
+
+from trainer import merge
+from trainer.config import make_spec
+from trainer.errors import UserError
+from trainer.model import lora_config
+
+CHAT = [{"role": "user", "content": "What follows 3?"}]
+
+
+@pytest.fixture(scope="module")
+def runs(model_folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Three finished runs with adapters of rank 4 whose updates are not zero."""
+    top = tmp_path_factory.mktemp("runs")
+    dataset = write_jsonl(top / "data.jsonl", records(40))
+    found = []
+    for number in range(3):
+        spec = make_spec(
+            {"model": str(model_folder), "dataset": str(dataset), "lora_r": 4, "lora_alpha": 8, "seq_length": 64},
+            "test",
+        )
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora_config(spec))
+        torch.manual_seed(number)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+        folder = top / f"run{number}"
+        model.save_pretrained(folder / "adapter")
+        tokenizer.save_pretrained(folder / "adapter")
+        (folder / "spec.yml").write_text(spec.model_copy(update={"run": folder.name}).to_yaml())
+        found.append({"run": folder.name, "folder": str(folder)})
+    return found
+
+
+def request(runs: list[dict[str, str]], target: Path, method: str = "cat", **more: Any) -> dict[str, Any]:
+    values = {"parts": runs, "method": method, "weights": [], "density": 0.5, "target": str(target)}
+    return values | {"store": str(target.parent / "store")} | more
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def merged_weights(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    return weights_of(
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).merge_and_unload()
+    )
+
+
+@pytest.mark.parametrize("weights", [[], [0.5, 0.3, 0.2]])
+def test_cat_is_the_exact_mean_of_the_updates(
+    runs: list[dict[str, str]], model_folder: Path, tmp_path: Path, weights: list[float]
+) -> None:
+    result = merge.merge(merge.read_request(request(runs, tmp_path / "merged", weights=weights)))
+    base = weights_of(AutoModelForCausalLM.from_pretrained(model_folder))
+    parts = [merged_weights(model_folder, Path(run["folder"]) / "adapter") for run in runs]
+    together = merged_weights(model_folder, tmp_path / "merged/adapter")
+    shares = weights or [1 / 3] * 3
+    for name, start in base.items():
+        mean = start + sum(share * (part[name] - start) for share, part in zip(shares, parts, strict=True))
+        torch.testing.assert_close(together[name], mean, rtol=0, atol=1e-5)
+    assert any(not torch.equal(parts[0][name], start) for name, start in base.items())
+    assert result["rank"] == 12
+    assert json.loads((tmp_path / "merged/result.json").read_text())["eval_loss"] == result["eval_loss"] > 0
+    assert [part["run"] for part in result["parts"]] == ["run0", "run1", "run2"]
+    assert len({result["base_loss"], result["eval_loss"], *(part["eval_loss"] for part in result["parts"])}) == 5
+
+
+def test_soup_equals_cat(runs: list[dict[str, str]], model_folder: Path, tmp_path: Path) -> None:
+    """The mean of the full weights is the base with the mean of the updates."""
+    soup = merge.merge(merge.read_request(request(runs, tmp_path / "soup", "soup")))
+    cat = merge.merge(merge.read_request(request(runs, tmp_path / "cat")))
+    assert soup["eval_loss"] == pytest.approx(cat["eval_loss"], rel=1e-4)
+    one = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / "soup/model"))
+    other = merged_weights(model_folder, tmp_path / "cat/adapter")
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
+def test_methods_of_peft(runs: list[dict[str, str]], tmp_path: Path, method: str) -> None:
+    result = merge.merge(merge.read_request(request(runs, tmp_path / method, method)))
+    assert result["rank"] == 4
+    assert torch.isfinite(torch.tensor(result["eval_loss"]))
+
+
+def test_vote(runs: list[dict[str, str]], tmp_path: Path) -> None:
+    same = [runs[0], {**runs[0], "run": "twin"}, runs[1]]
+    prompts = [CHAT, [{"role": "user", "content": "Why?"}]]
+    result = merge.vote(merge.read_request(request(same, tmp_path / "vote", "vote", prompts=prompts, max_tokens=8)))
+    assert result["answers"] == 2
+    assert all(answer["votes"] >= 2 and answer["logprob"] < 0 for answer in result["first"])
+    lines = (tmp_path / "vote/answers.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["messages"][0] == CHAT[0]
+
+
+def test_what_does_not_go_together(
+    runs: list[dict[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    (other / "adapter").mkdir(parents=True)
+    spec = yaml.safe_load((Path(runs[0]["folder"]) / "spec.yml").read_text())
+    values = {}
+    for change, method, message in (
+        ({"lora_r": 8}, "linear", r"needs adapters of one rank, got \[4, 8\]"),
+        ({"model": "/another"}, "cat", r"has another base model \(another\)"),
+        ({"lora_r": 0}, "cat", "run other has no model"),
+    ):
+        (other / "spec.yml").write_text(yaml.safe_dump(spec | change))
+        values = request([runs[0], {"run": "other", "folder": str(other)}], tmp_path / "merged", method)
+        with pytest.raises(UserError, match=message):
+            merge.read_request(values)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(values)))
+    assert merge.main() == 1
+    assert "has no model" in json.loads(capsys.readouterr().out)["error"]

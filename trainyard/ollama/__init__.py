@@ -1,0 +1,1 @@
+"""Ollama as teacher and as target: no torch, nothing of Ansible."""

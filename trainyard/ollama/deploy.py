@@ -1,0 +1,496 @@
+"""Put a trained model into the Ollama server of every host, and prove that each copy answers as the trained model.
+
+The head of the run supplies greedy answers and, for a merged model, the GGUF file. Every node creates the model under a
+temporary name and answers the same prompts. Only a node that answers as trained gets the final name.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import shlex
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.data.encode import PLAIN_TEMPLATE
+from trainer.errors import UserError
+from trainer.files import sha256_file
+from trainer.formats import mib, printable, quoted
+from trainer.gguf_export import adds_bos
+from trainyard.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.ollama.adapter_gguf import ARCHITECTURES, AdapterError, write_adapter
+from trainyard.ollama.chat_template import derive_apart
+from trainyard.ollama.converter import SHA256 as CONVERTER
+from trainyard.ollama.converter import converter_folder
+from trainyard.ollama.hf_template import read_template
+from trainyard.ollama.options import DeployOptions
+from trainyard.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.run.copy_files import copy_artifacts, fetch_file
+from trainyard.run.errors import RunError
+from trainyard.run.spec_files import Report, trainer_archive
+
+STATE_LIMIT = 60.0  # s for a host to describe its server
+EXPORT_LIMIT = 3600.0  # s for the head to convert and to answer
+CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
+# Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
+MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
+_SHOWN = 160  # characters of an answer in a message
+_JSON_FILES = ("*.json", "*.jinja")
+_PORT = 11434
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run on the host that supplies it."""
+
+    host: Host
+    folder: str  # on that host
+    kind: str  # adapter or model
+    weights: str  # digest
+    base: dict[str, Any]  # config.json of the base model; empty for a whole model
+
+
+@dataclass
+class Artifact:
+    """A GGUF file on the controller, and how a node uses it."""
+
+    file: Path
+    sha256: str
+    template: str
+    base: str  # the base of an adapter on the node, or empty
+    key: str  # equal for equal deployments
+    bos: str  # the text of the token that raw prompts need and the server does not add
+    notes: list[str] = field(default_factory=list)
+
+
+class Deployment:
+    """Deploys one run to the Ollama servers of hosts, or removes it.
+
+    Args:
+        hosts: the nodes; one of them has the run.
+        connect: makes the connection to a host; called in the main thread.
+        urls: for each host the addresses at which its own server may be reached from it, the preferred one first.
+        work: folder on the controller for files.
+        report: receives lines while a step runs.
+        check: change nothing; say what would change.
+    """
+
+    def __init__(
+        self,
+        hosts: list[Host],
+        connect: Callable[[Host], HostConnection],
+        urls: Mapping[str, list[str]],
+        options: DeployOptions,
+        *,
+        work: Path,
+        report: Report = print,
+        check: bool = False,
+    ) -> None:
+        self.hosts, self.urls, self.options = {host.name: host for host in hosts}, urls, options
+        self.connections = {host.name: connect(host) for host in hosts}
+        self.work, self.report, self.check = work / "deploy", report, check
+        self._exports: dict[str, dict[str, Any]] = {}  # by type of weights; "" for the answers alone
+        self._local = Path()
+
+    def deploy(self) -> dict[str, Any]:
+        """Deploy the run; return `changed` and `lines`.
+
+        Raises:
+            RunError: a node did not get the model; the others have it.
+            UserError: the run cannot be deployed.
+        """
+        trained = self._find_run()
+        self._local = self._copy_files(trained)
+        tokens = self._tokens()
+        states, errors = self._states(len(tokens))
+        identity = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+        artifacts: dict[str, Artifact] = {}
+        for name, state in states.items():
+            try:
+                self._check_owner(state)
+                artifacts[name] = self._artifact(trained, state, identity)
+            except (RemoteError, UserError) as error:
+                errors[name] = str(error)
+        wanted = {name: art for name, art in artifacts.items() if not self._is_deployed(states[name], art)}
+        lines = self._notes(artifacts.values())
+        lines += [f"{name}: {self.options.deploy_name} is deployed" for name in artifacts if name not in wanted]
+        if self.check:
+            lines += [f"{name}: would deploy {self.options.deploy_name}" for name in wanted]
+        elif wanted:
+            deployed, failed = self._install(trained, wanted)
+            lines += [f"{name}: {text}" for name, text in deployed.items()]
+            errors |= failed
+        if errors:
+            name, why = next(iter(errors.items()))
+            more = [f"{other}: {text}" for other, text in errors.items()]
+            raise RunError(f"{name}: {why}", lines=[*lines, *more], troubles=errors)
+        return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in artifacts}}
+
+    def remove(self) -> dict[str, Any]:
+        """Remove the deployed model from every node; return `changed` and `lines`. Raises RunError."""
+        replies, errors = self._ask("remove", {name: {"check": self.check} for name in self.hosts}, STATE_LIMIT)
+        lines = []
+        for name, reply in replies.items():
+            text = "removed" if reply.get("changed") else "is not deployed"
+            text = "is not from trainyard: kept" if reply.get("foreign") else text
+            lines.append(
+                f"{name}: {self.options.deploy_name} {'would be ' if self.check and text == 'removed' else ''}{text}"
+            )
+        if errors:
+            name, why = next(iter(errors.items()))
+            raise RunError(f"{name}: {why}", lines=lines, troubles=errors)
+        return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
+
+    # The run ------------------------------------------------------------------------------------------------------------
+
+    def _find_run(self) -> TrainedRun:
+        """Return the run on the first host that has its result. Raises UserError."""
+        request = {"text": ["result.json", "spec.yml"]}
+        folders = {name: f"{host.data_dir}/runs/{self.options.run}" for name, host in self.hosts.items()}
+        asked = FanOut(
+            {
+                name: functools.partial(self.connections[name].call, "read_files", request | {"folder": folder})
+                for name, folder in folders.items()
+            }
+        ).wait(STATE_LIMIT)
+        for name in self.hosts:
+            text = asked.answers.get(name, {}).get("text", {})
+            if not text.get("result.json") or not text.get("spec.yml"):
+                continue
+            try:
+                result = checked_reply("result.json", untrusted_json(text["result.json"]))
+                spec = yaml.safe_load(text["spec.yml"])
+            except (ReplyError, yaml.YAMLError, RecursionError) as error:
+                raise UserError(f"{name}: {folders[name]}: {error}") from None
+            kind = next((kind for kind in ("adapter", "model") if result.get(f"{kind}_sha256")), "")
+            if kind:
+                base = self._base_config(name, spec) if kind == "adapter" else {}
+                return TrainedRun(self.hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base)
+        where = "; ".join(f"{name}: {why}" for name, why in asked.errors.items())
+        raise UserError(
+            f"no host has a finished run {self.options.run}{f' ({where})' if where else ''}; playbooks/status.yml lists the runs"
+        )
+
+    def _base_config(self, name: str, spec: Any) -> dict[str, Any]:
+        """Return config.json of the base model of a run, which its host has. Empty if it is not readable."""
+        folder = spec.get("model") if isinstance(spec, dict) else None
+        if not isinstance(folder, str) or not folder.startswith("/"):
+            return {}
+        reply = self.connections[name].call("read_files", {"folder": folder, "text": ["config.json"]})
+        try:
+            config = untrusted_json(reply["text"].get("config.json") or "{}")
+        except ReplyError:
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    def _copy_files(self, run: TrainedRun) -> Path:
+        """Copy the tokenizer's files, and the adapter, to the controller; return their folder. Raises UserError."""
+        patterns = [f"{run.kind}/{pattern}" for pattern in _JSON_FILES]
+        patterns += ["adapter/adapter_model.safetensors"] if run.kind == "adapter" else []
+        folder = self.work / self.options.run
+        try:
+            copy_artifacts(self.connections[run.host.name], run.folder, folder, patterns)
+        except (RemoteError, OSError) as error:
+            raise UserError(f"{run.host.name}: {error}") from None
+        return folder / run.kind
+
+    def _tokens(self) -> list[str]:
+        """Return the tokens of the run's tokenizer by id; empty if there is no tokenizer.json that lists them all."""
+        try:
+            value = json.loads((self._local / "tokenizer.json").read_text(encoding="utf-8"))
+            ids = {int(number): str(token) for token, number in value["model"]["vocab"].items()}
+            ids |= {int(token["id"]): str(token["content"]) for token in value.get("added_tokens", [])}
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            return []
+        return [ids[number] for number in range(len(ids))] if set(ids) == set(range(len(ids))) else []
+
+    def _export(self, run: TrainedRun, quantize: str = "") -> dict[str, Any]:
+        """Return the reply of trainer.gguf_export on the run's host, asked once. Raises RemoteError."""
+        if quantize not in self._exports:
+            what = "convert the model and answer" if quantize else "answer"
+            self.report(f"{run.host.name}: {what} {self.options.run}")
+            files = {"trainer": trainer_archive(self.work.parent)}
+            files |= {"converter": self._converter_archive()} if quantize else {}
+            connection = self.connections[run.host.name]
+            paths = {kind: self._put(connection, path) for kind, path in files.items()}
+            request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
+            request["converter"] = paths.get("converter", "")
+            command = f"PYTHONPATH={shlex.quote(paths['trainer'])} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
+            done = FanOut(
+                {run.host.name: functools.partial(connection.run, command, json.dumps(request).encode(), "gguf_export")}
+            ).wait(EXPORT_LIMIT)
+            self._exports[quantize] = done.answers.get(run.host.name, {"error": done.errors.get(run.host.name)})
+        if "error" in self._exports[quantize]:
+            raise RemoteError(str(self._exports[quantize]["error"]))
+        return self._exports[quantize]
+
+    def _answers(self, run: TrainedRun) -> dict[str, Any]:
+        known = next((reply for reply in self._exports.values() if "answers" in reply), None) or self._export(run)
+        answers: dict[str, Any] = known["answers"]
+        if not answers["prompts"] or len(answers["prompts"]) != len(answers["answers"]):
+            raise RemoteError("the run's dataset has no prompt to compare answers with")
+        return answers
+
+    def _converter_archive(self) -> Path:
+        """Return the converter as one zip file with equal bytes for equal contents."""
+        target = self.work / f"converter-{CONVERTER[:16]}.zip"
+        if not target.exists():
+            folder = converter_folder()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as aside,
+                zipfile.ZipFile(aside, "w") as archive,
+            ):
+                for path in sorted(folder.rglob("*.py")):
+                    entry = zipfile.ZipInfo(str(path.relative_to(folder)), date_time=(1980, 1, 1, 0, 0, 0))
+                    archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+            Path(aside.name).replace(target)
+        return target
+
+    # The nodes ----------------------------------------------------------------------------------------------------------
+
+    def _request(self, name: str, step: str) -> dict[str, Any]:
+        records = f"{self.hosts[name].data_dir}/deployed"
+        return {"step": step, "urls": self.urls[name], "name": self.options.deploy_name, "records": records}
+
+    def _ask(
+        self, step: str, more: Mapping[str, dict[str, Any]], limit: float
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Ask the hosts in `more` at once; return their replies and errors by name."""
+        calls = {name: functools.partial(self._call, name, step, extra) for name, extra in more.items()}
+        done = FanOut(calls).wait(limit)
+        return done.answers, done.errors
+
+    def _call(self, name: str, step: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply of a node to a step of the verb `ollama`. Raises RemoteError."""
+        reply = self.connections[name].call("ollama", self._request(name, step) | dict(more))
+        try:
+            return checked_reply(f"ollama_{step}" if step in ("state", "create") else "ollama_change", reply)
+        except ReplyError as error:
+            raise RemoteError(str(error)) from None
+
+    def _states(self, tokens: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        more = {"base": self.options.deploy_base if self.options.deploy_as != "merged" else "", "tokens": tokens}
+        states, errors = self._ask("state", dict.fromkeys(self.hosts, more), STATE_LIMIT)
+        return {name: states[name] for name in self.hosts if name in states}, errors
+
+    def _check_owner(self, state: dict[str, Any]) -> None:
+        """Check that a model of this name was deployed by trainyard. Raises UserError."""
+        record = state["record"]
+        if (
+            state["digest"]
+            and (record is None or record["digest"] != state["digest"])
+            and not self.options.deploy_replace
+        ):
+            raise UserError(
+                f"it has a model {self.options.deploy_name} that trainyard has not deployed: choose another deploy_name, or set "
+                "deploy_replace=true"
+            )
+
+    @staticmethod
+    def _is_deployed(state: dict[str, Any], artifact: Artifact) -> bool:
+        record = state["record"]
+        return bool(record and record["key"] == artifact.key and state["digest"] == record["digest"])
+
+    def _misfit(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> str:
+        """Return why a node cannot take the adapter; empty if it can."""
+        base, name = state["base"], self.options.deploy_base
+        names = run.base.get("architectures")
+        arch = str(names[0]) if isinstance(names, list) and names else ""
+        if run.kind != "adapter":
+            return "the run has no adapter"
+        if not name:
+            return "deploy_base is not set"
+        if not state["adapters"]:
+            return f"Ollama {'.'.join(map(str, state['version']))} takes no adapters"
+        if base is None:
+            return f"it has no model {name}"
+        if arch not in ARCHITECTURES:
+            return f"adapters of {quoted(arch)} cannot be written as GGUF"
+        if base["tokens"] != tokens:
+            return f"the vocabulary of {name} differs from that of the run"
+        if base["shape"] != _shape(run.base):
+            return f"the shape of {name} differs from that of the run's base model"
+        return ""
+
+    def _artifact(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> Artifact:
+        """Return what a node gets. Raises UserError, RemoteError."""
+        why = self._misfit(run, state, tokens) if self.options.deploy_as != "merged" else "merged"
+        if not why:
+            try:
+                return self._adapter(run, state["base"])
+            except AdapterError as error:
+                why = str(error)
+        if self.options.deploy_as == "adapter":
+            raise UserError(f"deploy_as=adapter: {why}")
+        return self._merged(run)
+
+    @functools.cache  # noqa: B019
+    def _adapter_file(self, run_folder: str, config: str) -> Path:
+        target = self.work / self.options.run / "adapter.gguf"
+        write_adapter(self._local, json.loads(config), target)
+        return target
+
+    def _adapter(self, run: TrainedRun, base: dict[str, Any]) -> Artifact:
+        file = self._adapter_file(run.folder, json.dumps(run.base))
+        fields = {
+            name: value == "True" if value in ("True", "False") else value for name, value in base["fields"].items()
+        }
+        digest = sha256_file(file)
+        return self._complete(
+            run, file, digest, adds_bos(fields), f"{digest} {base['digest']}", self.options.deploy_base
+        )
+
+    def _merged(self, run: TrainedRun) -> Artifact:
+        """Return the merged model; its GGUF file is on the controller only if a node needs it."""
+        gguf = self._export(run, self.options.deploy_quantize)["gguf"]
+        if gguf is None:
+            raise RemoteError(f"{run.host.name} has not converted the model")
+        file = self.work / f"{gguf['sha256']}.gguf"
+        return self._complete(run, file, gguf["sha256"], gguf["adds_bos"], gguf["sha256"], "")
+
+    def _complete(self, run: TrainedRun, file: Path, digest: str, added: bool, origin: str, base: str) -> Artifact:
+        answers = self._answers(run)
+        source, special = read_template(self._local)
+        bos = special.get("bos_token", "")
+        text, notes = self.options.template_text(), []
+        if not text:
+            today = datetime.datetime.fromisoformat(answers["created"])
+            derived = self._derive(source or PLAIN_TEMPLATE, json.dumps(special), today, bos if added else "")
+            text, notes = derived.text, derived.notes
+        key = hashlib.sha256(f"{origin} {base} {text}".encode()).hexdigest()
+        return Artifact(file, digest, text, base, key, "" if added else bos, notes)
+
+    @functools.cache  # noqa: B019
+    def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
+        return derive_apart(source, json.loads(special), today, added)
+
+    def _notes(self, artifacts: Any) -> list[str]:
+        return list(dict.fromkeys(f"note: {note}" for artifact in artifacts for note in artifact.notes))
+
+    # Installation -------------------------------------------------------------------------------------------------------
+
+    def _install(self, run: TrainedRun, wanted: Mapping[str, Artifact]) -> tuple[dict[str, str], dict[str, str]]:
+        """Create the model on the nodes at once; return a line for each that has it, and why another has not."""
+        answers = self._answers(run)
+        for artifact in {art.sha256: art for art in wanted.values()}.values():
+            self._fetch(run, artifact)
+        calls = {name: functools.partial(self._create, name, artifact, answers) for name, artifact in wanted.items()}
+        done = FanOut(calls).wait(CREATE_LIMIT)
+        deployed, errors = {}, dict(done.errors)
+        accept: dict[str, dict[str, Any]] = {}
+        for name, reply in done.answers.items():
+            equal, difference = compare(answers, reply["answers"])
+            count = len(answers["prompts"])
+            if equal < MIN_EQUAL["f16" if wanted[name].base else self.options.deploy_quantize] * count:
+                errors[name] = (
+                    f"the created model gives {equal} of {count} answers as the trained one does: it is removed, and "
+                    f"{self.options.deploy_name} stays as it was; {difference}"
+                )
+                continue
+            accept[name] = {"key": wanted[name].key}
+            how = f"adapter on {wanted[name].base}" if wanted[name].base else f"merged, {self.options.deploy_quantize}"
+            deployed[name] = f"deployed {self.options.deploy_name} ({how}): {equal} of {count} answers as trained"
+        _, refused = self._ask("accept", accept, STATE_LIMIT)
+        self._ask("reject", {name: {} for name in [*errors, *refused] if name in wanted}, STATE_LIMIT)
+        return {name: text for name, text in deployed.items() if name not in refused}, errors | refused
+
+    def _fetch(self, run: TrainedRun, artifact: Artifact) -> None:
+        """Copy the merged model from the run's host to the controller, unless it is there. Raises RemoteError, UserError."""
+        if artifact.file.exists():
+            return
+        try:
+            self._fetch_gguf(run, artifact)
+        except OSError as error:
+            raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
+
+    def _fetch_gguf(self, run: TrainedRun, artifact: Artifact) -> None:
+        gguf = self._export(run, self.options.deploy_quantize)["gguf"]
+        self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
+        with tempfile.TemporaryDirectory(dir=self.work) as aside:
+            arrived = Path(aside) / "model.gguf"
+            fetch_file(self.connections[run.host.name], gguf["path"], arrived, gguf["bytes"])
+            if not arrived.exists() or sha256_file(arrived) != artifact.sha256:
+                raise RemoteError(f"{gguf['path']} arrived damaged: run the same command again")
+            arrived.replace(artifact.file)
+
+    def _create(self, name: str, artifact: Artifact, answers: dict[str, Any]) -> dict[str, Any]:
+        """Copy the file to a node and create the model under a temporary name; return its answers. Raises RemoteError."""
+        connection = self.connections[name]
+        prompts = [
+            prompt if "messages" in prompt else {"prompt": artifact.bos + prompt["prompt"]}
+            for prompt in answers["prompts"]
+        ]
+        options = {"temperature": 0, "seed": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": answers["max_tokens"]}
+        request = {
+            "file": self._put(connection, artifact.file),
+            "sha256": artifact.sha256,
+            "template": artifact.template,
+            "base": artifact.base,
+            "prompts": prompts,
+            "options": options,
+        }
+        reply = self._call(name, "create", request)
+        if len(reply["answers"]) != len(prompts):
+            raise RemoteError("sent an incomplete reply to create")
+        return reply
+
+    def _put(self, connection: HostConnection, source: Path) -> str:
+        """Copy a file to the store of a host unless it is there; return its path on the host. Raises RemoteError."""
+        digest, store = sha256_file(source), f"{connection.host.data_dir}/store"
+        target = f"{store}/deploy/{digest}{source.suffix}"
+        request = {
+            "files": {target: digest},
+            "arrived": {},
+            "contents": {},
+            "cache": f"{store}/digests-deploy.json",
+            "incoming": f"{store}/incoming",
+            "check": False,
+        }
+        if target in connection.call("receive", request)["lacking"]:
+            aside = f"{store}/incoming/{digest}-deploy"
+            connection.put(str(source), aside)
+            if connection.call("receive", request | {"arrived": {target: aside}})["lacking"]:
+                raise RemoteError("a file that was copied is missing afterwards; run the same command again")
+        return target
+
+
+def server_urls(variables: Mapping[str, Any]) -> list[str]:
+    """Return the addresses at which a host may reach its own Ollama server, from its variables.
+
+    `ollama_url` names the address. Without it, these are the loopback address and then the address in the cluster, at
+    `ollama_port`.
+    """
+    if url := variables.get("ollama_url"):
+        return [str(url).rstrip("/")]
+    address, port = str(variables.get("cluster_address") or "127.0.0.1"), variables.get("ollama_port") or _PORT
+    return list(
+        dict.fromkeys(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in ("127.0.0.1", address))
+    )
+
+
+def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:
+    """Return the number of equal answers, and the first difference for a person."""
+    equal, difference = 0, ""
+    for prompt, expected, got in zip(trained["prompts"], trained["answers"], answers, strict=True):
+        if expected.strip() == got.strip():
+            equal += 1
+        elif not difference:
+            question = prompt["messages"][-1]["content"] if "messages" in prompt else prompt["prompt"]
+            difference = f"{quoted(question)}: {quoted(got, _SHOWN)} instead of {quoted(expected, _SHOWN)}"
+    return equal, printable(difference, 3 * _SHOWN)
+
+
+def _shape(config: Mapping[str, Any]) -> list[Any]:
+    """Return the shape of a model from its config.json, in the order of the verb `ollama`."""
+    heads = config.get("num_attention_heads")
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+    return [*(config.get(name) for name in names), heads, config.get("num_key_value_heads") or heads]

@@ -1,0 +1,380 @@
+"""Distillation: prompts are answered by the teachers of the cluster, the answers are filtered, and become a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+from trainer.config import TINY, RunSpec
+from trainer.config.fields import MAX_SECONDS, check_input, declare, expected_value, split_words
+from trainer.data.json_files import json_records
+from trainer.data.shapes import to_sample
+from trainer.errors import UserError
+from trainer.files import write_atomic
+from trainer.formats import clock, printable, quoted, thousands
+from trainer.inputs import user_path
+from trainyard.connection import Host
+from trainyard.extra_vars import read_run_spec
+from trainyard.ollama.answers import AnswerFile, answer_key, answers_path
+from trainyard.ollama.client import Answer
+from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
+from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
+from trainyard.ollama.students import Connect, student_table, train_students
+from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.run.errors import RunError
+from trainyard.run.options import LaunchOptions
+from trainyard.run.session import RunSession
+
+Report = Callable[[str], None]
+
+
+class DistillOptions(BaseModel):
+    """What the teachers are asked, and which answers count. What the students train is in the run spec."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    teacher: str = declare("", "name of the Ollama model that answers, such as `llama3:8b`", min_length=1)
+    prompts: str = declare(
+        "", "file of prompts: the dataset shapes with or without an answer, or objects with `prompt`", min_length=1
+    )
+    samples: int = declare(1, "answers to each prompt", ge=1, le=1000)
+    temperature: float = declare(0.7, "temperature of the teacher", ge=0, le=100)
+    max_tokens: int = declare(1024, "maximum length of an answer", unit="tokens", ge=1, le=1_000_000)
+    system: str = declare("", "system message for prompts that have none")
+    teachers: Literal["trusted", "all"] = declare(
+        "trusted",
+        "machines that receive prompts; trusted: the hosts of the cluster; all: also discovered machines that are not trusted",
+    )
+    teacher_mixed: bool = declare(False, "accept teachers with different digests of the model")
+    teacher_pull: bool = declare(False, "pull the model on hosts that do not have it")
+    thinking: Literal["drop", "keep"] = declare("drop", "what happens to the teacher's thinking before an answer")
+    keep_cut: bool = declare(False, "train on answers that max_tokens has cut off")
+    near_duplicates: float = declare(
+        0.9, "similarity of two answers from which the second is left out; 0: none is", ge=0, le=1
+    )
+    eval_prompts: str = declare(
+        "", "file of evaluation prompts; answers to prompts that overlap with them are left out"
+    )
+    answer_limit: float = declare(1800.0, "maximum time for one answer", unit="seconds", gt=0, le=MAX_SECONDS)
+    hybrid: bool = declare(False, "train each student data-parallel over several hosts")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_input(value, OPTIONS[str(info.field_name)])
+
+
+OPTIONS: dict[str, FieldInfo] = dict(DistillOptions.model_fields)
+
+
+def make_distill_options(values: Mapping[str, Any]) -> DistillOptions:
+    """Build the options from the values of ``-e`` that are named like one. Raises UserError for a bad value."""
+    given = {name: value for name, value in values.items() if name in OPTIONS}
+    for name in ("teacher", "prompts"):
+        if not given.get(name):
+            raise UserError(f"distill: set -e {name}={'MODEL, such as llama3:8b' if name == 'teacher' else 'FILE'}")
+    try:
+        return DistillOptions.model_validate(given)
+    except ValidationError as error:
+        names = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
+        lines = [f"{name}: expected {expected_value(OPTIONS[name])}, got {quoted(given.get(name))}" for name in names]
+        raise UserError(f"distill: {'; '.join(lines)}") from None
+
+
+def option_table(fields: Mapping[str, FieldInfo]) -> str:
+    """Return the options of playbooks/distill.yml or playbooks/merge.yml as a Markdown table for the documentation."""
+    lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
+    for name, info in fields.items():
+        shown = "" if info.default in ("", ()) else f"`{str(info.default).lower()}`"
+        lines.append(f"| `{name}` | {expected_value(info)} | {shown} | {info.description} |")
+    return "\n".join(lines)
+
+
+# Prompts ----------------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(path: Path, system: str = "") -> list[list[dict[str, str]]]:
+    """Return the chats of a file of prompts, each up to its last user message, without repeats.
+
+    Args:
+        path: a file of the trainer's dataset shapes with or without the answer, or of objects with `prompt`.
+        system: system message for chats that have none.
+
+    Raises:
+        UserError: the file cannot be read, or a record has no prompt.
+    """
+    chats: dict[str, list[dict[str, str]]] = {}
+    try:
+        for number, record in json_records(path):
+            try:
+                chat = _chat(record)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: {error}") from None
+            if system and chat[0]["role"] != "system":
+                chat.insert(0, {"role": "system", "content": system})
+            chats.setdefault(json.dumps(chat, sort_keys=True), chat)
+    except OSError as error:
+        raise UserError(f"prompts: cannot read {path}: {error.strerror}") from None
+    if not chats:
+        raise UserError(f'prompts: {path} is empty: expected one JSON object per line, such as {{"prompt": "..."}}')
+    return list(chats.values())
+
+
+def _chat(record: Any) -> list[dict[str, str]]:
+    """Return the messages of a record up to its last user message. Raises ValueError."""
+    row = record
+    if isinstance(record, dict):
+        listed = isinstance(record.get("prompt"), list)
+        row = {"messages": record["prompt"]} if listed else {"output": "", "completion": "", **record}
+    sample = to_sample(row)
+    if not sample.messages:
+        text, trained = sample.pieces[0]
+        if trained:
+            raise ValueError("is plain text without a prompt: rename 'text' to 'prompt' if the teacher shall answer it")
+        return [{"role": "user", "content": text}]
+    messages = [{"role": message["role"], "content": str(message.get("content") or "")} for message in sample.messages]
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
+        raise ValueError("has no message of a user")
+    return messages
+
+
+def read_evaluation(path: Path) -> list[str]:
+    """Return the texts of the evaluation prompts of a file. Raises UserError as `read_prompts`."""
+    return [prompt_text(chat) for chat in read_prompts(path)]
+
+
+# Answers ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Everything that the teachers are asked.
+
+    Attributes:
+        chats: the prompts.
+        options: see DistillOptions.
+        seed: of the first sample of each prompt.
+    """
+
+    chats: Sequence[list[dict[str, str]]]
+    options: DistillOptions
+    seed: int = 1
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield one prompt per answer, all first samples first."""
+        for sample in range(self.options.samples):
+            settings = {
+                "temperature": self.options.temperature,
+                "num_predict": self.options.max_tokens,
+                "seed": self.seed + sample,
+            }
+            yield from (Prompt(chat, settings, sample) for chat in self.chats)
+
+    def __len__(self) -> int:
+        return len(self.chats) * self.options.samples
+
+
+def missing_prompts(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[Prompt]:
+    """Return the prompts that no teacher with one of these digests has answered."""
+    known = list(digests)
+    return [
+        prompt
+        for prompt in questions.prompts()
+        if not any(answer_key(digest, prompt.messages, prompt.options, prompt.sample) in answers for digest in known)
+    ]
+
+
+def collect_answers(
+    questions: Questions, nodes: Sequence[Node], answers: AnswerFile, report: Report, interval: float = 5.0
+) -> PoolResult | None:
+    """Ask the nodes what `answers` does not hold; return None if it holds everything.
+
+    Raises:
+        UserError: no node answers; see TeacherPool.run.
+        DiskError: the answers cannot be written.
+    """
+    prompts = missing_prompts(questions, {node.digest for node in nodes}, answers)
+    if answers.repaired:
+        report(f"removed a line of {answers.repaired} bytes that a crash had cut off from {answers.path}")
+    if len(prompts) < len(questions):
+        report(f"{len(questions) - len(prompts)} of {len(questions)} answers are already in {answers.path}")
+    if not prompts:
+        return None
+
+    def deliver(new: list[tuple[Prompt, Node, Answer]]) -> None:
+        answers.add((prompt, node.name, node.digest, answer) for prompt, node, answer in new)
+
+    return TeacherPool(nodes, deliver, report, interval=interval).run(prompts)
+
+
+def wanted_records(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[dict[str, Any]]:
+    """Return the answers to these questions in the order of the questions, so that the same answers give the same file."""
+    known = sorted(digests)
+    prompts = list(questions.prompts())
+    places = {
+        answer_key(digest, prompt.messages, prompt.options, prompt.sample): place
+        for digest in reversed(known)
+        for place, prompt in enumerate(prompts)
+    }
+    found: dict[int, dict[str, Any]] = {}
+    for record in answers.records():
+        place = places.get(record["key"])
+        if place is not None and (place not in found or record["digest"] < found[place]["digest"]):
+            found[place] = record
+    return [found[place] for place in sorted(found)]
+
+
+def write_dataset(samples: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> Path:
+    """Write samples as a JSONL file that is named after its contents; return its path. Raises UserError for no samples."""
+    if not samples:
+        raise UserError("distill: no answer is left to train on: see the counts above, or change the filters")
+    data = "".join(json.dumps(sample) + "\n" for sample in samples).encode()
+    path = folder / f"{stem}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data)
+    return path
+
+
+def make_dataset(
+    options: DistillOptions, seed: int, nodes: Sequence[Node], answers: AnswerFile, folder: Path, report: Report
+) -> tuple[Path, Filtered]:
+    """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
+
+    Raises:
+        UserError: a file of prompts cannot be read, no node answers, or no answer is left.
+        DiskError: the disk is full.
+    """
+    questions = Questions(read_prompts(user_path(options.prompts, "prompts"), options.system), options, seed)
+    evaluation = read_evaluation(user_path(options.eval_prompts, "eval_prompts")) if options.eval_prompts else []
+    result = collect_answers(questions, nodes, answers, report)
+    if result:
+        report(pool_summary(result))
+        for prompt, reason in result.failed[:3]:
+            report(f"no answer to {quoted(prompt_text(prompt.messages))}: {reason}")
+    records = wanted_records(questions, {node.digest for node in nodes}, answers)
+    filtered = filter_answers(
+        records,
+        keep_thinking=options.thinking == "keep",
+        keep_cut=options.keep_cut,
+        similarity=options.near_duplicates,
+        evaluation=evaluation,
+    )
+    for line in filtered.lines():
+        report(line)
+    return write_dataset(filtered.samples, folder, answers.path.stem), filtered
+
+
+def pool_summary(result: PoolResult) -> str:
+    """Return one line: the answers, the speed, and the part of every node."""
+    count, tokens = sum(result.answers.values()), sum(result.tokens.values())
+    parts = ", ".join(f"{printable(name, 40)} {number}" for name, number in result.answers.items())
+    failed = f", {len(result.failed)} prompts without an answer" if result.failed else ""
+    seconds = max(result.seconds, 1e-3)
+    return f"{count} answers in {clock(seconds)}, {thousands(tokens / seconds)} tokens/s ({parts}){failed}"
+
+
+# Students ---------------------------------------------------------------------------------------------------------------
+
+
+def student_specs(file: str, extra_vars: Mapping[str, Any], top: Path, report: Report) -> list[RunSpec]:
+    """Return one run spec per model of ``-e model=a,b``; the dataset is not known yet.
+
+    Args:
+        file: YAML file of the run spec, or empty.
+        extra_vars: all variables given with ``-e``.
+        top: the project's folder.
+
+    Raises:
+        UserError: an unknown name, or a bad value.
+    """
+    rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS}
+    if "dataset" in rest:
+        raise UserError("distill: the dataset is made of the teacher's answers: set prompts instead of dataset")
+    models = split_words(rest.get("model", "")) or [""]
+    specs = []
+    for number, model in enumerate(models, 1):
+        values = rest | ({"model": model} if model else {})
+        if rest.get("run") and len(models) > 1:
+            values["run"] = f"{rest['run']}-{number}"
+        values.setdefault("eval_start", True)
+        specs.append(read_run_spec(file, values, top, report if number == 1 else lambda line: None))
+    return specs
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """One call of playbooks/distill.yml.
+
+    Attributes:
+        options: what is asked.
+        specs: of the students, without a dataset.
+        machines: that may teach.
+        hosts, connect, launch: of the students, as of RunSession.
+        home: the project's folder.
+    """
+
+    options: DistillOptions
+    specs: Sequence[RunSpec]
+    machines: Sequence[Candidate]
+    hosts: Sequence[Host]
+    connect: Connect
+    launch: LaunchOptions
+    home: Path
+    report: Report = print
+
+    def run(self, check: bool = False) -> dict[str, Any]:
+        """Ask the teachers, filter the answers, train the students; return `changed` and `lines`.
+
+        Raises:
+            UserError: see `make_dataset` and `find_teachers`.
+            RunError: a student failed.
+        """
+        options, work = self.options, self.home / ".trainyard"
+        for spec in self.specs:
+            if spec.model != TINY:  # check the model before the teachers work for hours
+                alone = spec.model_copy(update={"fake_data": True})
+                RunSession(
+                    self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report
+                ).prepare()
+        chats = read_prompts(user_path(options.prompts, "prompts"), options.system)
+        nodes = find_teachers(
+            self.machines,
+            options.teacher,
+            untrusted=options.teachers == "all",
+            mixed=options.teacher_mixed,
+            pull=options.teacher_pull and not check,
+            limit=options.answer_limit,
+            report=self.report,
+        )
+        names = ", ".join(printable(node.name, 40) for node in nodes)
+        self.report(f"{options.teacher} teaches on {names}: {len(chats)} prompts x {options.samples}")
+        if check:
+            return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}"}
+        with AnswerFile(answers_path(work, options.teacher)) as answers:
+            dataset, filtered = make_dataset(options, self.specs[0].seed, nodes, answers, work / "distill", self.report)
+        self.report(f"dataset: {dataset}")
+        specs = [spec.model_copy(update={"dataset": str(dataset)}) for spec in self.specs]
+        runs = train_students(
+            specs,
+            self.hosts,
+            self.connect,
+            self.launch,
+            hybrid=options.hybrid,
+            home=self.home,
+            report=self.report,
+        )
+        lines = [*filtered.lines(), f"dataset: {dataset}", *student_table(runs)]
+        if failed := [run for run in runs if run.error]:
+            more = f" ({len(failed)} of {len(runs)} students failed)" if len(runs) > 1 else ""
+            raise RunError(f"{failed[0].run}: {failed[0].error}{more}", lines=lines)
+        return {"changed": True, "lines": lines, "students": {run.run: run.result for run in runs}}

@@ -1,0 +1,187 @@
+"""Turn answers of a teacher into samples to train on. Every answer that is left out is counted under its reason."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+REASONS = {
+    "cut": "cut off at max_tokens",
+    "empty": "empty",
+    "repeated": "repeats itself",
+    "evaluation": "overlap with the evaluation prompts",
+    "duplicate": "exact duplicates",
+    "near_duplicate": "near duplicates",
+}
+_THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_LOOP = re.compile(r"(.{1,200}?)\1{3,}\s*$", re.DOTALL)
+_LOOP_TAIL = 1200  # characters at the end in which a loop is searched
+_LOOP_LENGTH = 60  # characters of all repeats of a loop
+_COMPRESSED = 0.1  # share of its length to which no text compresses that does not repeat itself
+_LONG = 400  # characters from which compression says something
+_OVERLAP = 13  # words in a row that a prompt shares with an evaluation prompt
+_SHINGLE = 3  # words
+_BANDS, _ROWS = 20, 5  # a pair with a similarity of 0.8 shares a band with a probability of 0.9996
+_PRIME = (1 << 61) - 1
+
+
+@dataclass
+class Filtered:
+    """The samples to train on, and how many answers were left out for each reason of REASONS.
+
+    `samples` are records of the dataset shape `messages`.
+    """
+
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def lines(self) -> list[str]:
+        """Return what was kept and left out, for people."""
+        left_out = ", ".join(f"{count} {REASONS[name]}" for name, count in self.counts.items())
+        return [f"{len(self.samples)} answers to train on" + (f"; left out: {left_out}" if left_out else "")]
+
+
+def filter_answers(
+    records: Iterable[Mapping[str, Any]],
+    *,
+    keep_thinking: bool = False,
+    keep_cut: bool = False,
+    similarity: float = 0.9,
+    evaluation: Sequence[str] = (),
+) -> Filtered:
+    """Return the samples of these answers.
+
+    Args:
+        records: as AnswerFile yields them.
+        keep_thinking: keep the teacher's thinking, between ``<think>`` and ``</think>``, before the answer.
+        keep_cut: keep answers that the limit of tokens has cut off.
+        similarity: Jaccard similarity of two samples (of their runs of 3 words) from which the second is left out; 0: none is.
+        evaluation: texts of the evaluation prompts.
+    """
+    result = Filtered()
+    blocked = _Overlap(evaluation)
+    seen: set[bytes] = set()
+    near = NearDuplicates(similarity) if similarity else None
+    for record in records:
+        text, open_thinking = answer_text(record, keep_thinking)
+        prompt = prompt_text(record["messages"])
+        whole = normalized(f"{prompt}\n{text}")
+        digest = hashlib.sha256(whole.encode()).digest()
+        if (record["finished"] == "length" or open_thinking) and not keep_cut:
+            reason = "cut"
+        elif not text.strip():
+            reason = "empty"
+        elif repeats_itself(text):
+            reason = "repeated"
+        elif prompt in blocked:
+            reason = "evaluation"
+        elif digest in seen:
+            reason = "duplicate"
+        elif near and near.add(whole):
+            reason = "near_duplicate"
+        else:
+            seen.add(digest)
+            answer = {"role": "assistant", "content": text}
+            result.samples.append({"messages": [*record["messages"], answer]})
+            continue
+        result.counts[reason] += 1
+    return result
+
+
+def answer_text(record: Mapping[str, Any], keep_thinking: bool) -> tuple[str, bool]:
+    """Return the text to train on, and whether the answer ends within its thinking."""
+    text, thinking = str(record["text"]), str(record.get("thinking") or "")
+    match = _THINKING.match(text)
+    if match and not thinking:
+        thinking, text = match[1], text[match.end() :]
+    elif text.lstrip().startswith("<think>"):
+        return text if keep_thinking else "", True
+    text = text.strip()
+    return (f"<think>\n{thinking.strip()}\n</think>\n\n{text}" if keep_thinking and thinking.strip() else text), False
+
+
+def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a chat without system messages."""
+    return "\n".join(str(message.get("content", "")) for message in messages if message.get("role") != "system")
+
+
+def normalized(text: str) -> str:
+    """Return a text for comparison: lower case, with single spaces."""
+    return " ".join(text.casefold().split())
+
+
+def repeats_itself(text: str) -> bool:
+    """Return whether a text ends in a loop, or consists of few different parts."""
+    loop = _LOOP.search(text[-_LOOP_TAIL:])
+    if loop and len(loop[0].strip()) >= _LOOP_LENGTH:
+        return True
+    data = text.encode()
+    return len(data) >= _LONG and len(zlib.compress(data)) < _COMPRESSED * len(data)
+
+
+class _Overlap:
+    """Whether a prompt is an evaluation prompt, or shares 13 words in a row with one."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._whole: set[str] = set()
+        self._runs: set[str] = set()
+        for text in texts:
+            self._whole.add(normalized(text))
+            self._runs.update(_runs(text, _OVERLAP))
+
+    def __contains__(self, text: str) -> bool:
+        if not self._whole:
+            return False
+        return normalized(text) in self._whole or any(run in self._runs for run in _runs(text, _OVERLAP))
+
+
+def _runs(text: str, length: int) -> Iterator[str]:
+    words = text.casefold().split()
+    return (" ".join(words[i : i + length]) for i in range(len(words) - length + 1))
+
+
+class NearDuplicates:
+    """Finds near duplicates by MinHash and locality-sensitive hashing, and confirms each by its exact similarity.
+
+    The packages for it do not fit: datasketch needs scipy, which is larger than everything else on the controller.
+    """
+
+    def __init__(self, similarity: float) -> None:
+        self._similarity = similarity
+        draw = np.random.default_rng(1)
+        # 31 bits, so that products fit into 64 bits.
+        self._a = draw.integers(1, 1 << 31, (1, _BANDS * _ROWS), dtype=np.uint64)
+        self._b = draw.integers(0, 1 << 31, (1, _BANDS * _ROWS), dtype=np.uint64)
+        self._bands: list[dict[bytes, list[int]]] = [{} for _ in range(_BANDS)]
+        self._kept: list[np.ndarray] = []
+
+    def add(self, text: str) -> bool:
+        """Return whether a kept text is a near duplicate of this one; keep it if none is."""
+        hashes = self._shingles(text)
+        signature = ((hashes[:, None] * self._a + self._b) % np.uint64(_PRIME)).min(axis=0)
+        keys = [band.tobytes() for band in signature.reshape(_BANDS, _ROWS)]
+        candidates = {index for band, key in zip(self._bands, keys, strict=True) for index in band.get(key, ())}
+        if any(_jaccard(hashes, self._kept[index]) >= self._similarity for index in candidates):
+            return True
+        for band, key in zip(self._bands, keys, strict=True):
+            band.setdefault(key, []).append(len(self._kept))
+        self._kept.append(hashes)
+        return False
+
+    @staticmethod
+    def _shingles(text: str) -> np.ndarray:
+        """Return 32-bit hashes of all runs of three words, uint64 [runs], sorted, each once; of the text if it is short."""
+        parts = list(_runs(text, _SHINGLE)) or [text]
+        return np.unique(np.array([zlib.crc32(part.encode()) for part in parts], dtype=np.uint64))
+
+
+def _jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    shared = len(np.intersect1d(one, other, assume_unique=True))
+    return shared / (len(one) + len(other) - shared)

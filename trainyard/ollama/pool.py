@@ -1,0 +1,382 @@
+"""Ask several Ollama servers at once: each takes the next prompt when it is free.
+
+The number of requests in flight on a node grows while the node's queue is short, and shrinks when it is not (additive
+increase, multiplicative decrease). A request that fails returns to the queue, and its node pauses with a growing, random
+delay. A node that does not answer gets no request until a probe succeeds.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import math
+import queue
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trainer.errors import UserError
+from trainer.formats import clock, printable, thousands
+from trainyard.ollama.client import Answer, Cancel, OllamaClient, OllamaError
+
+MAX_IN_FLIGHT = 64  # requests of one node
+QUEUE_SECONDS = 0.05  # time in a node's queue that is short for any answer
+QUEUE_SHARE = 0.1  # or the share of the answer's own time
+CUT = 0.7  # factor of the requests in flight after a long queue
+MAX_DELAY = 30.0  # s between two attempts on a node that fails
+FAILURES = 6  # rounds of errors in a row after which a server is left out
+STRIKES = 3  # errors of servers after which a prompt is given up
+LOSSES = 20  # lost connections after which a prompt is given up
+SILENCE = 10.0  # s without a byte after which a node that owes an answer is probed
+PROBE_PERIOD = 5.0  # s between two probes of such a node
+PATIENCE = 300.0  # s without any live node after which the pool gives up
+_WINDOW = 30.0  # s over which the current rate is measured
+_TICK = 0.2  # s between two looks at silent and failed nodes
+
+
+@dataclass
+class Prompt:
+    """One chat to answer. `options` are those of the model; `sample` counts repeated answers to the same chat."""
+
+    messages: Sequence[Mapping[str, str]]
+    options: Mapping[str, Any]
+    sample: int = 0
+    strikes: int = 0
+    losses: int = 0
+
+
+class Node(Protocol):
+    """A server that answers. Its methods are called in several threads at once and raise OllamaError."""
+
+    @property
+    def name(self) -> str:
+        """Name of the host."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Digest of its model."""
+        ...
+
+    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
+        """Return the answer to a prompt."""
+        ...
+
+    def probe(self) -> None:
+        """Return if the server answers at all."""
+        ...
+
+
+@dataclass(frozen=True)
+class OllamaNode:
+    """A model on an Ollama server.
+
+    Attributes:
+        name: of the host.
+        model: name of the model on the server.
+        digest: of the model.
+        limit: seconds for one answer.
+    """
+
+    name: str
+    client: OllamaClient
+    model: str
+    digest: str
+    limit: float = 1800.0
+
+    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
+        """Return the answer to a prompt."""
+        return self.client.chat(
+            self.model, prompt.messages, options=prompt.options, deadline=self.limit, first=self.limit, cancel=cancel
+        )
+
+    def probe(self) -> None:
+        """Return if the server answers at all."""
+        self.client.version()
+
+
+@dataclass
+class _State:
+    """What the pool knows about a node. Times are of time.monotonic()."""
+
+    node: Node
+    window: float = 1.0
+    in_flight: dict[int, _Request] = field(default_factory=dict)
+    cut_at: float = -math.inf
+    failed_at: float = -math.inf
+    failures: int = 0
+    retry_at: float = 0.0
+    down: bool = False
+    removed: str = ""
+    error: str = ""
+    probing: bool = False
+    probed_at: float = -math.inf
+    missed: int = 0
+    latency: float = 0.0
+    answers: int = 0
+    tokens: int = 0
+
+    def free(self, now: float) -> bool:
+        """Return whether the node takes another request."""
+        return not (self.down or self.removed) and now >= self.retry_at and len(self.in_flight) < int(self.window)
+
+    @property
+    def rate(self) -> float:
+        """Answers per second with the present number of requests; 0 if it is not known."""
+        return len(self.in_flight) / self.latency if self.latency and not self.down else 0.0
+
+
+@dataclass(frozen=True)
+class _Request:
+    prompt: Prompt
+    cancel: Cancel
+    sent: float
+    full: bool  # whether it filled the node's window
+
+
+@dataclass(frozen=True)
+class PoolResult:
+    """What became of the prompts.
+
+    Attributes:
+        failed: the prompts without an answer, with the reason.
+        answers, tokens: by node.
+        seconds: duration.
+    """
+
+    failed: list[tuple[Prompt, str]]
+    answers: dict[str, int]
+    tokens: dict[str, int]
+    seconds: float
+
+
+Deliver = Callable[[list[tuple[Prompt, Node, Answer]]], None]
+
+
+class TeacherPool:
+    """Distributes prompts over nodes. One thread decides; a thread per request waits for its answer.
+
+    Args:
+        nodes: the servers.
+        deliver: receives new answers, several at once; when it returns, they are safe.
+        report: receives a line of progress every `interval` seconds.
+        patience: seconds without any live node after which `run` raises UserError.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[Node],
+        deliver: Deliver,
+        report: Callable[[str], None] = lambda line: None,
+        *,
+        interval: float = 5.0,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._states = [_State(node) for node in nodes]
+        self._deliver, self._report = deliver, report
+        self._interval, self._patience = interval, patience
+        self._events: queue.SimpleQueue[tuple[_State, _Request | None, Answer | Exception | None]] = queue.SimpleQueue()
+        self._recent: collections.deque[tuple[float, int]] = collections.deque()  # time and tokens of each new answer
+        self._failed: list[tuple[Prompt, str]] = []
+        self._random = random.Random()
+
+    def run(self, prompts: Iterable[Prompt]) -> PoolResult:
+        """Answer all prompts.
+
+        Raises:
+            UserError: no node is left, or none has answered for `patience` seconds. Delivered answers are safe.
+        """
+        self._pending = collections.deque(prompts)
+        self._total = len(self._pending)
+        self._started = self._reported = self._alive_at = time.monotonic()
+        threads = len(self._states) * (MAX_IN_FLIGHT + 1) + 1
+        executor = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="teacher")
+        self._executor = executor
+        try:
+            while self._pending or any(state.in_flight for state in self._states):
+                self._step()
+        finally:
+            for state in self._states:
+                for request in state.in_flight.values():
+                    request.cancel.cancel()
+            executor.shutdown(wait=True, cancel_futures=True)
+        return PoolResult(
+            self._failed,
+            {state.node.name: state.answers for state in self._states},
+            {state.node.name: state.tokens for state in self._states},
+            time.monotonic() - self._started,
+        )
+
+    def _step(self) -> None:
+        """Hand out prompts, wait for the next event, and process all that have arrived."""
+        now = time.monotonic()
+        self._check_nodes(now)
+        self._dispatch(now)
+        events = []
+        try:
+            events.append(self._events.get(timeout=_TICK))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            pass
+        delivered = []
+        now = time.monotonic()
+        for state, request, outcome in events:
+            if request is None:
+                self._probed(state, outcome, now)
+            elif isinstance(outcome, Answer):
+                del state.in_flight[id(request)]
+                self._succeeded(state, request, outcome, now)
+                delivered.append((request.prompt, state.node, outcome))
+            else:
+                del state.in_flight[id(request)]
+                self._lost(state, request, outcome, now)
+        if delivered:
+            self._dispatch(now)  # no node waits for the disk
+            self._deliver(delivered)
+        if now - self._reported >= self._interval:
+            self._reported = now
+            self._report(self.progress(now))
+
+    # Requests -----------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, now: float) -> None:
+        while self._pending:
+            free = [state for state in self._states if state.free(now) and self._worth_it(state)]
+            if not free:
+                return
+            state = min(free, key=lambda s: (len(s.in_flight) / s.window, s.latency))
+            self._send(state, self._pending.popleft(), now)
+
+    def _worth_it(self, state: _State) -> bool:
+        """Return whether a node would end a prompt before the others end all that are left."""
+        rates = sum(other.rate for other in self._states if other is not state)
+        if not rates or not state.latency:
+            return True
+        others = min(other.latency for other in self._states if other is not state and other.rate)
+        return state.latency <= len(self._pending) / rates + others
+
+    def _send(self, state: _State, prompt: Prompt, now: float) -> None:
+        request = _Request(prompt, Cancel(), now, full=len(state.in_flight) + 1 >= int(state.window))
+        state.in_flight[id(request)] = request
+
+        def work() -> None:
+            outcome: Answer | Exception
+            try:
+                request.cancel.heard = time.monotonic()
+                outcome = state.node.ask(prompt, request.cancel)
+            except Exception as error:
+                outcome = error
+            self._events.put((state, request, outcome))
+
+        self._executor.submit(work)
+
+    def _succeeded(self, state: _State, request: _Request, answer: Answer, now: float) -> None:
+        seconds = now - request.sent
+        state.latency = seconds if not state.latency else 0.8 * state.latency + 0.2 * seconds
+        state.answers += 1
+        state.tokens += answer.tokens
+        state.failures, state.error = 0, ""
+        self._recent.append((now, answer.tokens))
+        own = max(0.0, answer.seconds - answer.queued)
+        if answer.queued <= max(QUEUE_SECONDS, QUEUE_SHARE * own):
+            if request.full:
+                state.window = min(MAX_IN_FLIGHT, state.window + 1 / state.window)
+        elif request.sent > state.cut_at:  # one decrease for the requests of one round
+            state.window, state.cut_at = max(1.0, state.window * CUT), now
+
+    def _lost(self, state: _State, request: _Request, error: Exception | None, now: float) -> None:
+        """Return the prompt to the queue, and let its node pause."""
+        prompt, status = request.prompt, error.status if isinstance(error, OllamaError) else 500
+        state.error = printable(error)
+        if status == 404:
+            state.removed = state.error
+        elif status == 0:
+            prompt.losses += 1
+            state.down = True
+        elif status != 503:  # 503: its queue is full
+            prompt.strikes += 1
+        if status != 400:
+            self._pause(state, request.sent, now)
+            if status not in (0, 503) and state.failures >= FAILURES:
+                state.removed = state.error  # it answers requests, but never with an answer
+        if prompt.strikes >= STRIKES or prompt.losses >= LOSSES:
+            self._failed.append((prompt, state.error))
+        else:
+            self._pending.appendleft(prompt)
+
+    def _pause(self, state: _State, sent: float, now: float) -> None:
+        if sent < state.failed_at:
+            return  # one pause for the requests of one round
+        state.failures += 1
+        state.failed_at = now
+        state.window = max(1.0, state.window / 2)
+        state.retry_at = now + min(MAX_DELAY, 0.25 * 2.0 ** min(state.failures, 10)) * self._random.uniform(0.5, 1.0)
+
+    # Nodes --------------------------------------------------------------------------------------------------------------
+
+    def _check_nodes(self, now: float) -> None:
+        """Probe nodes that are down or silent. Raises UserError if none is left."""
+        for state in self._states:
+            if state.removed or state.probing:
+                continue
+            silent = any(request.cancel.silent > SILENCE for request in state.in_flight.values())
+            due = now >= state.retry_at if state.down else silent and now - state.probed_at > PROBE_PERIOD
+            if due:
+                state.probing, state.probed_at = True, now
+                self._executor.submit(self._probe, state)
+        if any(not (state.down or state.removed) for state in self._states):
+            self._alive_at = now
+            return
+        reasons = "; ".join(f"{s.node.name}: {s.removed or s.error}" for s in self._states)
+        if all(state.removed for state in self._states):
+            raise UserError(f"no teacher is left: {reasons}")
+        if now - self._alive_at > self._patience:
+            raise UserError(
+                f"no teacher has answered for {self._patience:.0f} s ({reasons}): the answers so far are kept; "
+                "start the servers, then run the same command again"
+            )
+
+    def _probe(self, state: _State) -> None:
+        try:
+            state.node.probe()
+        except Exception as error:
+            self._events.put((state, None, error))
+        else:
+            self._events.put((state, None, None))
+
+    def _probed(self, state: _State, error: Answer | Exception | None, now: float) -> None:
+        state.probing = False
+        if error is None:
+            state.down, state.missed = False, 0
+            return
+        state.missed += 1
+        if state.down:
+            self._pause(state, now, now)
+        elif state.missed >= 2:
+            state.missed = 0
+            for request in state.in_flight.values():
+                request.cancel.cancel()
+
+    # Progress -----------------------------------------------------------------------------------------------------------
+
+    def progress(self, now: float) -> str:
+        """Return one line: answers, tokens per second, remaining time, and the state of every node."""
+        while self._recent and self._recent[0][0] < now - _WINDOW:
+            self._recent.popleft()
+        span = max(0.1, min(_WINDOW, now - self._started))
+        left = len(self._pending) + sum(len(state.in_flight) for state in self._states)
+        rate = len(self._recent) / span
+        eta = clock(left / rate) if rate else "unknown"
+        tokens = sum(count for _, count in self._recent) / span
+        nodes = ", ".join(self._describe(state, now) for state in self._states)
+        return f"answers {self._total - left}/{self._total}  {thousands(tokens)} tokens/s  ETA {eta}  {nodes}"
+
+    def _describe(self, state: _State, now: float) -> str:
+        name = printable(state.node.name, 40)
+        if state.removed or state.down:
+            return f"{name} {'left out' if state.removed else 'down'} ({printable(state.removed or state.error, 60)})"
+        speed = state.tokens / max(0.1, now - self._started)
+        return f"{name} {state.answers} ({thousands(speed)} tokens/s, {len(state.in_flight)} in flight)"

@@ -1,0 +1,203 @@
+"""Merge the results of runs on the host of the first one, and evaluate the result beside each part."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+from trainer.config.fields import Words, check_input, declare, expected_value, split_words
+from trainer.errors import UserError
+from trainer.files import sha256_file
+from trainer.formats import printable, quoted, table
+from trainer.inputs import user_path
+from trainyard.connection import Host, HostConnection, RemoteError
+from trainyard.ollama.distill import read_prompts
+from trainyard.run.copy_files import copy_artifacts, in_time
+from trainyard.run.errors import RunError
+from trainyard.run.gather import Connect
+from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import trainer_archive
+from trainyard.run.status import find_parts, no_such_run
+from trainyard.run.transfer import copy_to_hosts
+
+MERGE_LIMIT = 24 * 3600.0  # s
+MAX_PROMPTS = 10_000
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PATTERNS = ["adapter/*", "model/*", "spec.yml"]
+Numbers = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(split_words)]
+Report = Callable[[str], None]
+
+
+class MergeOptions(BaseModel):
+    """What is merged, and how."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    runs: Words = declare((), "the finished runs, at least two, of one base model", min_length=2, max_length=100)
+    method: Literal["cat", "linear", "ties", "dare_ties", "soup", "vote"] = declare(
+        "cat",
+        "cat: the exact mean of the adapters' updates, whose rank is the sum of theirs; linear, ties, dare_ties: as peft merges "
+        "adapters of one rank; soup: the mean of the full weights, as a full model; vote: merge nothing, let the runs "
+        "answer a file of prompts",
+    )
+    weights: Numbers = declare((), "weight of each run; empty: equal weights that sum to 1", max_length=100)
+    density: float = declare(0.5, "ties, dare_ties: share of the weights that are kept", gt=0, le=1)
+    run: str = declare("merged", "name of the merged run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    prompts: str = declare("", "vote: file of prompts, as of playbooks/distill.yml")
+    max_tokens: int = declare(128, "vote: maximum length of an answer", unit="tokens", ge=1, le=100_000)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_input(value, OPTIONS[str(info.field_name)])
+
+
+OPTIONS: dict[str, FieldInfo] = dict(MergeOptions.model_fields)
+
+
+def make_merge_options(values: Mapping[str, Any]) -> MergeOptions:
+    """Build the options from the values of ``-e`` that are named like one. Raises UserError for a bad value."""
+    given = {name: value for name, value in values.items() if name in OPTIONS}
+    try:
+        options = MergeOptions.model_validate(given)
+    except ValidationError as error:
+        names = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
+        lines = [f"{name}: expected {expected_value(OPTIONS[name])}, got {quoted(given.get(name))}" for name in names]
+        raise UserError(f"merge: {'; '.join(lines)}") from None
+    runs = options.runs
+    if wrong := [name for name in runs if not _RUN.fullmatch(name)]:
+        raise UserError(f"merge: runs: {quoted(wrong[0])} is no name of a run; playbooks/status.yml lists the runs")
+    if len(set(runs)) < len(runs) or options.run in runs:
+        raise UserError("merge: runs: name each run once, and give the result another name with run=")
+    if options.weights and len(options.weights) != len(runs):
+        raise UserError(f"merge: weights: expected {len(runs)} numbers, one per run, got {len(options.weights)}")
+    if (options.method == "vote") != bool(options.prompts):
+        raise UserError("merge: method=vote needs prompts=FILE, and no other method takes it")
+    return options
+
+
+def merge_runs(
+    options: MergeOptions,
+    hosts: Sequence[Host],
+    connect: Callable[[Host], HostConnection],
+    launch: LaunchOptions,
+    *,
+    home: Path,
+    report: Report = print,
+    check: bool = False,
+) -> dict[str, Any]:
+    """Merge the runs on the host of the first one.
+
+    Args:
+        hosts: on which the runs are searched.
+        home: folder on the controller for temporary files.
+        check: say what would be done.
+
+    Returns:
+        `changed`; `lines`, the losses of the result, of each part and of the base; `result`.
+
+    Raises:
+        UserError: the file of prompts cannot be read.
+        RunError: a run is not there, or the merge fails.
+    """
+    prompts = read_prompts(user_path(options.prompts, "prompts"))[:MAX_PROMPTS] if options.prompts else []
+    by_name = {host.name: host for host in hosts}
+    places = {run: _place(run, hosts, lambda name: connect(by_name[name]), launch.lost_limit) for run in options.runs}
+    target = by_name[places[options.runs[0]][0]]
+    report(f"merging {', '.join(options.runs)} on {target.name}")
+    if check:
+        return {"changed": True, "msg": f"would merge {', '.join(options.runs)} on {target.name}"}
+    connection = connect(target)
+    folder = f"{target.data_dir}/runs/{options.run}"
+    work = home / ".trainyard"
+    try:
+        with tempfile.TemporaryDirectory() as aside:
+            files = []
+            parts = []
+            for run, (host, run_dir) in places.items():
+                if host == target.name:
+                    parts.append({"run": run, "folder": run_dir})
+                    continue
+                copy_artifacts(connect(by_name[host]), run_dir, Path(aside) / run, _PATTERNS)
+                files.append(_files_of(Path(aside) / run, f"runs/{options.run}/parts/{run}"))
+                parts.append({"run": run, "folder": f"{folder}/parts/{run}"})
+            archive = trainer_archive(work)
+            digest = sha256_file(archive)
+            trainer = f"store/trainers/{digest[:16]}.zip"
+            files.append({"src": str(archive), "dest": trainer, "sha256": {"": digest}})
+            entry = {"host": target.name, "address": target.address, "data_dir": target.data_dir}
+            copy_to_hosts([entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8))
+        request = {
+            "parts": parts,
+            "method": options.method,
+            "weights": list(options.weights),
+            "density": options.density,
+            "target": folder,
+            "store": f"{target.data_dir}/store",
+            "prompts": prompts,
+            "max_tokens": options.max_tokens,
+        }
+        command = (
+            f"PYTHONPATH={shlex.quote(f'{target.data_dir}/{trainer}')} HF_HUB_OFFLINE=1 "
+            f"exec {shlex.quote(target.python)} -P -m trainer merge"
+        )
+        result = in_time(
+            connection, lambda: connection.run(command, json.dumps(request).encode(), "merge"), MERGE_LIMIT
+        )
+    except RemoteError as error:
+        raise RunError(f"{target.name}: {error}") from None
+    return {"changed": True, "result": result, "lines": merge_lines(options, result, target.name)}
+
+
+def _place(run: str, hosts: Sequence[Host], connect: Connect, limit: float) -> tuple[str, str]:
+    """Return the host and the folder of a run's rank 0. Raises RunError if there is none, or it is not finished."""
+    parts, missing = find_parts(run, hosts, connect, limit)
+    if not parts:
+        if missing:
+            host, error = next(iter(missing.items()))
+            raise RunError(f"{host} does not answer ({error}), so run {run} may be there")
+        raise no_such_run(run)
+    if parts[0].status != "finished":
+        raise RunError(f"run {run} is {printable(parts[0].status, 40)}: a merge needs finished runs")
+    return parts[0].host, parts[0].run_dir
+
+
+def _files_of(folder: Path, dest: str) -> dict[str, Any]:
+    files = {str(path.relative_to(folder)): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {"src": str(folder), "dest": dest, "sha256": files}
+
+
+def merge_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:
+    """Return the result for people."""
+    if options.method == "vote":
+        lines = [
+            f"{result['answers']} prompts answered by {len(options.runs)} runs, {result['unanimous']} unanimously: "
+            f"{result['path']} on {host}"
+        ]
+        for answer in result["first"]:
+            lines.append(f"  {answer['votes']} of {len(options.runs)}  {printable(answer['text'], 100)}")
+        return lines
+    rows = [["", "held-out loss"], ["base", _loss(result.get("base_loss"))]]
+    # The names are those of the user, not those of the host's reply.
+    rows += [[run, _loss(part["eval_loss"])] for run, part in zip(options.runs, result.get("parts", []), strict=False)]
+    rows.append([options.run, _loss(result.get("eval_loss"))])
+    kind = "adapter" if result.get("adapter") else "model"
+    rank = f" of rank {result['rank']}" if result.get("rank") else ""
+    return [
+        f"merged {len(options.runs)} runs by {options.method}; losses on the held-out samples of {options.runs[0]}:",
+        *(f"  {line}" for line in table(rows)),
+        f"  {kind}{rank}: {result.get(kind, '')} on {host}",
+    ]
+
+
+def _loss(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
