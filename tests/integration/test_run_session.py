@@ -156,6 +156,7 @@ def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect
     running.join(180)
     assert results, lines
     assert results[0]["result"]["step"] == 40 and results[0]["result"]["world_size"] == 2
+    assert "rows: packed" in lines
     assert "failed: rank 1 on node2 was killed by SIGKILL" in lines
     assert "restarting in 0 s (restart 1 of 2 without progress in between)" in lines
     assert any("40 of 40 steps on 2 ranks, 2 hosts" in line for line in lines)
