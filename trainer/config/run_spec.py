@@ -14,7 +14,15 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, columns_error, resolved, with_paths
+from trainer.config.dataset_source import (
+    EXPECTED,
+    Columns,
+    Datasets,
+    DatasetSource,
+    columns_error,
+    resolved,
+    with_paths,
+)
 from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
