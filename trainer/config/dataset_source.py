@@ -82,7 +82,7 @@ _Path = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 Datasets = Annotated[_Path | Annotated[tuple[DatasetSource, ...], Field(min_length=1)], BeforeValidator(_sources)]
 
 
-def resolved(dataset: str | tuple[DatasetSource, ...], **defaults: Any) -> tuple[DatasetSource, ...]:
+def resolve(dataset: str | tuple[DatasetSource, ...], **defaults: Any) -> tuple[DatasetSource, ...]:
     """Return the sources of a run; `defaults` (split, config, columns) replace what a source leaves empty."""
     listed = (DatasetSource.model_validate({"path": dataset}),) if isinstance(dataset, str) else dataset
     return tuple(

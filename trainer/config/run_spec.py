@@ -14,15 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.dataset_source import (
-    EXPECTED,
-    Columns,
-    Datasets,
-    DatasetSource,
-    columns_error,
-    resolved,
-    with_paths,
-)
+from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, columns_error, resolve, with_paths
 from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
@@ -447,7 +439,7 @@ class RunSpec(BaseModel):
     @property
     def sources(self) -> tuple[DatasetSource, ...]:
         """The datasets of the run, at least one, each with its own split, configuration and columns."""
-        return resolved(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
+        return resolve(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
 
     @property
     def dataset_name(self) -> str:
