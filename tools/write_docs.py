@@ -121,7 +121,13 @@ weights. A JSONL file holds one sample per line:
 Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `result.json` counts
 both.
 
-## Names of other tools
+{names_of_other_tools()}
+{old_names if config.DEPRECATED else ""}"""
+
+
+def names_of_other_tools() -> str:
+    """Return the section of docs/run-spec.md on names that are accepted for compatibility."""
+    return f"""## Names of other tools
 
 Files, flags and `-e` also accept names of OpenDiLoCo, transformers, TRL, torchtune, axolotl and LLaMA-Factory, with dashes or
 underscores. Two names of one field with different values are an error.
@@ -144,8 +150,7 @@ These names are refused unless their value is false:
 {reasons(REFUSED)}
 
 Ansible reserves some names, and others are ambiguous: {", ".join(f"`{name}`" for name in sorted(config.SUGGESTED))}. They are not
-accepted; the error message names the field.
-{old_names if config.DEPRECATED else ""}"""
+accepted; the error message names the field."""
 
 
 def launch_options() -> str:

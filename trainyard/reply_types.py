@@ -1,78 +1,45 @@
 """The types of the replies to each remote verb. `replies` checks what a host sends against them.
 
-A reply may have more keys than its type names. Numbers have bounds, so that arithmetic and formats cannot fail; lists have
-lengths, so that tables stay short.
+A reply may have more keys than its type names.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import math
-import re
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
-from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+from pydantic import BeforeValidator, Field
 
-from trainer.formats import printable
-
-RANKS_LIMIT = 4096  # ranks of one host, and hosts of one run
-FILES_LIMIT = 20_000  # files of one reply
-NUMBER_LIMIT = 1e15
-
-Line = Annotated[str, AfterValidator(lambda text: printable(text, 500))]
-Lines = Annotated[list[Line], Field(max_length=RANKS_LIMIT)]
-Text = Annotated[str, Field(max_length=1 << 20)]
-Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
-Integer = Annotated[int, Field(strict=True, gt=-(2**53), lt=2**53)]
-Number = Annotated[float, Field(allow_inf_nan=False, ge=-NUMBER_LIMIT, le=NUMBER_LIMIT)]
-Port = Annotated[int, Field(strict=True, ge=1, le=65_535)]
-Interface = Annotated[str, Field(pattern=r"^[^\s/]{0,15}$")]
-Address = Annotated[str, AfterValidator(lambda text: str(ipaddress.ip_address(text)))]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-RanksHere = Annotated[list[Annotated[int, Field(strict=True, ge=0, le=10**6)]], Field(max_length=RANKS_LIMIT)]
-Counts = Annotated[list[Count], Field(max_length=RANKS_LIMIT)]
-
-
-def _measured(value: Any) -> Any:
-    """Return a list of numbers, or an empty one if a number is missing, as where a rank measured nothing."""
-    if not isinstance(value, list) or len(value) > RANKS_LIMIT:
-        return []
-    numbers = [isinstance(item, (int, float)) and abs(item) <= NUMBER_LIMIT for item in value]
-    return value if all(numbers) else []
+from trainyard.ollama.reply_types import OLLAMA_REPLY_TYPES
+from trainyard.reply_fields import (
+    FILES_LIMIT,
+    RANKS_LIMIT,
+    Address,
+    Count,
+    Counts,
+    Digest,
+    Flag,
+    Integer,
+    Interface,
+    Line,
+    Lines,
+    Measured,
+    Number,
+    OpenReply,
+    Optional,
+    Port,
+    RanksHere,
+    Text,
+    by_rank,
+)
 
 
-def _by_rank(value: Any) -> Any:
-    """Return the entries of a mapping whose name is the number of a rank."""
-    if not isinstance(value, dict):
-        return value
-    return {name: item for name, item in value.items() if re.fullmatch(r"\d{1,6}", name)}
-
-
-def _loss(value: Any) -> Any:
-    """Return a number, or None for one that no format shows."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= NUMBER_LIMIT
-    return float(value) if known and math.isfinite(value) else None
-
-
-Measured = Annotated[list[float], BeforeValidator(_measured)]
-Optional = Annotated[float | None, BeforeValidator(_loss)]
-
-
-class _Open(TypedDict):
-    """A reply that may have more keys."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
-
-class Failure(_Open):
+class Failure(OpenReply):
     rank: Integer
     exit_code: NotRequired[Integer | None]
     signal: NotRequired[Line | None]
 
 
-class Node(_Open):
+class Node(OpenReply):
     """state/node.json"""
 
     run: NotRequired[Line]
@@ -94,7 +61,7 @@ class Node(_Open):
     unit: NotRequired[Line | None]
 
 
-class RankError(_Open):
+class RankError(OpenReply):
     type: NotRequired[Line | None]
     message: NotRequired[Text | None]
     traceback: NotRequired[Text | None]
@@ -102,7 +69,7 @@ class RankError(_Open):
     secondary: NotRequired[Flag]
 
 
-class GpuUse(_Open):
+class GpuUse(OpenReply):
     utilisation_percent: NotRequired[Optional]
     memory_gb: NotRequired[Optional]
     temperature_c: NotRequired[Optional]
@@ -110,7 +77,7 @@ class GpuUse(_Open):
     memory_peak_gb: NotRequired[Optional]
 
 
-class Heartbeat(_Open):
+class Heartbeat(OpenReply):
     """state/rank<R>.json"""
 
     status: NotRequired[Line]
@@ -129,58 +96,58 @@ class Heartbeat(_Open):
     error: NotRequired[RankError | None]
 
 
-class Log(_Open):
+class Log(OpenReply):
     path: Line
     offset: Count
     lines: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
 
 
-class RunStatus(_Open):
+class RunStatus(OpenReply):
     status: Line
     alive: Flag
     now: Number
     run_dir: Line
     node: Node | None
-    ranks: Annotated[dict[str, Heartbeat], BeforeValidator(_by_rank), Field(max_length=RANKS_LIMIT)]
+    ranks: Annotated[dict[str, Heartbeat], BeforeValidator(by_rank), Field(max_length=RANKS_LIMIT)]
     stop_wanted: NotRequired[Flag]
     why: NotRequired[Line]
     logs: NotRequired[dict[str, Log]]
 
 
-class RunList(_Open):
+class RunList(OpenReply):
     runs: Annotated[list[dict[str, Any]], Field(max_length=FILES_LIMIT)]  # each is checked as run_status
     skipped: NotRequired[Lines]
 
 
-class RunStop(_Open):
+class RunStop(OpenReply):
     status: Line
     killed: Count
 
 
-class Started(_Open):
+class Started(OpenReply):
     pid: Count
     started: Number
     ignored: NotRequired[Lines]
 
 
-class Begun(_Open):
+class Begun(OpenReply):
     now: Number
 
 
-class Gpu(_Open):
+class Gpu(OpenReply):
     name: Line
     memory_mib: Count
     uuid: Line
 
 
-class Result(_Open):
+class Result(OpenReply):
     """result.json"""
 
     run: NotRequired[Line]
     status: Line
 
 
-class FinalResult(_Open):
+class FinalResult(OpenReply):
     """result.json of a run that has ended, for the summary"""
 
     status: Line
@@ -202,18 +169,18 @@ class FinalResult(_Open):
     model_sha256: NotRequired[Digest | None]
 
 
-class MergedPart(_Open):
+class MergedPart(OpenReply):
     run: Line
     eval_loss: Optional
 
 
-class VotedAnswer(_Open):
+class VotedAnswer(OpenReply):
     text: Text
     votes: Count
     logprob: Optional
 
 
-class Merged(_Open):
+class Merged(OpenReply):
     """The answer of ``python -m trainer merge``"""
 
     parts: NotRequired[Annotated[list[MergedPart], Field(max_length=RANKS_LIMIT)]]
@@ -228,33 +195,33 @@ class Merged(_Open):
     first: NotRequired[Annotated[list[VotedAnswer], Field(max_length=RANKS_LIMIT)]]
 
 
-class PlanEntry(_Open):
+class PlanEntry(OpenReply):
     host: Line
     node_rank: Count
     ranks: RanksHere
     replica: NotRequired[Count | None]
 
 
-class PlanFile(_Open):
+class PlanFile(OpenReply):
     """plan.json"""
 
     entries: Annotated[list[PlanEntry], Field(max_length=RANKS_LIMIT)]
 
 
-class MetricsRecord(_Open):
+class MetricsRecord(OpenReply):
     step: Count
     loss: Optional
     tokens: Count | Number
     tokens_per_second: Optional
 
 
-class Metrics(_Open):
+class Metrics(OpenReply):
     """metrics.jsonl"""
 
     records: Annotated[list[MetricsRecord], Field(max_length=FILES_LIMIT)]
 
 
-class HostFacts(_Open):
+class HostFacts(OpenReply):
     boot_id: Line
     machine_id: Line
     addresses: Lines
@@ -289,46 +256,46 @@ class HostFacts(_Open):
 FileNames = Annotated[dict[Annotated[str, Field(max_length=4096)], tuple[Count, Digest]], Field(max_length=FILES_LIMIT)]
 
 
-class LocalFile(_Open):
+class LocalFile(OpenReply):
     kind: Literal["file", "folder", ""]
     names: FileNames
     texts: Annotated[dict[str, Text], Field(max_length=100)]
     error: Line
 
 
-class LocalFiles(_Open):
+class LocalFiles(OpenReply):
     files: Annotated[dict[str, LocalFile], Field(max_length=100)]
 
 
-class HubFetch(_Open):
+class HubFetch(OpenReply):
     names: FileNames
     texts: Annotated[dict[str, Text], Field(max_length=100)]
     unreachable: Line
 
 
-class Receive(_Open):
+class Receive(OpenReply):
     lacking: Annotated[list[str], Field(max_length=FILES_LIMIT)]
     changed: NotRequired[Annotated[list[Line], Field(max_length=FILES_LIMIT)]]
 
 
-class Relay(_Open):
+class Relay(OpenReply):
     installed: Annotated[list[str], Field(max_length=FILES_LIMIT)]
     receive_error: Line
     send_error: Line
 
 
-class Commit(_Open):
+class Commit(OpenReply):
     changed: NotRequired[Annotated[list[Line], Field(max_length=FILES_LIMIT)]]
     claimed: NotRequired[Line]
 
 
-class ReadFiles(_Open):
+class ReadFiles(OpenReply):
     text: dict[str, Annotated[str, Field(max_length=4 << 20)] | None]
     sizes: Annotated[dict[str, Count], Field(max_length=FILES_LIMIT)]
     sha256: Annotated[dict[str, Digest], Field(max_length=FILES_LIMIT)]
 
 
-class Link(_Open):
+class Link(OpenReply):
     latency_ms: NotRequired[Number]
     mbit: NotRequired[Number]
     ping_small: NotRequired[Flag]
@@ -336,7 +303,7 @@ class Link(_Open):
     stalled: NotRequired[Line]
 
 
-class Mesh(_Open):
+class Mesh(OpenReply):
     mtu: Count
     taken: Annotated[list[Port], Field(max_length=1000)]
     reached: Annotated[dict[Line, dict[Line, Line]], Field(max_length=RANKS_LIMIT)]
@@ -346,7 +313,7 @@ class Mesh(_Open):
     write_error: Line
 
 
-class Device(_Open):
+class Device(OpenReply):
     name: Interface
     address: Address
     mask: Address
@@ -356,52 +323,52 @@ class Device(_Open):
     virtual: Flag
 
 
-class Names(_Open):
+class Names(OpenReply):
     addresses: Annotated[dict[Line, Annotated[list[Address], Field(max_length=100)]], Field(max_length=RANKS_LIMIT)]
     seconds: Number
 
 
-class Memory(_Open):
+class Memory(OpenReply):
     total_mib: Count
     available_mib: Count
 
 
-class Spin(_Open):
+class Spin(OpenReply):
     share: Number
     gap: Number
     pauses: Count
 
 
-class Busy(_Open):
+class Busy(OpenReply):
     pid: Count
     name: Line
     uid: Count
     cores: Number
 
 
-class Torchrun(_Open):
+class Torchrun(OpenReply):
     pid: Count
     command: Line
 
 
-class GpuMemory(_Open):
+class GpuMemory(OpenReply):
     name: Line
     total_mib: Count
     used_mib: Count
 
 
-class GpuState(_Open):
+class GpuState(OpenReply):
     cards: Count
     gpus: Annotated[list[GpuMemory], Field(max_length=256)]
     users: Annotated[list[Line], Field(max_length=1000)]
 
 
-class GpuCard(_Open):
+class GpuCard(OpenReply):
     name: Line
     memory_mib: Count
 
 
-class Hardware(_Open):
+class Hardware(OpenReply):
     gpus: Annotated[list[GpuCard], Field(max_length=256)]
     cpu: Line
     cores: Count
@@ -411,12 +378,12 @@ class Hardware(_Open):
     model_count: Count
 
 
-class Files(_Open):
+class Files(OpenReply):
     damaged: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
     equal: Annotated[dict[Line, Line], Field(max_length=FILES_LIMIT)]
 
 
-class Health(_Open):
+class Health(OpenReply):
     hostname: Line
     devices: Annotated[list[Device], Field(max_length=1000)]
     names: Names
@@ -435,65 +402,10 @@ class Health(_Open):
     clock: Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
-class AllReduce(_Open):
+class AllReduce(OpenReply):
     mbit: Number
     latency_ms: Number
     torch: Line
-
-
-class OllamaBase(_Open):
-    digest: Digest
-    architecture: Line
-    shape: Annotated[list[Count], Field(min_length=5, max_length=5)]
-    tokens: Digest
-    fields: Annotated[dict[Line, Line], Field(max_length=1000)]
-
-
-class OllamaRecord(_Open):
-    key: Line
-    digest: Line
-
-
-class OllamaState(_Open):
-    version: Annotated[list[Count], Field(min_length=3, max_length=3)]
-    adapters: Flag
-    digest: Line
-    record: OllamaRecord | None
-    base: OllamaBase | None
-
-
-class OllamaCreate(_Open):
-    answers: Annotated[list[Text], Field(max_length=1000)]
-
-
-class OllamaChange(_Open):
-    changed: Flag
-    foreign: NotRequired[Flag]
-
-
-class GreedyPrompt(_Open):
-    messages: NotRequired[Annotated[list[dict[str, Text]], Field(min_length=1, max_length=1000)]]
-    prompt: NotRequired[Text]
-
-
-class GreedyAnswers(_Open):
-    created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d$")]
-    max_tokens: Annotated[int, Field(strict=True, ge=1, le=1000)]
-    bos: Annotated[str, Field(max_length=100)]
-    prompts: Annotated[list[GreedyPrompt], Field(max_length=1000)]
-    answers: Annotated[list[Text], Field(max_length=1000)]
-
-
-class GgufFile(_Open):
-    path: Line
-    bytes: Count
-    sha256: Digest
-    adds_bos: Flag
-
-
-class GgufExport(_Open):
-    answers: GreedyAnswers
-    gguf: GgufFile | None
 
 
 REPLY_TYPES: dict[str, Any] = {
@@ -511,14 +423,11 @@ REPLY_TYPES: dict[str, Any] = {
     "run_status": RunStatus,
     "run_stop": RunStop,
     "run_list": RunList,
-    "ollama_state": OllamaState,
-    "ollama_create": OllamaCreate,
-    "ollama_change": OllamaChange,
-    "gguf_export": GgufExport,
     "start": Started,
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,
     "merge": Merged,
     "metrics.jsonl": Metrics,
+    **OLLAMA_REPLY_TYPES,
 }

@@ -188,7 +188,7 @@ def test_models_of_others_and_unfit_bases_are_refused(site: Site) -> None:
         with pytest.raises(RunError, match="shape of base differs"):
             site.deployment([server.url], **options).deploy()
         server.info = base_info(site)
-        server.models[NAME] = {"model": "somebody's"}
+        server.models[NAME] = {"model": "another owner's"}
         with pytest.raises(RunError, match="trainyard has not deployed"):
             site.deployment([server.url], **options).deploy()
         assert "kept" in site.deployment([server.url]).remove()["lines"][0]

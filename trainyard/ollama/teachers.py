@@ -92,7 +92,7 @@ def find_teachers(
     allowed = [machine for machine in machines if machine.trusted or untrusted]
     if left_out := [machine.name for machine in machines if machine not in allowed]:
         report(f"not trusted, so they get no prompts: {_names(left_out)}; to include them: -e teachers=all")
-    found = _ask(allowed, lambda machine: _look(machine, model))
+    found = _ask(allowed, lambda machine: _query(machine, model))
     missing = [each for each in found if not each.digest and not each.error]
     if missing and pull:
         report(f"pulling {printable(model, 80)} on {_names(each.candidate.name for each in missing)}")
@@ -139,7 +139,7 @@ def _ask(machines: Sequence[Candidate], question: Callable[[Candidate], _Found])
         return list(executor.map(question, machines))
 
 
-def _look(machine: Candidate, model: str) -> _Found:
+def _query(machine: Candidate, model: str) -> _Found:
     try:
         client = OllamaClient(machine.url)
         return _Found(machine, client, client.digest(model))

@@ -1,6 +1,6 @@
 """Deploy a model to the Ollama server of this host, over the host's own addresses. Standard library only.
 
-A record beside the data of the cluster says which models were deployed. A model without a record belongs to somebody else,
+A record beside the data of the cluster says which models were deployed. A model without a record belongs to another owner,
 and is neither replaced nor removed.
 """
 

@@ -134,7 +134,7 @@ def test_a_silent_node_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pool, "SILENCE", 0.1)
     monkeypatch.setattr(pool, "PROBE_PERIOD", 0.05)
 
-    class Silent(Simulated):
+    class Unresponsive(Simulated):
         def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
             while not cancel.cancelled:
                 time.sleep(0.01)
@@ -143,7 +143,7 @@ def test_a_silent_node_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> No
         def probe(self) -> None:
             raise OllamaError("no complete reply within the time limit")
 
-    _, answers = run([Silent("silent"), Simulated("node")], prompts(10, 0.01))
+    _, answers = run([Unresponsive("silent"), Simulated("node")], prompts(10, 0.01))
     assert sorted(answers) == list(range(10))
 
 
