@@ -87,7 +87,8 @@ def test_only_the_ranks_of_a_single_host_share_gpus() -> None:
 def test_hosts_that_are_one_machine_share_its_gpus() -> None:
     assert chosen(*(state(name, 3, "m") for name in ("a", "bb"))) == [["0"], ["1", "2"]]
     assert chosen(state("a", 2, "m", gpus=("1",)), state("bb", 2, "m", processes=1)) == [["1"], ["0"]]
-    first, second = (state(name, 1, "m") for name in ("a", "bb"))
+    assert chosen(*(state(name, 1, "m") for name in ("a", "bb", "ccc"))) == [["0"], ["0"], ["0"]]
+    first, second = state("a", 1, "m"), state("bb", 1, "m", processes=1)
     (found,) = assign_gpus([first, second])
     assert found.headline.startswith("bb: it is one machine with a, which uses its 1 GPU: exclude one with --limit")
     assert chosen(*(state(name, 1, "m", gpus=()) for name in ("a", "bb"))) == [[], []]
@@ -115,6 +116,14 @@ def test_the_ranks_see_only_the_chosen_gpus() -> None:
     request = StartRequest.from_json(start_request(nodes[0].as_dict(), ["a"], []))
     assert parse_flags(request.flags()).devices == ["GPU-a-2", "GPU-a-0"]
     assert parse_flags(StartRequest("/r", ["x"]).flags()).devices == []
+
+
+def test_ranks_of_one_machine_share_its_only_gpu() -> None:
+    hosts = [state("a", 1, "m"), state("bb", 1, "m"), state("ccc", 1)]
+    assert assign_gpus(hosts) == []
+    environments = [environment(node, {}) for node in plan_nodes(hosts, run="r", port=29500)]
+    assert ["\nTRAINYARD_SHARED_GPUS=1\n" in text for text in environments] == [True, True, True]
+    assert ["\nCUDA_VISIBLE_DEVICES=GPU-m-0\n" in text for text in environments] == [True, True, False]
 
 
 def test_a_host_starts_several_runs_on_different_gpus_only(tmp_path: Any) -> None:

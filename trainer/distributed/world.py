@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainer.distributed import SHARED_GPUS
 from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.distributed.store import RunStore
@@ -48,7 +49,8 @@ class World:
     def join(cls, timeout: float, replica: Replica = SINGLE_REPLICA) -> "World":
         """Join the process group that the environment of torchrun defines, or create one with a single rank.
 
-        It uses NCCL with CUDA and gloo otherwise. Ranks of one host that share GPUs use gloo, too: NCCL refuses them.
+        It uses NCCL with CUDA and gloo otherwise. Ranks that share GPUs use gloo, too, because NCCL refuses them: ranks of one host,
+        or of one machine that is several hosts (SHARED_GPUS).
 
         Args:
             timeout: seconds after which a collective fails.
@@ -61,8 +63,9 @@ class World:
         limit = datetime.timedelta(seconds=timeout)
         cuda = torch.cuda.is_available()
         gpus, local_size = torch.cuda.device_count() if cuda else 0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        shared = cuda and local_size > gpus
-        if shared and local_size < size:
+        crowded = cuda and local_size > gpus
+        shared = crowded or (cuda and os.environ.get(SHARED_GPUS) == "1")
+        if crowded and local_size < size:
             raise UserError(
                 f"{local_size} ranks cannot share the GPUs of this host ({gpus}) in a run of several hosts: "
                 f"set cluster_processes={gpus} for it"

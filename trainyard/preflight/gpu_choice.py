@@ -22,7 +22,7 @@ def assign_gpus(states: Sequence[HostState]) -> list[Finding]:
     """Set `gpus` of every host, and return a finding for each host that lacks GPUs for the run.
 
     A host with `cluster_processes` takes that number of free GPUs of its pool, otherwise all of the pool. Hosts of the inventory
-    that are one machine share its GPUs. A run that is running keeps its GPUs.
+    that are one machine divide its GPUs, and share one where it has fewer GPUs than hosts. A run that is running keeps its GPUs.
 
     Args:
         states: the hosts of one run, with `facts`.
@@ -86,6 +86,8 @@ def _choose(
         text = f"{uses}, {len(free)} of {len(pool)} are free and the run needs {wanted}"
         fewer = f", or set cluster_processes to {len(free)}" if free else ""
         raise _UnusableError(text, f"wait until run {runs[0]} ends, or stop it{fewer}")
+    if unset and pool:  # one machine as several hosts has fewer GPUs than hosts, such as the default inventory
+        return [pool[len(taken) % len(pool)]]
     names = ", ".join(dict.fromkeys(beside))
     text = f"it is one machine with {names}, which uses its {_gpus(len(pool))}"
     raise _UnusableError(text, "exclude one with --limit, or set cluster_gpus: [] for both to train on the CPU")

@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainer.distributed import SHARED_GPUS
 from trainer.distributed.listeners import PEERS
 from trainer.formats import table
 from trainer.strategy import plan_named
@@ -44,6 +45,7 @@ class Node:
         devices: UUIDs of the GPUs of the ranks, in the order of local ranks; empty without a GPU.
         gpu_numbers: their numbers in the order of nvidia-smi.
         hide_gpus: whether the ranks use the CPU of a host with GPUs.
+        shared_gpus: whether ranks of two hosts of the run, which are one machine, use the same GPU.
     """
 
     host: str
@@ -69,6 +71,7 @@ class Node:
     devices: list[str] = field(default_factory=list)
     gpu_numbers: list[int] = field(default_factory=list)
     hide_gpus: bool = False
+    shared_gpus: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -187,6 +190,8 @@ def plan_nodes(
     addresses = meeting_addresses(hosts)
     peers = peer_addresses(hosts) if isolation.incoming else []
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
+    used = [device for host in hosts for device in devices(host.gpus)]
+    shared_gpus = len(used) > len(set(used))  # all ranks need the same backend
     nodes: list[Node] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
         facts = host.facts
@@ -224,6 +229,7 @@ def plan_nodes(
                 devices=devices(host.gpus),
                 gpu_numbers=numbers(host),
                 hide_gpus=bool(facts["gpus"]) and not host.gpus,
+                shared_gpus=shared_gpus,
             )
         )
     return nodes
@@ -349,8 +355,10 @@ def gpu_environment(node: Node) -> dict[str, str]:
     """Return the variables that limit the ranks to the node's GPUs. Rank N of the host uses the N-th of them."""
     if node.hide_gpus:
         return {GPUS: ""}
+    shared = {SHARED_GPUS: "1"} if node.shared_gpus else {}
     # UUIDs, because CUDA numbers GPUs by their speed and nvidia-smi by their slot.
-    return {GPUS: ",".join(node.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if node.devices else {}
+    limits = {GPUS: ",".join(node.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if node.devices else {}
+    return limits | shared
 
 
 def shared_rows(nodes: list[Node], spec: dict[str, Any], before: list[int]) -> list[int]:
