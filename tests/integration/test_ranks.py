@@ -224,7 +224,7 @@ def test_stop_now_and_wrong_names(bed: Bed) -> None:
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=nosuch").wait(60) == 2
     assert errors(bed.output_text()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
     assert bed.playbook("playbooks/stop.yml", 2).wait(60) == 2
-    assert errors(bed.output_text()) == ["error: name the run: -e run=NAME"]
+    assert errors(bed.output_text()) == ["error: name the run: -e run=NAME, or -e all=true for every run"]
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "force=true", "--check").wait(60) == 0
     assert bed.live_processes(), "check mode stops nothing"
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "now=true").wait(60) == 0

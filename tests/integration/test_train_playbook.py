@@ -84,8 +84,8 @@ SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
     ("said", "words"),
     [
         ({"lrr": 1}, ["-e lrr", "'lr'"]),
-        ({"learning_rate": "1e-3"}, ["-e learning_rate", "'lr'"]),
-        ({"lora_rank": 8}, ["-e lora_rank", "'lora_r'"]),
+        ({"learning_rate": "1e-3", "lr": "1e-4"}, ["lr and learning_rate set lr to different values"]),
+        ({"rank": 8}, ["-e rank", "'lora_r'"]),
         ({"master_prt": 29500}, ["-e master_prt", "'master_port'"]),
         ({"lr": "fast"}, ["lr: expected a number > 0", "got 'fast'"]),
         ({"batch_size": 0}, ["batch_size: expected an integer", "got 0"]),

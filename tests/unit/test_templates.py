@@ -81,7 +81,7 @@ INVENTORY: dict[str, Any] = {
     "system_ntp_servers": ["ntp.example.org"],
     "nfs_checkpoints": True,
     "nfs_share": {"export": "/srv/data sets", "mount": "/mnt/data", "write": True},
-    "__cluster_login": {"stdout_lines": ["ubuntu", "users", "/home/ubuntu"]},
+    "__cluster_login": {"stdout_lines": ["ubuntu", "users", "/home/ubuntu", "1000"]},
     "__nfs_ids": {"results": [{"stdout": "1000"}, {"stdout": "1000"}]},
     "__ollama_machine": {"stdout": "x86_64"},
     "__python_wheels": {"files": [{"path": "/wheels/torch-2.13.0-cp311-none-any.whl", "checksum": "0" * 64}]},

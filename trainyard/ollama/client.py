@@ -146,7 +146,7 @@ class OllamaClient:
 
     def version(self, timeout: float = 3.0) -> tuple[int, int, int]:
         """Return the version of the server, for comparison with other versions."""
-        reply = self._object("GET", "/api/version", deadline=timeout)
+        reply = self._request_json("GET", "/api/version", deadline=timeout)
         match = _VERSION.match(str(reply.get("version")))
         if not match:
             raise OllamaError("/api/version has no version")
@@ -154,7 +154,7 @@ class OllamaClient:
 
     def tags(self) -> dict[str, str]:
         """Return the digest (64 hex digits) of every model of the server by its name. Malformed entries are left out."""
-        models = self._object("GET", "/api/tags").get("models") or []
+        models = self._request_json("GET", "/api/tags").get("models") or []
         if not isinstance(models, list):
             raise OllamaError("/api/tags has no list of models")
         found = {}
@@ -170,7 +170,7 @@ class OllamaClient:
 
     def show(self, model: str, verbose: bool = False) -> dict[str, Any]:
         """Return /api/show: `template`, `modelfile`, `details`, `model_info`; with `verbose` all tokens, too."""
-        return self._object("POST", "/api/show", {"model": model, "verbose": verbose})
+        return self._request_json("POST", "/api/show", {"model": model, "verbose": verbose})
 
     # Answers ------------------------------------------------------------------------------------------------------------
 
@@ -285,10 +285,10 @@ class OllamaClient:
 
     # HTTP ---------------------------------------------------------------------------------------------------------------
 
-    def _object(
+    def _request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None, deadline: float | None = None
     ) -> dict[str, Any]:
-        return _json_object(self._read(method, path, body, deadline=deadline), path)
+        return _parse_object(self._read(method, path, body, deadline=deadline), path)
 
     def _read(self, method: str, path: str, body: Any = None, **more: Any) -> bytes:
         with self._reply(method, path, body, **more) as reply:
@@ -309,7 +309,7 @@ class OllamaClient:
                     raise OllamaError(f"the reply of {path} is too large")
                 if not line.strip():
                     continue
-                item = _json_object(line, path)
+                item = _parse_object(line, path)
                 if "error" in item:
                     raise OllamaError(str(item["error"]), 500)
                 yield item
@@ -369,7 +369,7 @@ def full_name(model: str) -> str:
     return model if ":" in model.rpartition("/")[2] else f"{model}:latest"
 
 
-def _json_object(data: bytes, path: str) -> dict[str, Any]:
+def _parse_object(data: bytes, path: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -393,6 +393,6 @@ def _seconds(item: Mapping[str, Any], name: str) -> float:
 
 def _error_text(data: bytes, status: int) -> str:
     with contextlib.suppress(OllamaError):
-        if text := _string(_json_object(data, ""), "error"):
+        if text := _string(_parse_object(data, ""), "error"):
             return text
     return f"HTTP status {status}"
