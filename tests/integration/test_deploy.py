@@ -157,6 +157,7 @@ def test_adapter_is_deployed_once_and_removed(site: Site) -> None:
         assert not site.deployment(urls).remove()["changed"]
 
 
+@pytest.mark.slow
 def test_a_node_that_answers_otherwise_keeps_its_model(site: Site) -> None:
     site.keep_answers()
     with targets(site, ["0.5.5", "0.5.5"]) as servers:
@@ -174,6 +175,7 @@ def test_a_node_that_answers_otherwise_keeps_its_model(site: Site) -> None:
         assert servers[1].models == {"base:latest": {"model": "base:latest"}, NAME: old}
 
 
+@pytest.mark.slow
 def test_models_of_others_and_unfit_bases_are_refused(site: Site) -> None:
     site.keep_answers()
     with targets(site, ["0.12.3"]) as [server]:

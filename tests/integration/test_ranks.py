@@ -231,6 +231,7 @@ def test_stop_now_and_wrong_names(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_stop_says_who_had_to_be_killed(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=1:2:deaf\n")
     bed.ranks(bed.plan(2))
@@ -270,6 +271,7 @@ def test_check_mode_starts_nothing(bed: Bed) -> None:
     assert not bed.node(0)
 
 
+@pytest.mark.slow
 def test_logs_are_gathered(bed: Bed) -> None:
     bed.make_run(2)
     assert bed.ranks(bed.plan(2, steps=2)).wait(60) == 0
