@@ -164,19 +164,20 @@ def test_unequal_and_missing_files_are_named(here: Here, monkeypatch: pytest.Mon
         shutil.copytree(here.folder / "srv", here.folder / f"view-{host.name}")
     view = f"host:{here.folder}/view"
     dataset, model = {"dataset": f"{view}/data.jsonl", "fake_data": False}, {"model": f"{view}/model"}
+    local = {"model": str(here.folder / "srv/model")}
     here.session(dataset | model).prepare()
     (here.folder / "view-node2/model/\x1b[2J.json").write_text("{}")
     text = message(here.session(dataset | model))
     assert "model: " in text and "is not the same on all hosts: node2 has" in text and "node1 has not" in text
     (here.folder / "view-node3/data.jsonl").write_text('{"text": "x"}\n')
-    text = message(here.session(dataset | {"model": "tiny"}))
+    text = message(here.session(dataset | local))
     assert "node3 has 14 bytes (SHA-256 " in text and "copy it from one host to the others" in text
     for name in ("node2", "node3"):
         (here.folder / f"view-{name}/data.jsonl").unlink()
-    text = message(here.session(dataset | {"model": "tiny"}))
+    text = message(here.session(dataset | local))
     assert f"dataset: node2, node3 have no {here.folder}/view/data.jsonl: mount or copy it there" in text
     os.mkfifo(here.folder / "view-node2/data.jsonl")
-    assert "node2 cannot read" in message(here.session(dataset | {"model": "tiny"}))
+    assert "node2 cannot read" in message(here.session(dataset | local))
     (here.folder / "view-node1/model/config.json").unlink()
     shutil.rmtree(here.folder / "view-node2/model")
     shutil.rmtree(here.folder / "view-node3/model")

@@ -32,7 +32,7 @@ PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "hos
 PLAYBOOK_VARIABLES |= {"deploy_as", "deploy_base", "deploy_name", "deploy_quantize", "deploy_replace", "template"}
 PLAYBOOK_VARIABLES |= set(DISTILL_OPTIONS) | set(MERGE_OPTIONS)
 # What an error message in the documentation is about.
-UNKNOWN_ON_PURPOSE = {"learning_rate"}
+UNKNOWN_ON_PURPOSE = {"lerning_rate"}
 
 # Words of the project's former private language.
 PRIVATE_WORDS = re.compile(

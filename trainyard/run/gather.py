@@ -119,7 +119,7 @@ def usable_hosts(
         if len(able) < minimum:
             raise (HostUnreachableError if any_unreachable else PlanError)(
                 f"{len(able)} of {len(able) + len(left_out)} hosts can take part, min_nodes is {minimum}: "
-                + "; ".join(f"{host}: {why}" for host, why in left_out.items())
+                + ("; ".join(f"{host}: {why}" for host, why in left_out.items()) or "set min_nodes, or add hosts")
             )
         if not left_out or able[0] is hosts[0]:
             return able, left_out

@@ -39,6 +39,10 @@ _MODEL_PARTS = (
     (("*.safetensors", "*.bin"), "weights (*.safetensors)"),
     (("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"), "tokenizer"),
 )
+TINY_NEEDS_DATASET = (
+    "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
+    "give a model folder, host:/folder, or a hub id (org/name)"
+)
 _MAX_NAMES = 10_000  # files of a folder that a suggestion considers
 
 
@@ -179,6 +183,8 @@ def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFi
     paths = {setting: path for setting, text in settings.items() if (path := host_path(text, setting))}
     if not paths:
         return {}
+    if spec.model == TINY and not spec.fake_data:
+        raise UserError(TINY_NEEDS_DATASET)
     if access is None:
         raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with train.yml")
     found = describe_files(access, paths)
@@ -246,9 +252,10 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
     if not kind:
         if is_hub_id(spec.dataset_name):
             return None
+        listed = ", or several in a list such as '[a.jsonl, b.jsonl]'" if "," in spec.dataset_name else ""
         raise UserError(
             f"dataset: no file {path}{_suggest_file(path)}: give a file, a folder, '{EMBEDDED_DATASET}', "
-            "host:/path, or a hub id (org/name)"
+            f"host:/path, or a hub id (org/name){listed}"
         )
     return path.absolute()
 
@@ -285,10 +292,7 @@ def model_folder(spec: RunSpec, datasets: list[Path], work: Path, report: Report
     """
     if spec.model == TINY:
         if not datasets and not spec.fake_data:
-            raise UserError(
-                "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
-                "give a model folder, host:/folder, or a hub id (org/name)"
-            )
+            raise UserError(TINY_NEEDS_DATASET)
         from trainer.data.tiny import tiny_folder
 
         return tiny_folder(spec.with_dataset_paths(list(map(str, datasets))) if datasets else spec, work, report)
