@@ -121,7 +121,6 @@ def test_strategy_trains_and_resumes_and_matches_ddp(
     fields |= {"strategy": strategy, "run": strategy, "deepspeed_stage": 3, "deepspeed_offload": "all"}
     played = run_playbook("train.yml", provisioned.inventory, fields)
     assert played.rc == 0, played.stdout
-    assert "options of OpenDiLoCo imply strategy=diloco" in played.stdout
     folder = f"/home/tester/trainyard/runs/{strategy}"
     kind = "adapter_sha256" if strategy in ("diloco", "averaging") else "model_sha256"
     kept = [json.loads(ask(provisioned, host, f"cat {folder}/result.json")) for host in hosts[:2]]
