@@ -16,7 +16,7 @@ from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED
 from trainer.config.conversions import CONVERSIONS
 from trainer.strategy import summaries
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
-from trainyard.ollama.distill import option_table
+from trainyard.playbook_options import option_table
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 from trainyard.run.options import table as launch_options_table
 

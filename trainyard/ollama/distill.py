@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from trainer.config import TINY, RunSpec
-from trainer.config.fields import MAX_SECONDS, check_input, declare, expected_value, split_words
+from trainer.config.fields import MAX_SECONDS, declare, split_words
 from trainer.data.json_files import json_records
 from trainer.data.shapes import to_sample
 from trainer.errors import UserError
@@ -28,6 +27,7 @@ from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
 from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
 from trainyard.ollama.students import Connect, student_table, train_students
 from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.session import RunSession
@@ -35,10 +35,8 @@ from trainyard.run.session import RunSession
 Report = Callable[[str], None]
 
 
-class DistillOptions(BaseModel):
+class DistillOptions(PlaybookOptions):
     """What the teachers are asked, and which answers count. What the students train is in the run spec."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     teacher: str = declare("", "name of the Ollama model that answers, such as `llama3:8b`", min_length=1)
     prompts: str = declare(
@@ -65,11 +63,6 @@ class DistillOptions(BaseModel):
     answer_limit: float = declare(1800.0, "maximum time for one answer", unit="seconds", gt=0, le=MAX_SECONDS)
     hybrid: bool = declare(False, "train each student data-parallel over several hosts")
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_input(value, OPTIONS[str(info.field_name)])
-
 
 OPTIONS: dict[str, FieldInfo] = dict(DistillOptions.model_fields)
 
@@ -80,21 +73,7 @@ def make_distill_options(values: Mapping[str, Any]) -> DistillOptions:
     for name in ("teacher", "prompts"):
         if not given.get(name):
             raise UserError(f"distill: set -e {name}={'MODEL, such as llama3:8b' if name == 'teacher' else 'FILE'}")
-    try:
-        return DistillOptions.model_validate(given)
-    except ValidationError as error:
-        names = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
-        lines = [f"{name}: expected {expected_value(OPTIONS[name])}, got {quoted(given.get(name))}" for name in names]
-        raise UserError(f"distill: {'; '.join(lines)}") from None
-
-
-def option_table(fields: Mapping[str, FieldInfo]) -> str:
-    """Return the options of playbooks/distill.yml or playbooks/merge.yml as a Markdown table for the documentation."""
-    lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
-    for name, info in fields.items():
-        shown = "" if info.default in ("", ()) else f"`{str(info.default).lower()}`"
-        lines.append(f"| `{name}` | {expected_value(info)} | {shown} | {info.description} |")
-    return "\n".join(lines)
+    return DistillOptions.from_variables(given, "distill")
 
 
 # Prompts ----------------------------------------------------------------------------------------------------------------

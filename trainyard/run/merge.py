@@ -11,16 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import Words, check_input, declare, expected_value, split_words
+from trainer.config.fields import Words, declare, split_words
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.formats import printable, quoted, table
 from trainer.inputs import user_path
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.ollama.distill import read_prompts
+from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.copy_files import copy_artifacts, in_time
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
@@ -37,10 +38,8 @@ Numbers = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], Be
 Report = Callable[[str], None]
 
 
-class MergeOptions(BaseModel):
+class MergeOptions(PlaybookOptions):
     """What is merged, and how."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     runs: Words = declare((), "the finished runs, at least two, of one base model", min_length=2, max_length=100)
     method: Literal["cat", "linear", "ties", "dare_ties", "soup", "vote"] = declare(
@@ -55,24 +54,13 @@ class MergeOptions(BaseModel):
     prompts: str = declare("", "vote: file of prompts, as of playbooks/distill.yml")
     max_tokens: int = declare(128, "vote: maximum length of an answer", unit="tokens", ge=1, le=100_000)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_input(value, OPTIONS[str(info.field_name)])
-
 
 OPTIONS: dict[str, FieldInfo] = dict(MergeOptions.model_fields)
 
 
 def make_merge_options(values: Mapping[str, Any]) -> MergeOptions:
     """Build the options from the values of ``-e`` that are named like one. Raises UserError for a bad value."""
-    given = {name: value for name, value in values.items() if name in OPTIONS}
-    try:
-        options = MergeOptions.model_validate(given)
-    except ValidationError as error:
-        names = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
-        lines = [f"{name}: expected {expected_value(OPTIONS[name])}, got {quoted(given.get(name))}" for name in names]
-        raise UserError(f"merge: {'; '.join(lines)}") from None
+    options = MergeOptions.from_variables(values, "merge")
     runs = options.runs
     if wrong := [name for name in runs if not _RUN.fullmatch(name)]:
         raise UserError(f"merge: runs: {quoted(wrong[0])} is no name of a run; playbooks/status.yml lists the runs")
