@@ -1,5 +1,6 @@
 # make train   set up the environment, then train on this machine as two hosts
 # make test    set up the environment, then run the checks and the fast tests
+# make circle  train, teach, merge and deploy on this machine (needs Ollama)
 # make help    all targets
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,12 +14,13 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site lock lock-unsloth lock-conda clean
+.PHONY: help setup train circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site lock lock-unsloth lock-conda clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
 help:
 	@echo "make train [ARGS='-e model=... -e lr=1e-3']   train on this machine as two hosts"
+	@echo "make circle [ARGS=--keep]                     train, deploy, teach, merge, deploy and ask on this machine (needs Ollama)"
 	@echo "make test [ARGS='-k checkpoint']              lint, unit tests, fast integration tests, one lab test (minutes)"
 	@echo "make test-all                                 every test but the nightly ones (less than an hour)"
 	@echo "make test-rest                                what test-all runs and test does not"
@@ -44,11 +46,14 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): torch first, then the other packages (takes minutes, once)"
 	@$(PIP) torch
 	@$(PIP) --no-build-isolation setuptools wheel
-	@$(PIP) --no-build-isolation --editable '.[controller,node,dev]'
+	@$(PIP) --no-build-isolation --editable '.[controller,cli,node,dev]'
 	@touch $@
 
 train: $(READY)
 	@$(RUN) ansible-playbook train.yml -e model=tiny $(ARGS)
+
+circle: $(READY)
+	@$(RUN) PYTHONPATH=. python tools/circle.py $(ARGS)
 
 test: $(READY)
 	@$(RUN) tools/run-tests fast $(ARGS)

@@ -1,30 +1,42 @@
 """Answers per second of a teacher pool, relative to the summed rates of its nodes and to a static split.
 
     make bench NAME=pool [ARGS='--prompts 240 --speeds 1 0.2 --seconds 0.05 --rounds 3']
+    sudo make bench NAME=pool ARGS='--real --speeds 0.8 0.16'
 
 The nodes are HTTP servers on this machine that follow Ollama's API with simulated service times: one answer at a time, `seconds` long at
 speed 1. So the figure is that of the pool, not of the machine. The rate of a node is measured alone, with its queue always full.
+
+With --real, the nodes are servers of the `ollama` from PATH on loopback addresses, and a speed is the node's share of one core, which a
+cgroup enforces. Their rates are measured at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import real_ollama
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
 
-from trainyard.ollama.client import OllamaClient
+from trainyard.ollama.client import Cancel, OllamaClient
 from trainyard.ollama.pool import OllamaNode, Prompt, TeacherPool
+
+TOKENS = 100  # of a real answer
+OPTIONS = {"temperature": 1.0, "num_predict": TOKENS, "num_thread": 1, "seed": 1}
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
     """Return prompts that differ."""
     numbers = range(first, first + count)
-    return [Prompt([{"role": "user", "content": f"What follows {n}?"}], {"temperature": 0}, n) for n in numbers]
+    return [Prompt([{"role": "user", "content": f"What follows {n}?"}], OPTIONS, n) for n in numbers]
 
 
 def seconds_of(nodes: list[OllamaNode], work: list[Prompt]) -> float:
@@ -36,12 +48,42 @@ def seconds_of(nodes: list[OllamaNode], work: list[Prompt]) -> float:
 
 def rate_of(node: OllamaNode, count: int, flight: int = 4) -> float:
     """Return the answers per second of a node whose queue is never empty."""
-    from trainyard.ollama.client import Cancel
-
     start = time.perf_counter()
     with ThreadPoolExecutor(flight) as executor:
         list(executor.map(lambda prompt: node.ask(prompt, Cancel()), prompts(count)))
     return count / (time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def simulated(speeds: Sequence[float], seconds: float) -> Iterator[list[OllamaNode]]:
+    """Yield nodes with simulated service times."""
+    teachers = [Teacher("127.0.0.1", free_port(), seconds=seconds / speed) for speed in speeds]
+    with serve(*teachers):
+        yield [OllamaNode(f"node{n}", OllamaClient(t.url), t.model, t.digest) for n, t in enumerate(teachers, 1)]
+
+
+@contextlib.contextmanager
+def real(speeds: Sequence[float]) -> Iterator[list[OllamaNode]]:
+    """Yield real servers with a small model, each with a share of one core."""
+    from benchmarks.cpu_quota import cpu_groups
+
+    if not real_ollama.weights():
+        raise SystemExit("error: --real needs `ollama` on PATH, and a model tiny.gguf beside its folder bin")
+    limits = {f"node{number}": speed for number, speed in enumerate(speeds)}
+    with (
+        tempfile.TemporaryDirectory(prefix="trainyard-pool-") as folder,
+        cpu_groups(controller=None, **limits) as groups,
+    ):
+        groups["controller"].enter()
+        places = [f"127.0.12.{number + 2}:{free_port()}" for number in range(len(speeds))]
+        with real_ollama.serve(places, Path(folder), lambda n, words: groups[f"node{n}"].command(words)) as clients:
+            nodes = [
+                OllamaNode(name, client, "tiny:latest", real_ollama.create(client, "tiny"))
+                for name, client in zip(limits, clients, strict=True)
+            ]
+            for node in nodes:
+                node.ask(prompts(1)[0], Cancel())  # loads the model
+            yield nodes
 
 
 def main() -> int:
@@ -51,21 +93,22 @@ def main() -> int:
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.2])
     parser.add_argument("--seconds", type=float, default=0.05, help="of an answer at speed 1")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--real", action="store_true", help="servers of ollama with CPU quotas, as root")
     a = parser.parse_args()
-    teachers = [Teacher("127.0.0.1", free_port(), seconds=a.seconds / speed) for speed in a.speeds]
+    if a.real and sum(a.speeds) > 1.001:
+        parser.error("--real: the shares of one core must not exceed 1 in total, such as --speeds 0.8 0.16")
     print("| speeds | prompts | sum of rates | pool | share of the sum | static split | pool relative to it |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     shares, gains = [], []
-    with serve(*teachers):
-        nodes = [OllamaNode(f"node{n}", OllamaClient(t.url), t.model, t.digest) for n, t in enumerate(teachers, 1)]
+    with real(a.speeds) if a.real else simulated(a.speeds, a.seconds) as nodes:
+        counts = [max(8, int(a.prompts * speed / max(a.speeds) / 4)) for speed in a.speeds]
+        part = a.prompts // len(nodes)
         for _ in range(a.rounds):
-            rate = sum(
-                rate_of(node, max(8, int(a.prompts * speed / 4))) for node, speed in zip(nodes, a.speeds, strict=True)
-            )
+            with ThreadPoolExecutor(len(nodes) if a.real else 1) as executor:
+                rate = sum(executor.map(rate_of, nodes, counts))
             pool = seconds_of(nodes, prompts(a.prompts))
-            part = a.prompts // len(nodes)
             with ThreadPoolExecutor(len(nodes)) as executor:
-                static = max(executor.map(lambda node, part=part: seconds_of([node], prompts(part)), nodes))
+                static = max(executor.map(lambda node: seconds_of([node], prompts(part)), nodes))
             shares.append(a.prompts / pool / rate)
             gains.append(static / pool)
             print(

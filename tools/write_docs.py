@@ -15,6 +15,9 @@ from trainer import config
 from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED
 from trainer.config.conversions import CONVERSIONS
 from trainer.strategy import summaries
+from trainyard.cli.commands import COMMANDS
+from trainyard.cli.flags import COMMON
+from trainyard.cli.options import SHORT, LogsOptions, PreflightOptions, StatusOptions, StopOptions
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
@@ -256,10 +259,29 @@ roles.
 def distill(text: str) -> str:
     """Return docs/distill.md with the current tables of options."""
     for name, options in (("distill", DISTILL_OPTIONS), ("merge", MERGE_OPTIONS)):
-        block = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end of generated -->)", re.DOTALL)
-        table = option_table(options)
-        text = block.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text)
+        text = with_block(text, name, option_table(options))
     return text
+
+
+def with_block(text: str, name: str, content: str) -> str:
+    """Return a page with the current content of one of its generated blocks."""
+    block = re.compile(rf"(<!-- generated: {re.escape(name)} -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+    return block.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+
+
+def command_line(text: str) -> str:
+    """Return docs/command-line.md with the current commands and flags."""
+    rows = ["| command | playbook | what it does |", "| --- | --- | --- |"]
+    for name, command in COMMANDS.items():
+        word = f" [{command.positional.upper()}]" if command.positional else ""
+        rows.append(f"| `{name}{word}` | `{command.playbook}` | {command.summary} |")
+    rows.append("| `completion [SHELL]` | | print the script that completes commands and flags in bash or zsh |")
+    short = "\n".join(f"| `-{letter}` | `--{name.replace('_', '-')}` |" for letter, name in SHORT.items())
+    single = {"status": StatusOptions, "stop": StopOptions, "logs": LogsOptions, "preflight": PreflightOptions}
+    tables = [f"`trainyard {name}`:\n\n{option_table(options.model_fields)}" for name, options in single.items()]
+    text = with_block(text, "commands", "\n".join(rows))
+    text = with_block(text, "common", f"{option_table(COMMON.fields)}\n\n| short | flag |\n| --- | --- |\n{short}")
+    return with_block(text, "commands of their own", "\n\n".join(tables))
 
 
 def pages() -> dict[Path, str]:
@@ -270,6 +292,7 @@ def pages() -> dict[Path, str]:
         docs / "run-spec.md": run_spec(),
         docs / "launch-options.md": launch_options(),
         docs / "strategies.md": strategies((docs / "strategies.md").read_text()),
+        docs / "command-line.md": command_line((docs / "command-line.md").read_text()),
         docs / "distill.md": distill((docs / "distill.md").read_text()),
         docs / "roles.md": roles_page(roles),
         **{role / "README.md": role_readme(role) for role in roles},

@@ -44,6 +44,7 @@ def finalize(
         DiskError: the disk is full or not writable.
     """
     from trainer.finite import require_finite_weights
+    from trainer.greedy_answers import keep_answers
 
     spec, world = job.spec, strategy.world
     result = _result(job, state, evaluation.loss, run_dir, finished=finished)
@@ -61,6 +62,9 @@ def finalize(
         result |= export_weights(job, state_dict, run_dir)
         if spec.merge and spec.lora_r and world.rank == 0:
             result["merged"] = str(merge_adapter(spec, run_dir))
+        if state_dict is None and world.rank == 0:
+            kind = "adapter" if spec.lora_r else "model"
+            keep_answers(spec, job.module.model, run_dir, result[f"{kind}_sha256"])
         write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, job.data)
         write_atomic(run_dir / "result.json", to_json(result, indent=1))
     return result
@@ -145,6 +149,16 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     return final
 
 
+def read_origin(run_dir: Path) -> dict[str, str]:
+    """Return what the user calls model and dataset, and their checksums; the spec has their paths in the store.
+
+    It is empty for a run that train.yml did not start.
+    """
+    file = run_dir / "origin.json"
+    origin: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    return origin
+
+
 def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[str], data: str) -> None:
     """Write the model card `folder/README.md`: front matter for the hub, then the origin of the weights.
 
@@ -152,9 +166,7 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
         hosts: host name of every rank, in rank order.
         data: digest of the encoded samples.
     """
-    # train.yml stores the original names of model and dataset here; the spec has their paths in the store.
-    origin_file = folder.parent / "origin.json"
-    origin = json.loads(origin_file.read_text()) if origin_file.exists() else {}
+    origin = read_origin(folder.parent)
     model, dataset = origin.get("model", spec.model), origin.get("dataset", spec.dataset_name)
     versions = {"python": platform.python_version(), "trainyard": __version__}
     versions |= {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -165,6 +177,7 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
         "samples as encoded": f"sha256 {data}",
         "steps": f"{result['step']} of {result['steps']}, {result['samples']} samples, {result['tokens']} tokens",
         "loss": f"{result['loss_first']:.4f} -> {result['loss_last']:.4f}, held out: {eval_loss}",
+        **({"rank of the adapter": str(rank)} if (rank := result.get("adapter_rank")) else {}),
         "ranks": f"{len(hosts)} on {', '.join(dict.fromkeys(hosts))} (strategy {spec.strategy})",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }

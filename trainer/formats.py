@@ -41,6 +41,11 @@ def thousands(value: float) -> str:
     return f"{value:.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, whose plural ends in s: ``1 run``, ``2 runs``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def mib(size: float) -> str:
     """Return a number of bytes in MiB, rounded, with thousands separators and without the unit."""
     return f"{size / 2**20:,.0f}"

@@ -1,6 +1,7 @@
 """Prepare a finished run for Ollama on a host: its greedy answers, and the merged model as GGUF.
 
 `python -P -m trainer.gguf_export` with a request as JSON on standard input; the last line of standard output is the reply.
+What is there already is returned without torch. One child process does the rest: the imports take longer than a small model.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ from typing import Any
 from trainer.config import RunSpec, make_spec, read_yaml
 from trainer.errors import UserError, first_line
 from trainer.export import merge_adapter
-from trainer.files import sha256_file
-from trainer.greedy_answers import greedy_answers
+from trainer.files import sha256_file, write_atomic
+from trainer.greedy_answers import greedy_answers, known_answers
 
 QUANTIZATIONS = ("f16", "q8_0")
-_NO_TEMPLATE = 500  # characters of a converter's error
+_SHOWN = 500  # characters of a child's error
+_STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
 
 
 def export(request: dict[str, Any]) -> dict[str, Any]:
@@ -39,59 +42,86 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the model cannot be converted.
     """
+    if request["quantize"] not in ("", *QUANTIZATIONS):
+        raise UserError(f"quantize is {request['quantize']!r}, expected {' or '.join(QUANTIZATIONS)}")
     run_dir = Path(request["run_dir"])
-    folder = run_dir / "deploy"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    (run_dir / "deploy").mkdir(exist_ok=True)
+    with (run_dir / "deploy" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        values = read_yaml(run_dir / "spec.yml")
-        spec = make_spec({name: value for name, value in values.items() if name in RunSpec.model_fields}, "spec.yml")
-        gguf = _gguf(spec, run_dir, request) if request["converter"] else None
-        return {"answers": greedy_answers(spec, run_dir, request["weights"]), "gguf": gguf}
+        _remove_stale_archives()
+        answers, gguf = _known(run_dir, request)
+        if answers is None or (gguf is None and request["converter"]):
+            _compute(run_dir, request)
+            answers, gguf = _known(run_dir, request)
+        return {"answers": answers, "gguf": gguf}
 
 
-def _gguf(spec: RunSpec, run_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of the merged model's GGUF; make it if it is not there."""
-    quantize, archive = request["quantize"], Path(request["converter"])
-    if quantize not in QUANTIZATIONS:
-        raise UserError(f"quantize is {quantize!r}, expected {' or '.join(QUANTIZATIONS)}")
-    key = hashlib.sha256(f"{request['weights']} {archive.name}".encode()).hexdigest()[:16]
-    target = run_dir / "deploy" / f"{key}-{quantize}.gguf"
-    note = target.with_suffix(".json")
-    with contextlib.suppress(OSError, ValueError):
-        known: dict[str, Any] = json.loads(note.read_text())
-        if target.stat().st_size == known["bytes"]:
-            return known
-    model = run_dir / ("merged" if spec.lora_r else "model")
-    if spec.lora_r and not model.exists():
-        merge_adapter(spec, run_dir)
+def _known(run_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return the answers and the description of the GGUF file; None for what is not there."""
+    gguf = None
+    if request["converter"]:
+        target = _target(run_dir, request)
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
+            gguf = found if target.stat().st_size == found["bytes"] else None
+    return known_answers(run_dir, request["weights"]), gguf
+
+
+def _target(run_dir: Path, request: dict[str, Any]) -> Path:
+    """Return the GGUF file of these weights, this converter and this quantization."""
+    key = hashlib.sha256(f"{request['weights']} {Path(request['converter']).name}".encode()).hexdigest()[:16]
+    return run_dir / "deploy" / f"{key}-{request['quantize']}.gguf"
+
+
+def _remove_stale_archives() -> None:
+    """Remove the archives of trainer and converter that earlier deployments have sent, unless they are used now."""
+    mine = Path(__file__).parents[1]  # this program runs from its archive
+    for file in mine.parent.glob("*.zip") if mine.suffix == ".zip" else ():
+        with contextlib.suppress(OSError):
+            if file != mine and time.time() - file.stat().st_mtime > _STALE:
+                file.unlink()
+
+
+def _compute(run_dir: Path, request: dict[str, Any]) -> None:
+    """Compute in a child process what is not there. Raises UserError."""
     with tempfile.TemporaryDirectory(dir=run_dir / "deploy") as work:
-        zipfile.ZipFile(archive).extractall(f"{work}/converter")
-        aside = Path(work) / "model.gguf"
-        words = [f"{work}/converter", str(model), str(aside), quantize]
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "trainer.gguf_export", *words],
+            [sys.executable, "-P", "-m", "trainer.gguf_export", json.dumps(request), work],
             capture_output=True,
             text=True,
             errors="replace",
         )
-        if done.returncode or not aside.exists():
-            why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise UserError(f"{model} cannot be converted to GGUF: {why[:_NO_TEMPLATE]}")
-        adds_bos = json.loads(done.stdout.strip().splitlines()[-1])
-        described = {
-            "path": str(target),
-            "bytes": aside.stat().st_size,
-            "sha256": sha256_file(aside),
-            "adds_bos": adds_bos,
-        }
-        aside.replace(target)
-    note.write_text(json.dumps(described))
-    return described
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise UserError(f"{run_dir}: the model cannot be prepared for Ollama: {why[:_SHOWN]}")
 
 
-def convert(converter: str, model: str, target: str, quantize: str) -> None:
-    """Run llama.cpp's converter in this process; print whether the model's tokenizer adds the first token."""
+def compute(request: dict[str, Any], work: Path) -> None:
+    """Compute what is not there, in this process. Raises UserError, and what the converter raises."""
+    run_dir = Path(request["run_dir"])
+    values = read_yaml(run_dir / "spec.yml")
+    spec = make_spec({name: value for name, value in values.items() if name in RunSpec.model_fields}, "spec.yml")
+    answers, gguf = _known(run_dir, request)
+    if answers is None:
+        greedy_answers(spec, run_dir, request["weights"])
+    if gguf is not None or not request["converter"]:
+        return
+    model = run_dir / ("merged" if spec.lora_r else "model")
+    if spec.lora_r and not model.exists():
+        merge_adapter(spec, run_dir)
+    zipfile.ZipFile(request["converter"]).extractall(work / "converter")
+    aside, target = work / "model.gguf", _target(run_dir, request)
+    first = convert(str(work / "converter"), str(model), str(aside), request["quantize"])
+    described = {"path": str(target), "bytes": aside.stat().st_size, "sha256": sha256_file(aside), "adds_bos": first}
+    for old in [*target.parent.glob("*.gguf"), *target.parent.glob("*-*.json")]:
+        if old.name.partition("-")[0] != target.name.partition("-")[0]:  # of other weights or another converter
+            old.unlink()
+    aside.replace(target)
+    write_atomic(target.with_suffix(".json"), json.dumps(described))
+
+
+def convert(converter: str, model: str, target: str, quantize: str) -> bool:
+    """Run llama.cpp's converter in this process; return whether the model's tokenizer adds the first token."""
     sys.path[:0] = [converter, f"{converter}/gguf-py"]
     import conversion.base
     import gguf
@@ -121,7 +151,7 @@ def convert(converter: str, model: str, target: str, quantize: str) -> None:
         for name, field in fields.items()
         if name.startswith("tokenizer.ggml.") and "tokens" not in name
     }
-    print(json.dumps(adds_bos(values)))
+    return adds_bos(values)
 
 
 def adds_bos(fields: dict[str, Any]) -> bool:
@@ -144,10 +174,13 @@ def _is_byte_level(model: Path) -> bool:
 
 
 def main() -> None:
-    """Carry out one request, or with arguments one conversion."""
-    if len(sys.argv) > 1:
-        return convert(*sys.argv[1:])
+    """Carry out one request; with the arguments REQUEST FOLDER compute in this process what it lacks."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if len(sys.argv) > 1:
+        try:
+            return compute(json.loads(sys.argv[1]), Path(sys.argv[2]))
+        except UserError as error:
+            sys.exit(str(error))
     sink = os.dup(1)
     os.dup2(2, 1)  # libraries print to standard output
     try:

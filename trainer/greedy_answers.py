@@ -1,30 +1,42 @@
 """Greedy answers of a finished run to prompts of its dataset: what a deployed copy of the model must answer.
 
-`RUN_DIR/deploy/answers.json` keeps them; it belongs to the digest of the weights.
+`RUN_DIR/deploy/answers.json` keeps them; it belongs to the digest of the weights. A run that has a small model completely
+in one process writes it when it ends. For other runs, the first deployment computes the answers.
 """
 
 import datetime
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import RunSpec
-from trainer.data.samples import Sample, read_dataset
+from trainer.data.samples import iter_source
+from trainer.data.shapes import Sample
+from trainer.errors import first_line
 from trainer.files import to_json, write_atomic
+
+if TYPE_CHECKING:
+    from torch import nn
 
 COUNT = 20  # prompts
 MAX_TOKENS = 28  # tokens of an answer; Ollama aborts an answer that repeats one token 30 times
 MAX_PROMPT = 2000  # characters
+MAX_SAMPLES = 2000  # of each dataset, from which the prompts are chosen
+MAX_PARAMETERS = 200_000_000  # of a model that answers at the end of its run, on the CPU
+TIME_LIMIT = 30.0  # s at the end of a run, after which no further batch starts
 _TEXT_WORDS = 12  # of a sample of plain text
 _ROLES = ("system", "user", "assistant")
 
 
-def greedy_answers(spec: RunSpec, run_dir: Path, weights: str) -> dict[str, Any]:
+def greedy_answers(spec: RunSpec, run_dir: Path, weights: str, count: int = COUNT) -> dict[str, Any]:
     """Return the prompts and answers of a run; compute them if they are not there.
 
     Args:
         weights: digest of the adapter or the model.
+        count: maximum number of prompts, where they are not there.
 
     Returns:
         `weights`; `created`, the date; `max_tokens`; `bos`, text of the token before a raw prompt; `prompts`, each with
@@ -33,25 +45,68 @@ def greedy_answers(spec: RunSpec, run_dir: Path, weights: str) -> dict[str, Any]
     Raises:
         UserError: the dataset cannot be read.
     """
-    file = run_dir / "deploy" / "answers.json"
+    if known := known_answers(run_dir, weights):
+        return known
+    prompts = choose_prompts(_samples(spec), count)
+    return _write(run_dir, weights, prompts, *(_load(spec, run_dir) if prompts else (None, None)))
+
+
+def known_answers(run_dir: Path, weights: str) -> dict[str, Any] | None:
+    """Return the answers that a run keeps; None if it has none of these weights."""
     try:
-        known = json.loads(file.read_text())
-        if known["weights"] == weights:
-            return dict(known)
+        known = json.loads(_file(run_dir).read_text())
+        return dict(known) if known["weights"] == weights else None
     except (OSError, ValueError, LookupError, TypeError):
-        pass
-    prompts = choose_prompts(read_dataset(spec))
-    answers, bos = _generate(spec, run_dir, prompts)
+        return None
+
+
+def keep_answers(spec: RunSpec, model: "nn.Module", run_dir: Path, weights: str) -> None:
+    """Write the answers at the end of a run. Never fails; a failure is printed. A large model is left to the first deployment.
+
+    The model is read again from its files: in this process, its weights may be quantized or rounded to 16 bits.
+
+    Args:
+        model: the model of the run, for its size.
+        weights: digest of the adapter or the model.
+    """
+    if spec.fake_data or sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
+        return
+    try:
+        prompts = choose_prompts(_samples(spec))
+        if prompts:
+            _write(run_dir, weights, prompts, *_load(spec, run_dir), time.monotonic() + TIME_LIMIT)
+    except Exception as error:
+        print(f"warning: no greedy answers ({first_line(error)}): the first deployment computes them")
+
+
+def _file(run_dir: Path) -> Path:
+    return run_dir / "deploy" / "answers.json"
+
+
+def _samples(spec: RunSpec) -> Iterable[Sample]:
+    """Yield the first samples of every dataset."""
+    for source in spec.sources:
+        yield from itertools.islice(iter_source(source), MAX_SAMPLES)
+
+
+def _write(
+    run_dir: Path,
+    weights: str,
+    prompts: list[dict[str, Any]],
+    model: Any,
+    tokenizer: Any,
+    deadline: float = float("inf"),
+) -> dict[str, Any]:
     record = {
         "weights": weights,
         "created": datetime.datetime.now().replace(microsecond=0).isoformat(),
         "max_tokens": MAX_TOKENS,
-        "bos": bos,
+        "bos": tokenizer.bos_token or "" if prompts else "",
         "prompts": prompts,
-        "answers": answers,
+        "answers": answer(model, tokenizer, prompts, deadline) if prompts else [],
     }
-    file.parent.mkdir(exist_ok=True)
-    write_atomic(file, to_json(record, indent=1))
+    _file(run_dir).parent.mkdir(exist_ok=True)
+    write_atomic(_file(run_dir), to_json(record, indent=1))
     return record
 
 
@@ -78,45 +133,72 @@ def _prompt(sample: Sample) -> dict[str, Any]:
         return {"messages": [dict(m) for m in messages]} if messages and known and size <= MAX_PROMPT else {}
     text = sample.pieces[0][0] if sample.pieces else ""
     if sample.pieces and sample.pieces[0][1]:
-        text = " ".join(text.split(" ")[:_TEXT_WORDS])
+        words = text.split(" ")  # at most half of them: the model is asked for the rest
+        text = " ".join(words[: min(_TEXT_WORDS, max(1, len(words) // 2))])
     return {"prompt": text} if text.strip() and len(text) <= MAX_PROMPT else {}
 
 
-def _generate(spec: RunSpec, run_dir: Path, prompts: Iterable[Mapping[str, Any]]) -> tuple[list[str], str]:
-    """Return the answer to each prompt, and the text of the token before raw prompts."""
+def _load(spec: RunSpec, run_dir: Path) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a finished run, on the CPU."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    from trainer.data.encode import PLAIN_TEMPLATE
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = run_dir / ("adapter" if spec.lora_r else "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
     model: Any = AutoModelForCausalLM.from_pretrained(spec.model if spec.lora_r else folder, dtype=torch.float32)
     if spec.lora_r:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    model = model.eval()
+    return model, tokenizer
+
+
+def answer(
+    model: Any, tokenizer: Any, prompts: Sequence[Mapping[str, Any]], deadline: float = float("inf")
+) -> list[str]:
+    """Return the greedy answer to each prompt.
+
+    All prompts are one batch, padded on the left. A model that answers differently in a batch answers them one at a time.
+
+    Raises:
+        TimeoutError: the deadline (of time.monotonic) has passed.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    model.eval()
     ends = model.generation_config.eos_token_id
-    config = GenerationConfig(
+    model.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=MAX_TOKENS,
         eos_token_id=tokenizer.eos_token_id if ends is None else ends,
         pad_token_id=tokenizer.pad_token_id or 0,
     )
-    model.generation_config = config
-    bos = tokenizer.bos_token_id
-    answers = []
-    for prompt in prompts:
-        if "messages" in prompt:
-            ids = tokenizer.apply_chat_template(
-                prompt["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        else:
-            ids = tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
-            ids = ids if bos is None else [bos, *ids]
+    rows = [_encode(tokenizer, prompt) for prompt in prompts]
+
+    def texts(some: Sequence[list[int]]) -> list[str]:
+        if time.monotonic() > deadline:
+            raise TimeoutError("time limit")
+        width = max(map(len, some))
+        ids = torch.tensor([[tokenizer.pad_token_id or 0] * (width - len(row)) + row for row in some])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in some])
         with torch.inference_mode():
-            out = model.generate(torch.tensor([list(ids)]), attention_mask=torch.ones(1, len(ids), dtype=torch.long))
-        answers.append(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
-    return answers, tokenizer.bos_token or ""
+            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))
+        return [str(text) for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
+
+    together = texts(rows)
+    shortest = min(range(len(rows)), key=lambda row: len(rows[row]))
+    if texts([rows[shortest]]) == [together[shortest]]:
+        return together
+    return [texts([row])[0] for row in rows]
+
+
+def _encode(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
+    from trainer.data.encode import PLAIN_TEMPLATE
+
+    if "messages" in prompt:
+        template = tokenizer.chat_template or PLAIN_TEMPLATE
+        options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False, "chat_template": template}
+        return list(tokenizer.apply_chat_template(prompt["messages"], **options))
+    ids = tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
+    return [*([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]), *ids]

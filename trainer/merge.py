@@ -41,6 +41,15 @@ class Part:
         return self.folder / ("adapter" if self.spec.lora_r else "model")
 
     @property
+    def rank(self) -> int:
+        """The rank of its adapter, which is not that of the spec after strategy=averaging. Raises UserError."""
+        path = self.weights / "adapter_config.json"
+        try:
+            return int(json.loads(path.read_text(encoding="utf-8"))["r"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"merge: {path}: cannot read the rank of the adapter: {first_line(error)}") from None
+
+    @property
     def base(self) -> str:
         """What identifies the base model: the digest at the end of its name in the store, or its name."""
         name = Path(self.spec.model).name
@@ -103,8 +112,8 @@ def _check_method(method: str, parts: Sequence[Part]) -> None:
         return
     if full:
         raise UserError(f"merge: method {method} merges adapters, and run {full[0]} is a full model: use method=soup")
-    ranks = {part.spec.lora_r for part in parts}
-    if method != "cat" and len(ranks) > 1:
+    ranks = set() if method == "cat" else {part.rank for part in parts}
+    if len(ranks) > 1:
         raise UserError(f"merge: method {method} needs adapters of one rank, got {sorted(ranks)}: use method=cat")
 
 

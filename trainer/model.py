@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trainer import unsloth_backend
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
+from trainer.distillation import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, user_path
 from trainer.optim import import_bitsandbytes
@@ -23,19 +24,23 @@ _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 _MAMBA_UNUSED = {"conv1d", "out_proj"}
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, setting: str = "model") -> Any:
     """Load the tokenizer of a model; the end token is the default padding token.
+
+    Args:
+        setting: what names the model in the run spec.
 
     Raises:
         UserError: the model does not exist or has no tokenizer.
     """
-    if _looks_like_a_path(name) and path_kind(user_path(name, "model")) != "folder":
-        raise UserError(f"model: no such folder: {name}: set 'tiny', a local model folder, or a hub id (org/name)")
+    if _looks_like_a_path(name) and path_kind(user_path(name, setting)) != "folder":
+        tiny = "'tiny', " if setting == "model" else ""
+        raise UserError(f"{setting}: no such folder: {name}: set {tiny}a local model folder, or a hub id (org/name)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise UserError(f"model: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
+        raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -91,14 +96,29 @@ def _load_pretrained(spec: RunSpec, device: torch.device, kernels: list[str]) ->
         options["attn_implementation"] = "flash_attention_2"
     if spec.quantize == "nf4":
         options |= _nf4_options(spec, device)
+    return read_causal_model(spec, "model", spec.model, **options)
+
+
+def read_causal_model(spec: RunSpec, setting: str, name: str, **options: Any) -> Any:
+    """Return a model with positions for the rows of the spec.
+
+    Args:
+        setting: what names the model in the run spec.
+        name: its folder or its name on the hub.
+        options: of `from_pretrained`.
+
+    Raises:
+        UserError: it cannot be loaded, or has too few positions.
+    """
+    shown = getattr(spec, setting)
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model, **options)
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
-        raise UserError(f"model: cannot load {spec.model}: {first_line(error)}") from None
+        raise UserError(f"{setting}: cannot load {shown}: {first_line(error)}") from None
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and spec.seq_length > positions:
         raise UserError(
-            f"seq_length: {spec.model} has {positions} positions, got {spec.seq_length}: set seq_length={positions}"
+            f"seq_length: {shown} has {positions} positions, got {spec.seq_length}: set seq_length={positions}"
         )
     return model
 
@@ -188,9 +208,10 @@ def add_lora(spec: RunSpec, model: Any) -> nn.Module:
 class TokenLoss(nn.Module):
     """A causal language model whose forward returns the *sum* of the token losses, so that ranks can be weighted exactly."""
 
-    def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, compiled: bool = False, divergence: Divergence | None = None) -> None:
+        """`divergence`: how the loss compares the model with a teacher."""
         super().__init__()
-        self.model = model
+        self.model, self.divergence = model, divergence or Divergence()
         self._run = torch.compile(model) if compiled else model
         self._loss_positions: torch.Tensor | None = None
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -206,27 +227,61 @@ class TokenLoss(nn.Module):
             return hidden
         return (hidden[0].flatten(0, -2)[self._loss_positions][None],)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the summed cross entropy of the next tokens, a float32 scalar.
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, teacher: Teacher | None = None
+    ) -> torch.Tensor:
+        """Return the summed loss of the next tokens, a float32 scalar: the cross entropy, or also the divergence from a teacher.
 
         Args:
             ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
                 every packed sample, by which transformers separates them (this requires ``use_cache=False``).
+            teacher: its probabilities for this micro-batch.
         """
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-        selected = (targets != IGNORED).nonzero().squeeze(1)
-        if not len(selected):
-            selected = selected.new_zeros(1)
+        targets = _next_labels(labels)
+        selected = _with_label(targets)
+        if teacher is not None:
+            taught = self.selected_logits(ids, positions, selected)
+            return distillation_loss(taught, targets[selected], selected + 1, teacher, self.divergence)
+        logits = self.logits(ids, positions, selected)
+        if len(logits) == len(targets):  # the model is compiled, or does not call its head as a module
+            selected = torch.arange(len(targets), device=selected.device)
+        return F.cross_entropy(logits.float(), targets[selected], ignore_index=IGNORED, reduction="sum")
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.
+
+        Args:
+            ids, positions: see `forward`.
+            selected: int64 [n].
+        """
         if self._single_row:
             ids, positions = ids.view(1, -1), positions.view(1, -1)
         self._loss_positions = selected
         try:
-            logits = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits.flatten(0, 1)
+            found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
         finally:
             self._loss_positions = None
-        if len(logits) == len(targets):  # the model is compiled, or does not call its head as a module
-            selected = torch.arange(len(targets), device=selected.device)
-        return F.cross_entropy(logits.float(), targets[selected], ignore_index=IGNORED, reduction="sum")
+        return found.flatten(0, 1)
+
+    def selected_logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as of `logits`."""
+        found = self.logits(ids, positions, selected)
+        return found[selected] if len(found) == ids.numel() else found
+
+
+def loss_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Return the places of a flattened micro-batch whose next token has a label, int64 [n]; the first place if there is none."""
+    return _with_label(_next_labels(labels))
+
+
+def _next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label of the token after each place of the flattened micro-batch, -100 at the end of a row."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+
+
+def _with_label(targets: torch.Tensor) -> torch.Tensor:
+    selected = (targets != IGNORED).nonzero().squeeze(1)
+    return selected if len(selected) else selected.new_zeros(1)
 
 
 @torch.no_grad()

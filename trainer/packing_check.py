@@ -20,12 +20,15 @@ _PACKAGES = ("torch", "transformers", "peft")
 _NAMES = ("_name_or_path", "transformers_version")  # entries of a configuration that do not describe the model
 
 
-def resolve_packing(spec: RunSpec, model: nn.Module, vocabulary: int, world: World, store: Path) -> bool:
+def resolve_packing(
+    spec: RunSpec, model: nn.Module, vocabulary: int, world: World, store: Path, name: str = "this model"
+) -> bool:
     """Return whether rows are packed. Every rank calls it, in the precision of the run, after the model is distributed.
 
     Args:
         vocabulary: number of tokens of the tokenizer.
         store: folder in which the hosts cache the proof.
+        name: of the model in a message.
 
     Raises:
         UserError: `packing: true`, but the model mixes the samples of a packed row.
@@ -41,7 +44,7 @@ def resolve_packing(spec: RunSpec, model: nn.Module, vocabulary: int, world: Wor
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, to_json({"isolated": isolated}))
     if not isolated and spec.packing is True:
-        raise UserError("packing: this model mixes the samples of a packed row: set packing=auto or packing=false")
+        raise UserError(f"packing: {name} mixes the samples of a packed row: set packing=auto or packing=false")
     return isolated
 
 

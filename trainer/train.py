@@ -21,23 +21,29 @@ from trainer.data.order import Order, held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.data.shares import micro_batches, share
 from trainer.data.tiny import with_tiny_model
+from trainer.distillation import Divergence, TeacherLogits, TopProbabilities
 from trainer.distributed.world import World
 from trainer.errors import NonFiniteError, UserError
-from trainer.export import finalize
+from trainer.export import finalize, read_origin
 from trainer.inputs import user_path
 from trainer.model import TokenLoss, load_model, load_tokenizer, require_compiler
+from trainer.on_policy import Writer, is_on_policy
 from trainer.optim import learning_rate
 from trainer.packing_check import resolve_packing
 from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy
+from trainer.teacher import TeacherModel
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains and on which data, loaded on this rank. `data`: the digest of the encoded dataset."""
+    """What a run trains and on which data, loaded on this rank.
+
+    `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one.
+    """
 
     spec: RunSpec
     tokenizer: Any
@@ -46,6 +52,7 @@ class Job:
     train_set: Corpus
     eval_set: Corpus
     data: str
+    teacher: TeacherModel | None = None
 
     @cached_property
     def order(self) -> Order:
@@ -62,11 +69,11 @@ class Job:
         """The tokens with loss of every training sample, int64 [samples]."""
         return self.train_set.trained_counts()
 
-    @property
-    def mixture(self) -> list[str]:
-        """One line for each of several datasets: its part of an epoch."""
+    def mixture(self, run_dir: Path) -> list[str]:
+        """Return one line for each of several datasets: its part of an epoch."""
         sources = self.train_set.sources
-        return describe_mixture(self.spec, np.zeros(len(self.train_set), int) if sources is None else sources)
+        numbers = np.zeros(len(self.train_set), int) if sources is None else sources
+        return describe_mixture(self.spec, numbers, read_origin(run_dir).get("dataset", ""))
 
     @property
     def steps(self) -> int:
@@ -91,20 +98,26 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store))
     data = common_digest(corpus, world)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
-    module = TokenLoss(load_model(spec, world.device), compiled=spec.torch_compile)
-    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data)
+    teacher = TeacherModel(spec, tokenizer, world.device) if spec.teacher else None
+    module = TokenLoss(load_model(spec, world.device), compiled=spec.torch_compile, divergence=Divergence.of(spec))
+    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher)
 
 
 def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job:
     """Replace `packing: auto` by what suits the model. Every rank calls it.
 
     Raises:
-        UserError: `packing: true`, but the model mixes the samples of a packed row.
+        UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
     """
+    models = {"this model": job.module.model} | ({"the teacher": job.teacher.model} if job.teacher else {})
+    packing = True
     with strategy.autocast():
-        packing = resolve_packing(job.spec, job.module.model, len(job.tokenizer), world, store)
+        for name, model in models.items():
+            packing = resolve_packing(job.spec, model, len(job.tokenizer), world, store, name)
+            if not packing:
+                break
     if job.spec.packing and not packing and world.rank == 0:
-        print("packing: off, because this model mixes the samples of a packed row")
+        print(f"packing: off, because {name} mixes the samples of a packed row")
     return replace(job, spec=job.spec.model_copy(update={"packing": packing}))
 
 
@@ -127,15 +140,48 @@ def common_digest(corpus: Corpus, world: World) -> str:
 class Batches:
     """Lays rows of a corpus out as micro-batches on the device of this rank."""
 
-    def __init__(self, job: Job, world: World) -> None:
-        self._world, self._pad = world, job.tokenizer.pad_token_id or 0
+    def __init__(self, job: Job, world: World, strategy: Strategy, heartbeat: Heartbeat) -> None:
+        self._job, self._world, self._pad = job, world, job.tokenizer.pad_token_id or 0
+        self._strategy, self._heartbeat = strategy, heartbeat
+        self._writer: Writer | None = None
         # A compiled model would be recompiled for every new length.
         self._length = job.spec.seq_length if job.spec.torch_compile else None
 
     def __call__(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> Batch:
         """Return the micro-batch of these rows (lists of sample indices): int64 [rows, T] each."""
         arrays = collate(corpus, rows, pad=self._pad, length=self._length)
-        return Batch(*(torch.from_numpy(array).to(self._world.device, non_blocking=True) for array in arrays))
+        return Batch(*map(self._on_device, arrays))
+
+    def taught(self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int) -> Batch:
+        """Return the micro-batch of these rows at `step` (from 0) with what the teacher says about it, if there is one."""
+        teacher, weights = self._job.teacher, None
+        if is_on_policy(self._job.spec, step):
+            corpus, rows, weights = self._write(corpus, rows, step)
+        batch = self(corpus, rows)
+        if teacher:
+            with self._strategy.autocast():
+                return batch._replace(teacher=TeacherLogits(teacher(batch), weights))
+        if corpus.targets is None:
+            return batch
+        arrays = corpus.targets.lay_out(rows, corpus.starts, batch.ids.shape[1])
+        return batch._replace(teacher=TopProbabilities(*map(self._on_device, arrays)))
+
+    def _write(
+        self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int
+    ) -> tuple[Corpus, list[list[int]], torch.Tensor]:
+        """Let the student write the answers of these rows; see `Writer`."""
+        module = self._strategy.plain
+        if self._writer is None:
+            self._writer = Writer(self._job.spec, self._job.tokenizer, module.model, self._world.device)
+        module.eval()
+        try:
+            with self._strategy.autocast():
+                return self._writer(corpus, rows, step, lambda: self._heartbeat("training", note="writing answers"))
+        finally:
+            module.train()
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._world.device, non_blocking=True)
 
 
 class Evaluation:
@@ -205,7 +251,11 @@ def train_step(
             # run draws the same numbers as an uninterrupted one.
             torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
             position += 1
-            loss += strategy.backward(batches(job.train_set, part), tokens, last=part is parts[-1]).double().cpu()
+            loss += (
+                strategy.backward(batches.taught(job.train_set, part, step), tokens, last=part is parts[-1])
+                .double()
+                .cpu()
+            )
         try:
             norm = strategy.step(lr)
         except FloatingPointError:
@@ -283,12 +333,20 @@ def open_records(job: Job, run_dir: Path, world: World, state: RunState) -> Reco
     replicate_metrics(run_dir, world, state.step)
     recorder = Recorder(job.spec, run_dir, world, state.history)
     if world.rank == 0:
-        print(*job.mixture, sep="\n", end="\n" * bool(job.mixture))
+        for line in job.mixture(run_dir):
+            print(line)
         print(
             f"{len(job.train_set)} samples, {job.order.rows_per_epoch} rows per epoch, {job.steps} steps of "
             f"{job.spec.rows_per_step} rows on {world.size} ranks; {len(job.eval_set)} samples held out, "
             f"{job.corpus.dropped} dropped without a token with loss, {job.corpus.cut} truncated"
         )
+        if job.teacher:
+            print(f"teacher: {job.spec.teacher}; {job.spec.gkd_lambda:.0%} of the steps use answers of the student")
+        if targets := job.corpus.targets:
+            print(
+                f"{targets.matched} samples have log-probabilities of a teacher; {targets.unmatched} train on the text alone, "
+                "because the teacher splits their answers into other tokens"
+            )
     return recorder
 
 
@@ -308,7 +366,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     job = with_packing(job, strategy, world, data_dir / "store")
     spec, steps = job.spec, job.steps
     all_ranks, world = world, strategy.world
-    batches = Batches(job, world)
+    batches = Batches(job, world, strategy, heartbeat)
     state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend)
     checkpoints = run_dir / "checkpoints"
 

@@ -26,9 +26,9 @@ def may_use(spec: RunSpec) -> bool:
     """Return whether this rank may use unsloth: the spec asks for it, or permits it and the package is installed."""
     if spec.backend != "auto":
         return spec.backend == PACKAGE
-    # Weights in float32, compiled models and strategies with shards need peft.
-    suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and _permitted(spec)
-    return suits and importlib.util.find_spec(PACKAGE) is not None
+    # Weights in float32, compiled models, answers during training and strategies with shards need peft.
+    suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and not spec.gkd_lambda
+    return suits and _permitted(spec) and importlib.util.find_spec(PACKAGE) is not None
 
 
 def _permitted(spec: RunSpec) -> bool:

@@ -13,7 +13,7 @@ import re
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,14 @@ from trainyard.connection import (
     last_line,
 )
 from trainyard.extra_vars import plain_data
-from trainyard.run.options import make_options
+from trainyard.openssh import LocalTransport, OpenSSHTransport
+from trainyard.run.options import ALIASES, make_options
 
 __all__ = [
     "AnsibleTransport",
     "ClusterAction",
+    "HostVariables",
+    "Inventory",
     "cluster_connections",
     "failure",
     "inventory_hosts",
@@ -56,6 +59,7 @@ ANSWER_LIMIT = 0.5  # s for pending answers: after the loss of a host, they dela
 KILL_LIMIT = 0.5  # s for the threads of requests whose clients were killed
 OLLAMA_PORT = 11434  # roles/ollama
 DEFAULT_PYTHON = "/usr/bin/python3"
+LIMIT_NAMES = ("limit", *(old for old, new in ALIASES.items() if new == "limit"))  # names of that launch option
 _GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[A-Za-z0-9-]{1,64}")
 
 
@@ -199,21 +203,12 @@ def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tu
     Raises:
         InventoryError: a source cannot be read, or a host is not described completely.
     """
-    from ansible.constants import CONFIG_FILE
-    from ansible.inventory.manager import InventoryManager
-    from ansible.parsing.dataloader import DataLoader
     from ansible.playbook.play_context import PlayContext
     from ansible.template import Templar
     from ansible.vars.hostvars import HostVars
-    from ansible.vars.manager import VariableManager
 
     try:
-        loader = DataLoader()
-        if CONFIG_FILE:  # the project's group_vars are beside its ansible.cfg
-            loader.set_basedir(str(Path(CONFIG_FILE).parent))
-        loader.set_vault_secrets(_vault_secrets())
-        inventory = InventoryManager(loader=loader, sources=list(sources))
-        manager = VariableManager(loader=loader, inventory=inventory)
+        loader, inventory, manager = _load_inventory(sources)
         hostvars = HostVars(inventory=inventory, variable_manager=manager, loader=loader)
         found = []
         for host in inventory.get_hosts(pattern):
@@ -223,6 +218,152 @@ def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tu
     except AnsibleError as error:
         raise InventoryError(last_line(str(error))) from error
     return found
+
+
+def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> tuple[Any, Any, Any]:
+    """Return Ansible's loader, inventory and variable manager for inventory sources and values of `-e`."""
+    from ansible import context
+    from ansible.constants import CONFIG_FILE
+    from ansible.inventory.manager import InventoryManager
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.utils.context_objects import CLIArgs
+    from ansible.utils.vars import load_extra_vars
+    from ansible.vars.manager import VariableManager
+
+    loader = DataLoader()
+    loader.set_vault_secrets(_vault_secrets())
+    before = context.CLIARGS
+    if extra_vars:  # paths in them are relative to the current folder
+        vars(load_extra_vars).pop("extra_vars", None)  # Ansible keeps them once per process
+        context.CLIARGS = CLIArgs({"extra_vars": tuple(extra_vars)})
+    try:
+        load_extra_vars(loader)
+    finally:
+        context.CLIARGS = before
+    if CONFIG_FILE:  # the project's group_vars are beside its ansible.cfg
+        loader.set_basedir(str(Path(CONFIG_FILE).parent))
+    inventory = InventoryManager(loader=loader, sources=list(sources))
+    return loader, inventory, VariableManager(loader=loader, inventory=inventory)
+
+
+class Inventory:
+    """The hosts of an inventory and their variables, as a play with the role `cluster` sees them, outside of any play.
+
+    Attributes:
+        hosts: those of the group `cluster` that match the limit, in inventory order.
+        groups: the names of the hosts of every group.
+        variables: the variables of every host by name, with templates resolved and vault values decrypted.
+        extra_vars: the values of `-e`.
+    """
+
+    def __init__(self, sources: Sequence[str] = (), limit: str = "", extra_vars: Sequence[str] = ()) -> None:
+        """Read the inventory.
+
+        Args:
+            sources: as `ansible-playbook -i` takes them; empty for those of ansible.cfg.
+            limit: as `--limit` takes it; empty for the launch option `limit` of `extra_vars`, or every host of the cluster.
+            extra_vars: as `-e` takes them: `NAME=VALUE`, JSON or YAML, `@FILE`.
+
+        Raises:
+            InventoryError: a source or a value of `-e` cannot be read, a host is not described completely, or no host
+                matches.
+        """
+        from ansible.constants import DEFAULT_HOST_LIST
+        from ansible.playbook.play import Play
+        from ansible.vars.hostvars import HostVars
+
+        try:
+            self._loader, inventory, manager = _load_inventory(list(sources) or DEFAULT_HOST_LIST, extra_vars)
+            HostVars(inventory=inventory, variable_manager=manager, loader=self._loader)  # for templates
+            self.groups: dict[str, list[str]] = inventory.get_groups_dict()
+            self.extra_vars: dict[str, Any] = plain_data(manager.extra_vars)
+            play = Play.load({"hosts": "all", "roles": ["cluster"]}, variable_manager=manager, loader=self._loader)
+            self.variables = {
+                host.name: HostVariables(host.name, manager.get_vars(play=play, host=host), self._loader)
+                for host in inventory.get_hosts("all")
+            }
+            limit = limit or next((str(self.extra_vars[name]) for name in LIMIT_NAMES if self.extra_vars.get(name)), "")
+            inventory.subset(limit or None)
+            names = [host.name for host in inventory.get_hosts("cluster")] if "cluster" in self.groups else []
+        except AnsibleError as error:
+            raise InventoryError(last_line(str(error))) from error
+        if not names:
+            raise InventoryError(self._no_host(limit))
+        self.hosts = [make_host(name, self.variables[name]) for name in names]
+        self._logins: dict[str, Login | None] = {}  # None: Ansible's plugin connects
+
+    def _no_host(self, limit: str) -> str:
+        known = ", ".join(self.groups["all"]) or "(none)"
+        if "cluster" in self.groups:
+            return f"no host matches {limit or 'cluster'}: the hosts of the inventory are {known}"
+        return (
+            f"the inventory has no group cluster: add its hosts ({known}) to one, as in inventory/hosts.example.yml, or name "
+            "another inventory with -i"
+        )
+
+    def connect(self, host: Host) -> HostConnection:
+        """Make the connection to a host: a local process, OpenSSH, or Ansible's plugin where that does more.
+
+        Call it in the main thread only (it resolves templates); use a connection in one thread at a time.
+        """
+        from ansible.playbook.play_context import PlayContext
+
+        if not host.login.address:
+            return HostConnection(host, LocalTransport())
+        if login := self._logins.get(host.name):
+            return HostConnection(host, OpenSSHTransport(login))
+        variables = self.variables[host.name]
+        try:
+            transport = _transport(host.name, variables, PlayContext(), variables.templar, "ssh")
+        except AnsibleError as error:
+            raise InventoryError(f"{host.name}: {last_line(str(error))}") from error
+        if host.name not in self._logins:
+            self._logins[host.name] = _plain_login(transport.connection)
+            return self.connect(host)
+        return HostConnection(host, transport)
+
+
+class HostVariables(Mapping[str, Any]):
+    """The variables of a host, with templates resolved when one is read. Raises InventoryError for a wrong template."""
+
+    def __init__(self, name: str, variables: Mapping[str, Any], loader: Any) -> None:
+        """Take the variables of the host `name` as Ansible's variable manager returns them."""
+        from ansible.template import Templar
+
+        self._name, self._variables = name, variables
+        self.templar = Templar(loader=loader, variables=variables)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return plain_data(self.templar.template(self._variables[name]))
+        except AnsibleError as error:
+            raise InventoryError(f"{self._name}: {name}: {last_line(str(error))}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._variables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._variables)
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+
+def _plain_login(connection: Any) -> Login | None:
+    """Return the login of Ansible's connection `ssh`; None if only that connection provides what its settings say."""
+    if connection.transport != "ssh":
+        return None
+    option = connection.get_option
+    if option("password") or not option("host_key_checking") or option("ssh_executable") != "ssh":
+        return None
+    arguments = " ".join(option(name) or "" for name in ("ssh_args", "ssh_common_args", "ssh_extra_args"))
+    return Login(
+        address=str(option("host")),
+        user=str(option("remote_user") or ""),
+        port=int(option("port") or 0),
+        key_file=str(option("private_key_file") or ""),
+        extra_arguments=tuple(shlex.split(arguments)),
+    )
 
 
 @functools.cache

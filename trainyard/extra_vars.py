@@ -40,8 +40,39 @@ def unknown(names: Iterable[str], fields: Iterable[str], variables: Iterable[str
     return [name for name in names if name not in fields and name not in variables and not name.startswith("ansible_")]
 
 
+def check_pairs(extra_vars: Mapping[str, Any]) -> None:
+    """Check that every ``-e`` has a name and a value. Raises UserError."""
+    if "_raw_params" in extra_vars:
+        raise UserError(
+            f"-e {printable(extra_vars['_raw_params'])}: takes NAME=VALUE; quote a value that contains spaces twice: -e 'run=\"a b\"'"
+        )
+
+
+def check_names(names: Iterable[str], top: Path, more: Iterable[str] = ()) -> None:
+    """Check that the project knows all names given with ``-e``.
+
+    Args:
+        top: the project's folder.
+        more: further known names.
+
+    Raises:
+        UserError: unknown names, each with the nearest known one.
+    """
+    known = known_variables(top) | set(more)
+    if strange := unknown(names, FIELDS, known):
+        lines = [
+            f"-e {printable(name, 80)}: unknown name{suggest(name, sorted(known))}" for name in strange[:MAX_LISTED]
+        ]
+        raise UserError("; ".join(lines + and_more(strange)))
+
+
 def read_run_spec(
-    file: str, extra_vars: Mapping[str, Any], top: Path, report: Callable[[str], None] = lambda line: None
+    file: str,
+    extra_vars: Mapping[str, Any],
+    top: Path,
+    report: Callable[[str], None] = lambda line: None,
+    *,
+    source: str = "-e",
 ) -> RunSpec:
     """Read the run spec from a YAML file (or none) with the extra variables on top.
 
@@ -49,27 +80,20 @@ def read_run_spec(
         extra_vars: all variables given with ``-e``, by name. Launch options and project variables are left out.
         top: the project's folder, whose variables are known names.
         report: receives a line for each name of another tool that is translated.
+        source: where the extra variables come from, for error messages.
 
     Raises:
         UserError: an unknown name (with the nearest known one), or a bad value.
     """
-    if "_raw_params" in extra_vars:
-        raise UserError(
-            f"-e {printable(extra_vars['_raw_params'])}: takes NAME=VALUE; quote a value that contains spaces twice: -e 'run=\"a b\"'"
-        )
+    check_pairs(extra_vars)
     base, notes = resolve_aliases(read_yaml(user_path(file, "spec")) if file else {}, source=printable(file))
-    given, more = resolve_aliases(extra_vars, base, source="-e")
-    known = known_variables(top)
-    if strange := unknown(given, FIELDS, known):
-        lines = [
-            f"-e {printable(name, 80)}: unknown name{suggest(name, sorted(known))}" for name in strange[:MAX_LISTED]
-        ]
-        raise UserError("; ".join(lines + and_more(strange)))
+    given, more = resolve_aliases(extra_vars, base, source=source)
+    check_names(given, top)
     if file:
         make_spec(base, file)
     for note in notes + more:
         report(note)
-    return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, "-e")
+    return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, source)
 
 
 def plain_data(value: Any) -> Any:

@@ -162,9 +162,19 @@ class FinalResult(OpenReply):
     eval_loss: NotRequired[Optional]
     eval_loss_first: NotRequired[Optional]
     adapter: NotRequired[Line | None]
+    adapter_rank: NotRequired[Count]
+    averaging_error: NotRequired[Optional]
     model: NotRequired[Line | None]
     merged: NotRequired[Line | None]
     tensorboard: NotRequired[Line | None]
+    adapter_sha256: NotRequired[Digest | None]
+    model_sha256: NotRequired[Digest | None]
+
+
+class TrainedResult(OpenReply):
+    """result.json of a run that is deployed; a merged run has no steps"""
+
+    status: Line
     adapter_sha256: NotRequired[Digest | None]
     model_sha256: NotRequired[Digest | None]
 
@@ -427,6 +437,7 @@ REPLY_TYPES: dict[str, Any] = {
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,
+    "trained result.json": TrainedResult,
     "merge": Merged,
     "metrics.jsonl": Metrics,
     **OLLAMA_REPLY_TYPES,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from ansible.utils.vars import load_extra_vars
+
+from trainer.config import resolve_aliases
+from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
 from trainyard.connection import InventoryError
+from trainyard.extra_vars import check_names, check_pairs, plain_data
 from trainyard.preflight.runner import run_preflight
 from trainyard.run.plan import PORTS
+
+TOP = Path(__file__).resolve().parents[2]
 
 
 class ActionModule(ClusterAction):
@@ -16,12 +24,15 @@ class ActionModule(ClusterAction):
         arguments, connect = self.arguments(), cluster_connections(self, task_vars or {})
         port = arguments["master_port"] or PORTS.start
         try:
+            extra_vars = plain_data(load_extra_vars(self._loader))
+            check_pairs(extra_vars)
+            check_names(resolve_aliases(extra_vars, source="-e")[0], TOP, ["run"])
             hosts = play_hosts(task_vars or {})
             for host in hosts:
                 host.check()
             options = {"all_reduce": not arguments["quick"], "write": not self._task.check_mode}
             report = run_preflight(hosts, connect, port, run=arguments["run"], **options)
-        except InventoryError as error:
+        except (UserError, InventoryError) as error:
             return failure(str(error))
         answer = {"lines": report.output(arguments["json"]), **report.as_dict()}
         return failure(report.error, **answer) if report.error else {"changed": False, **answer}

@@ -45,7 +45,8 @@ EXAMPLES = r"""
 RETURN = r"""
 models:
   description: >-
-    For every complete model C(manifest) (path in the store), C(digest) (of the manifest) and C(blobs) (paths in the store).
+    For every complete model C(manifest) (path in the store), C(digest) (of the manifest), C(blobs) (paths in the store) and
+    C(sizes) (bytes of all these files by path).
   returned: always
   type: dict
 missing:
@@ -66,62 +67,12 @@ missing_manifests:
 """
 
 import hashlib
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
-
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-BLOB = re.compile(r"blobs/sha256-[0-9a-f]{64}")
-DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-
-
-def manifest_path(name: str) -> str:
-    """Return the path of a model's manifest in a store; `name` is [host/][namespace/]model[:tag]. Raises ValueError."""
-    rest, colon, tag = name.rpartition(":")
-    if not colon or "/" in tag:
-        rest, tag = name, "latest"
-    parts = rest.split("/")
-    if len(parts) > 3 or not all(NAME.fullmatch(part) for part in [*(p.replace(":", "") for p in parts), tag]):
-        raise ValueError(f"{name!r} is not a model name: expected a name such as llama3.2:1b")
-    parts = ["registry.ollama.ai", "library"][: 3 - len(parts)] + parts
-    return "/".join(["manifests", *parts, tag])
-
-
-def read_model(store: Path, name: str) -> dict[str, Any] | None:
-    """Return manifest, digest and blobs of a model, or None if it does not exist or is incomplete."""
-    path = manifest_path(name)
-    try:
-        content = (store / path).read_bytes()
-        document = json.loads(content)
-        layers = [document["config"], *document["layers"]]
-        found = [(DIGEST.fullmatch(layer["digest"]), int(layer["size"])) for layer in layers]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    blobs = []
-    for match, size in found:
-        if not match:
-            return None
-        blob = f"blobs/sha256-{match[1]}"
-        try:
-            if (store / blob).stat().st_size != size:
-                return None
-        except OSError:
-            return None
-        blobs.append(blob)
-    return {"manifest": path, "digest": hashlib.sha256(content).hexdigest(), "blobs": sorted(set(blobs))}
-
-
-def is_valid(name: str, model: Any) -> bool:
-    """Return whether what another host reports about a model names only the manifest and blobs of a model."""
-    try:
-        blobs = all(BLOB.fullmatch(blob) for blob in model["blobs"])
-        return blobs and model["manifest"] == manifest_path(name) and isinstance(model["digest"], str)
-    except (KeyError, TypeError, ValueError):
-        return False
+from ansible.module_utils.ollama_files import is_valid, read_model
 
 
 def missing_files(store: Path, models: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:

@@ -30,7 +30,10 @@ options:
     type: bool
     default: false
   all:
-    description: With C(stopped), stop every run of every host. I(run) must be empty.
+    description:
+      - With C(stopped), stop every run of every host. I(run) must be empty.
+      - With C(listed), the table has all runs. By default it has the runs that are alive and the 10 that were started last
+        of the others.
     type: bool
     default: false
   watch:

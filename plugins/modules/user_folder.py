@@ -55,31 +55,12 @@ import os
 import pwd
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
+from ansible.module_utils.acting_as import acting_as
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.safe_path import UnsafePathError, check_path, user_name
-
-
-@contextlib.contextmanager
-def acting_as(user: pwd.struct_passwd) -> Iterator[None]:
-    """Act as a user within the block, with the user's groups. Does nothing without root."""
-    if os.geteuid() != 0 or user.pw_uid == 0:
-        yield
-        return
-    groups = os.getgroups()
-    group = os.getegid()
-    os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
-    os.setegid(user.pw_gid)
-    os.seteuid(user.pw_uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(group)
-        os.setgroups(groups)
 
 
 def owned_by_root(path: Path) -> bool:

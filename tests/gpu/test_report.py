@@ -92,6 +92,7 @@ def test_figures_of_records() -> None:
     assert figures([{"loss": 2.0, "tokens_per_second": 5.0}])["cuda_mib"] is None
 
 
+@pytest.mark.slow
 def test_a_run_past_its_limit_is_ended(bench: Bench) -> None:
     began = time.monotonic()
     bench.deadline = began + 6

@@ -28,6 +28,7 @@ from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainyard.connection import Host, HostConnection
 from trainyard.ollama import converter
+from trainyard.ollama.client import OllamaClient
 from trainyard.ollama.deploy import Deployment, compare, server_urls
 from trainyard.ollama.options import make_deploy_options
 from trainyard.openssh import LocalTransport
@@ -76,22 +77,8 @@ class Site:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(self.base / name, adapter / name)
         self.weights = sha256_file(adapter / "adapter_model.safetensors")
-        result = {
-            "run": "mine",
-            "status": "finished",
-            "step": 1,
-            "steps": 1,
-            "world_size": 1,
-            "tokens": 1,
-            "samples": 1,
-        }
-        result |= {
-            "tokens_per_second": 1.0,
-            "loss_first": 1.0,
-            "loss_last": 1.0,
-            "adapter": "x",
-            "adapter_sha256": self.weights,
-        }
+        # A merged run has no steps.
+        result = {"run": "mine", "status": "finished", "adapter": "x", "adapter_sha256": self.weights}
         (self.run_dir / "result.json").write_text(json.dumps(result))
 
     def keep_answers(self) -> None:
@@ -137,6 +124,7 @@ def targets(site: Site, versions: list[str]) -> Iterator[list[Target]]:
         yield servers
 
 
+@pytest.mark.slow
 def test_adapter_is_deployed_once_and_removed(site: Site) -> None:
     site.keep_answers()
     with targets(site, ["0.5.4", "0.5.5", "0.30.1"]) as servers:
@@ -152,6 +140,8 @@ def test_adapter_is_deployed_once_and_removed(site: Site) -> None:
             server.log.clear()
         again = site.deployment(urls, deploy_base="base").deploy()
         assert not again["changed"] and not any("create" in line or "blobs" in line for s in servers for line in s.log)
+        assert not [file for host in site.hosts for file in Path(host.data_dir).glob("store/incoming/*")]
+        servers[0].models["mine:trainyard-check"] = {"model": "of a deployment that was killed"}
         assert site.deployment(urls).remove()["changed"]
         assert all(set(server.models) == {"base:latest"} for server in servers)
         assert not site.deployment(urls).remove()["changed"]
@@ -266,6 +256,8 @@ def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytes
         create_base(site, url)
         done = site.deployment([url], deploy_base="base").deploy()
         assert "adapter on base" in done["lines"][-1]
+        [merged] = [json.loads(file.read_text())["sha256"] for file in site.run_dir.glob("deploy/*-f16.json")]
+        assert not OllamaClient(url).has_blob(merged), "the file of the replaced model"
         # The answers are those of the right adapter; the adapter that is deployed has its factors swapped.
         answers = json.loads((site.run_dir / "deploy/answers.json").read_text())
         site.make_adapter(swapped=True)
@@ -289,9 +281,10 @@ def printable_answers_only(site: Site) -> None:
 def create_base(site: Site, url: str) -> None:
     """Convert the base model and create it as `base`."""
     work = site.folder / "base"
-    words = [sys.executable, "-P", "-m", "trainer.gguf_export", converter.converter_folder(), site.base]
+    program = "import sys; from trainer.gguf_export import convert; convert(*sys.argv[1:])"
+    words = [sys.executable, "-P", "-c", program, converter.converter_folder(), site.base, f"{work}.gguf", "f16"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([*words, f"{work}.gguf", "f16"], check=True, capture_output=True, env=environment)
+    subprocess.run(words, check=True, capture_output=True, env=environment)
     Path(f"{work}.modelfile").write_text(f"FROM {work}.gguf\n")
     environment["OLLAMA_HOST"] = url
     subprocess.run(

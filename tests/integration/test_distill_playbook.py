@@ -30,6 +30,7 @@ FIELDS = {
     "checkpoint_interval": 0,
 }
 model_folder = trainer_fixtures.model_folder
+tokenizer = trainer_fixtures.tokenizer
 STUDENTS = ("one", "two")
 MODEL = f"test{os.getpid()}"
 
@@ -52,7 +53,11 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     with serve(*teachers):
         yield folder
-    answers = answers_path(TOP / ".trainyard", MODEL)
+    remove_answers(MODEL)
+
+
+def remove_answers(teacher: str) -> None:
+    answers = answers_path(TOP / ".trainyard", teacher)
     for file in (answers, *(TOP / ".trainyard/distill").glob(f"{answers.stem}-*.jsonl")):
         file.unlink(missing_ok=True)
 
@@ -105,6 +110,36 @@ def test_the_circle_of_students(bed: Path) -> None:
     voted = play(bed, "merge", runs=",".join(runs), run="jury", method="vote", prompts=str(bed / "few.jsonl"))
     assert voted.rc == 0, voted.stdout
     assert "1 prompts answered by 2 runs, 1 unanimously" in voted.stdout
+
+
+@pytest.mark.slow
+def test_a_student_learns_from_log_probabilities(bed: Path, model_folder: Path, tokenizer: Any) -> None:
+    """They reach the loss of the student; a teacher that is too old is refused before it is asked."""
+    name = f"rich{MODEL}"
+    answers = [f"After {n} comes {n + 1}." for n in range(120)]
+    encoded = {answer: tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers}
+    splits = {answer: [tokenizer.decode([token]) for token in tokens] for answer, tokens in encoded.items()}
+    (bed / "tokens.json").write_text(json.dumps(splits))
+    given = {"teacher": name, "prompts": str(bed / "prompts.jsonl"), "model": str(model_folder), "distill_alpha": 0.5}
+    document = yaml.safe_load((bed / "inventory.yml").read_text())
+    groups = document["all"]["children"]["cluster"]["children"]
+    try:
+        for version in ("0.12.10", "0.12.11"):
+            teacher = Teacher(
+                "127.0.0.4", free_port(), model=f"{name}:latest", version=version, tokens=str(bed / "tokens.json")
+            )
+            for group, host in (("head", "node1"), ("workers", "node2")):
+                groups[group]["hosts"][host]["ollama_url"] = teacher.url
+            (bed / "rich.yml").write_text(yaml.safe_dump(document, sort_keys=False))
+            with serve(teacher):
+                played = run_playbook("playbooks/distill.yml", bed / "rich.yml", {**given, **FIELDS, "run": name})
+            if version == "0.12.10":
+                assert played.rc and "Ollama gives from 0.12.11 on (node1 has 0.12.10)" in played.stdout, played.stdout
+        assert played.rc == 0, played.stdout
+        assert "have no log-probabilities" not in played.stdout
+        assert "120 answers to train on" in played.stdout
+    finally:
+        remove_answers(name)
 
 
 @pytest.mark.slow

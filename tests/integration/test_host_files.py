@@ -106,6 +106,23 @@ def test_a_dataset_and_a_model_of_the_hosts_are_used_there(here: Here) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "host:"], ids=["copied", "on the hosts"])
+def test_a_teacher_reaches_the_hosts_as_the_model_does(prefix: str, here: Here) -> None:
+    """The teacher is a model of the same tokenizer in another folder; two hosts train with it, on-policy in half of the steps."""
+    shutil.copytree(here.folder / "srv/model", here.folder / "srv/teacher")
+    (here.folder / "srv/teacher/NOTE").write_text("another folder")
+    fields = {"dataset": f"{here.folder}/srv/data.jsonl", "model": f"{here.folder}/srv/model", "strategy": "auto"}
+    fields |= {"teacher": f"{prefix}{here.folder}/srv/teacher", "distill_alpha": 0.5, "gkd_lambda": 0.5}
+    session = here.session(fields, master_port=free_port())
+    assert session.run()["result"]["status"] == "finished"
+    for host, entry in zip(here.hosts, session.state.plan, strict=True):
+        assert entry["spec"]["strategy"] != "fsdp"
+        teacher = Path(entry["spec"]["teacher"])
+        assert teacher.is_relative_to(host.data_dir) and teacher.is_symlink() == bool(prefix)
+        assert (teacher / "NOTE").exists() and teacher != Path(entry["spec"]["model"])
+
+
+@pytest.mark.slow
 def test_the_contents_belong_to_the_run(here: Here) -> None:
     """A dataset that changes gives another run; one that changes after the plan is not staged."""
     files = {"dataset": f"host:{here.folder}/srv/data.jsonl", "model": f"host:{here.folder}/srv/model"}

@@ -83,7 +83,7 @@ def test_all_other_runs_are_stopped_when_a_host_does_not_answer(bed: Bed) -> Non
     with pytest.raises(RunError, match=r"^node2: no answer within 1 s$") as raised:
         manage(bed, "stopped", [], every=True, lost_limit=1.0, transport=away)
     assert raised.value.details["runs"] == {"one": {"node1": "stopped"}}
-    assert raised.value.details["lines"] == ["stopped 1 runs on 1 hosts", "node2: no answer within 1 s"]
+    assert raised.value.details["lines"] == ["stopped 1 run on 1 host", "node2: no answer within 1 s"]
     assert not bed.live_processes()
 
 
@@ -124,5 +124,5 @@ def test_ctrl_c_ends_the_watch_and_leaves_the_runs(bed: Bed) -> None:
     assert workers and bed.node(0, "one")["status"] == "running"
     stopped = bed.playbook("playbooks/stop.yml", 2, "-e", "all=true", "-e", "force=true")
     assert stopped.wait(60) == 0, bed.output_text()
-    assert "run one: node1 stopped" in bed.output_text() and "stopped 1 runs on 2 hosts" in bed.output_text()
+    assert "run one: node1 stopped" in bed.output_text() and "stopped 1 run on 2 hosts" in bed.output_text()
     assert not bed.live_processes()

@@ -169,6 +169,7 @@ def test_runs_on_disjoint_hosts_do_not_mind_each_other(bed: Bed) -> None:
     assert [playbook.wait(60) for playbook in both] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
     bed.make_run(2)
     playbook = bed.ranks(bed.plan(2))
@@ -217,6 +218,7 @@ def test_who_follows_ends_with_the_playbook_and_the_run_does_not(bed: Bed) -> No
     bed.at_step(0, step + 3)
 
 
+@pytest.mark.slow
 def test_stop_now_and_wrong_names(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=0:2:deaf\n")
     bed.ranks(bed.plan(2))
@@ -245,6 +247,7 @@ def test_stop_says_who_had_to_be_killed(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_stop_ends_the_older_and_the_newer_start(bed: Bed) -> None:
     """node2 still runs a start that node1 has left. The controller follows the newer start, and a stop ends both."""
     bed.make_run(2)

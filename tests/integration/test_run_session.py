@@ -161,11 +161,15 @@ def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect
     assert "restarting in 0 s (restart 1 of 2 without progress in between)" in lines
     assert any("40 of 40 steps on 2 ranks, 2 hosts" in line for line in lines)
     assert (bed.folder / "copy/whole/adapter/adapter_model.safetensors").exists()
+    config = json.loads((bed.folder / "copy/whole/adapter/adapter_config.json").read_text())
+    base = Path(config["base_model_name_or_path"])
+    assert (base / "model.safetensors").exists() and base.is_relative_to(bed.folder / ".trainyard"), "of the controller"
     assert bed.node(0, "whole")["attempt"] == 2
     assert not bed.live_processes()
 
     again = RunSession(hosts(bed.folder), connect, options, spec=session.spec, home=bed.folder, report=lines.append)
-    assert again.run()["lines"][0] == "run whole is finished: nothing to do"
+    done = again.run()
+    assert done["lines"][0] == "run whole is finished: nothing to do" and not done["changed"]
     other = make_spec(fields | {"lr": 1e-3}, "the test")
     with pytest.raises(PlanError, match="run whole exists with another spec"):
         RunSession(hosts(bed.folder), connect, options, spec=other, home=bed.folder, report=lines.append).plan()

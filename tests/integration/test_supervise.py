@@ -243,6 +243,7 @@ def test_the_state_of_the_rank_decides_how_a_run_ended(bed: Bed) -> None:
     assert (final["status"], final["node"]["exit_code"]) == ("finished", 1)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_waits_for_missing_peers_is_killed(bed: Bed) -> None:
     """torchrun's exit barrier waits minutes for a peer that is gone, long after its own ranks have finished."""
     bed.make_run(1)

@@ -62,6 +62,8 @@ def test_a_run_on_a_folder_a_table_and_a_weighted_file(tmp_path: Path) -> None:
     result = json.loads((head / "result.json").read_text())
     assert result["status"] == "finished" and result["world_size"] == 2
     assert result["samples"] == 20 + 3 + 1 + 2 + 2 + 2
-    assert "40 samples x 0.5, 67% of an epoch" in (head / "logs/rank0.log").read_text()
+    log = (head / "logs/rank0.log").read_text()
+    assert "40 samples x 0.5, 67% of an epoch" in log
+    assert f"dataset {paths['card']}: " in log, "as the user names it"
     again = run_playbook("train.yml", inventory, fields | {"train_on": "all"})
     assert again.rc == 0 and again.count("changed") == 0, again.stdout

@@ -185,6 +185,7 @@ def command_lines() -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_all_reduce_measures_and_reports_failure() -> None:
     """The verb imports torch, so it runs with the environment's packages."""
     host = HostConnection(Host("here", "127.0.0.1", "/nonexistent", sys.executable), LocalTransport())

@@ -7,6 +7,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,18 @@ class LyingTransport:
 
     def __init__(self, host: Host, number: int, lie: Lie | None = None) -> None:
         self.host, self.number, self.lie = host, number, lie
-        self.content = dict(FILES)
+        self.content = FILES | {"model.gguf": GGUF}
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         verb = "begin" if command.startswith(": >") else shlex.split(command)[-1]
         request: dict[str, Any] = {}
-        if stdin and verb != "start":
+        if stdin and verb == "trainer.gguf_export":
+            verb, request = "gguf_export", json.loads(stdin)
+        elif stdin and verb != "start":
             size, _, rest = stdin.partition(b"\n")
             request = json.loads(rest[int(size) :])
+        if verb == "ollama":  # one verb with several steps, each with its own reply
+            verb = f"ollama_{request['step']}"
         answer = honest(verb, request, self.host, self.number)
         if self.lie:
             answer = self.lie(verb, request, answer)
@@ -172,14 +177,37 @@ RESULT = {
 def read_files(number: int, request: dict[str, Any]) -> dict[str, Any]:
     names = {name: len(data) for name, data in FILES.items()} | {f"state/rank{number}.json": 2}
     plan = [{"host": f"node{n}", "node_rank": n - 1, "ranks": [n - 1], "replica": n - 1} for n in (1, 2)]
-    texts = {"result.json": json.dumps(RESULT), "plan.json": json.dumps(plan)}
+    texts = {"result.json": json.dumps(RESULT), "plan.json": json.dumps(plan), "spec.yml": "model: /srv/model\n"}
+    patterns = request.get("sha256") or ["*"]
     return {
         "text": {name: texts.get(name) for name in request.get("text", [])},
         "sizes": names,
-        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
-        if "sha256" in request
-        else {},
+        "sha256": {
+            name: hashlib.sha256(data).hexdigest()
+            for name, data in FILES.items()
+            if "sha256" in request and any(fnmatchcase(name, pattern) for pattern in patterns)
+        },
     }
+
+
+GGUF = b"GGUF"
+ANSWERS = ["After 1 comes 2.", "the sea"]
+
+
+def gguf_export(host: Host) -> dict[str, Any]:
+    prompts = [{"messages": [{"role": "user", "content": "What follows 1?"}]}, {"prompt": "The ship crosses"}]
+    answers = {"created": "2026-01-02T03:04:05", "max_tokens": 28, "bos": "<s>", "prompts": prompts, "answers": ANSWERS}
+    path = f"{host.data_dir}/runs/{RUN}/deploy/model.gguf"
+    digest = hashlib.sha256(GGUF).hexdigest()
+    return {"answers": answers, "gguf": {"path": path, "bytes": len(GGUF), "sha256": digest, "adds_bos": False}}
+
+
+def ollama_state() -> dict[str, Any]:
+    base = {"digest": "1" * 64, "architecture": "llama", "shape": [4, 192, 512, 6, 2], "tokens": "2" * 64}
+    return {
+        "version": [0, 5, 4], "adapters": True, "digest": "3" * 64, "record": {"key": "4" * 64, "digest": "3" * 64},
+        "base": base | {"fields": {"tokenizer.ggml.model": "gpt2"}},
+    }  # fmt: skip
 
 
 def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[str, Any]:
@@ -198,6 +226,11 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "run_status": lambda: status(host, number),
         "run_stop": lambda: {"status": "stopped", "killed": 2},
         "run_list": lambda: {"now": NOW + 1, "runs": [status(host, number)], "skipped": []},
+        "gguf_export": lambda: gguf_export(host),
+        "ollama_state": ollama_state,
+        "ollama_prepare": lambda: {"lacking": True},
+        "ollama_create": lambda: {"answers": ANSWERS, "accepted": True},
+        "ollama_remove": lambda: {"changed": True, "foreign": False},
         "start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},
         "begin": lambda: {"now": NOW},
     }

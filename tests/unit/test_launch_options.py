@@ -12,7 +12,7 @@ from hostile import HOSTILE_STRINGS, UNENCODABLE_STRINGS
 from trainer.config import FIELDS
 from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
-from trainyard.extra_vars import known_variables, plain_data, read_run_spec
+from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec
 from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables, table
 from trainyard.run.plan import Node, environment
 
@@ -138,3 +138,9 @@ def test_plain_data_has_no_subclasses() -> None:
     plain = plain_data({Tagged("a"): [Tagged("b"), 1, True, None, 1.5], "c": (Tagged("d"),)})
     assert plain == {"a": ["b", 1, True, None, 1.5], "c": ["d"]}
     assert type(next(iter(plain))) is str and type(plain["a"][0]) is str and plain["a"][2] is True
+
+
+def test_names_given_to_other_playbooks_are_checked() -> None:
+    check_names(["quick", "json", "master_port", "hosts", "run", "ansible_user"], TOP, ["run"])
+    with pytest.raises(UserError, match=r"^-e quik: unknown name; did you mean 'quick'\?$"):
+        check_names(["quik"], TOP)

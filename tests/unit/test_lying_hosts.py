@@ -17,6 +17,9 @@ from lying_host import FILES, NONSENSE, RESULT, RUN, Cluster, encode, honest, li
 from trainer.config import make_spec
 from trainer.errors import UserError
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.ollama.converter import SHA256 as CONVERTER
+from trainyard.ollama.deploy import Deployment
+from trainyard.ollama.options import make_deploy_options
 from trainyard.openssh import LocalTransport
 from trainyard.preflight.runner import run_preflight
 from trainyard.run import copy_files, follower
@@ -110,6 +113,32 @@ def preflight(cluster: Cluster, folder: Path) -> list[str]:
     return run_preflight(cluster.hosts, cluster.connect, 29500).lines
 
 
+def deployment(cluster: Cluster, folder: Path, **more: Any) -> Deployment:
+    """Return a deployment whose template and converter are on the controller."""
+    work = folder / "out" / RUN
+    (work / "deploy").mkdir(parents=True, exist_ok=True)
+    (work / "deploy" / f"converter-{CONVERTER[:16]}.zip").write_bytes(b"zip")
+    (work / "template").write_text("{{ .Prompt }}")
+    options = make_deploy_options({"run": RUN, "deploy_name": "m", "template": str(work / "template")} | more)
+    urls = {host.name: ["http://127.0.0.1:1"] for host in cluster.hosts}
+    return Deployment(cluster.hosts, cluster.connect, urls, options, work=work, report=check_line)
+
+
+def deployed(cluster: Cluster, folder: Path, **more: Any) -> list[str]:
+    try:
+        return [str(line) for line in deployment(cluster, folder, **more).deploy()["lines"]]
+    except (UserError, RemoteError) as error:
+        raise RunError(str(error)) from None
+
+
+def deployed_adapter(cluster: Cluster, folder: Path) -> list[str]:
+    return deployed(cluster, folder, deploy_base="base")
+
+
+def undeployed(cluster: Cluster, folder: Path) -> list[str]:
+    return [str(line) for line in deployment(cluster, folder).remove()["lines"]]
+
+
 OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
     "collect": (collect, "read_files"),
     "status": (listed, "run_list"),
@@ -126,6 +155,13 @@ OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
     "preflight-facts": (preflight, "host_facts"),
     "preflight-health": (preflight, "health"),
     "preflight-mesh": (preflight, "mesh"),
+    "deploy-run": (deployed, "read_files"),
+    "deploy-export": (deployed, "gguf_export"),
+    "deploy-files": (deployed, "receive"),
+    "deploy-state": (deployed_adapter, "ollama_state"),
+    "deploy-prepare": (deployed, "ollama_prepare"),
+    "deploy-create": (deployed, "ollama_create"),
+    "undeploy": (undeployed, "ollama_remove"),
 }
 
 
@@ -176,7 +212,10 @@ def test_no_changed_value_breaks_an_operation(
     host = transport.host
     mesh_request = {"peers": {h.name: h.address for h in cluster.hosts if h is not host}, "ports": [29500]}
     truth = honest(
-        verb, {"text": ["result.json"], "sha256": [], "files": {"a": "0"}} | mesh_request, host, transport.number
+        verb,
+        {"text": ["result.json", "spec.yml"], "sha256": [], "files": {"a": "0"}} | mesh_request,
+        host,
+        transport.number,
     )
     for answer in itertools.islice(lies(truth), 0, None, stride):
         transport.lie = lying(verb, encode(answer))
@@ -236,6 +275,42 @@ def test_artifacts_are_copied_below_the_name_of_the_plan(cluster: Cluster, tmp_p
     copied = {str(p.relative_to(tmp_path / "out/r")) for p in (tmp_path / "out/r").rglob("*") if p.is_file()}
     assert copied == set(FILES)
     assert outside(tmp_path) == []
+
+
+def test_the_copy_of_an_adapter_names_the_base_model_of_the_controller(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host's path means nothing here. A second copy changes nothing."""
+    name, text = "adapter/adapter_config.json", b'{"base_model_name_or_path": "/host/store/models/m-1", "r": 8}'
+    monkeypatch.setitem(FILES, name, text)
+    head = cluster.transports["node1"]
+
+    def copy() -> bool:
+        head.content[name] = FILES[name]
+        done = collect_artifacts(cluster.entries(), cluster.connect, str(tmp_path / "out"), "org/model")
+        return bool(done["changed"])
+
+    assert copy()
+    assert json.loads((tmp_path / "out/r" / name).read_text()) == {"base_model_name_or_path": "org/model", "r": 8}
+    assert not copy()
+    monkeypatch.setitem(FILES, name, text.replace(b"8", b"16"))
+    assert copy()
+    assert json.loads((tmp_path / "out/r" / name).read_text())["r"] == 16
+    for hostile in (b"[1]", b"{", b"[" * 10_000, b"\xff\xfe"):
+        monkeypatch.setitem(FILES, name, hostile)
+        with pytest.raises(RunError, match=r"^node1: sent a"):
+            copy()
+
+
+def test_the_base_model_of_the_controller() -> None:
+    model = {"kind": "model", "src": "/here/m", "dest": "store/models/m"}
+    for name, entry, expected in (
+        ("org/model", model, "org/model"),
+        ("./m", model, "/here/m"),
+        ("tiny", model, "/here/m"),
+        ("host:/m", {**model, "src": ""}, ""),
+    ):
+        assert PreparedRun("r", {}, [entry], {"model": name}).base_model == expected
 
 
 def test_a_symbolic_link_in_the_target_is_not_followed(cluster: Cluster, tmp_path: Path) -> None:

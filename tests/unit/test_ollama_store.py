@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pwd
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.modules.ollama_store import damaged_blobs, manifest_path, missing_files, read_model
+from plugins.module_utils.ollama_files import manifest_path, read_model
+from plugins.modules import ollama_staging
+from plugins.modules.ollama_store import damaged_blobs, missing_files
+from trainyard.ollama.model_copy import StoredModel, copy_model
+from trainyard.run.errors import RunError
 
 
 def model(store: Path, name: str, *contents: bytes) -> None:
@@ -92,6 +98,71 @@ def test_missing_files(tmp_path: Path) -> None:
     assert missing_files(other, wanted)[0] == [f"blobs/sha256-{hashlib.sha256(b'weights').hexdigest()}"]
     model(other, "tiny", b"config", b"weights")
     assert missing_files(other, wanted) == ([], [])
+
+
+ME = pwd.getpwuid(os.geteuid())
+
+
+def test_a_model_passes_to_another_store(tmp_path: Path) -> None:
+    one, two, folder = tmp_path / "one", tmp_path / "two", tmp_path / "exchange/folder"
+    model(one, "tiny", b"config", b"weights")
+    (one / next(iter(read_model(one, "tiny")["blobs"]))).chmod(0o600)  # is copied, as others cannot read a link to it
+    two.mkdir()
+    params = {"folder": str(folder), "owner": ME.pw_name, "model": "tiny"}
+    exported = ollama_staging.run({**params, "state": "exported", "path": str(one)}, False)["model"]
+    assert exported == read_model(one, "tiny")
+    assert all((folder / name).stat().st_mode & 0o777 == 0o644 for name in exported["sizes"])
+    assert sorted((folder / name).stat().st_nlink for name in exported["blobs"]) == [1, 2]
+    imported = {**params, "state": "imported", "path": str(two), "files": exported}
+    assert ollama_staging.run(imported, False)["changed"]
+    assert read_model(two, "tiny") == exported
+    assert not ollama_staging.run(imported, False)["changed"]
+    assert ollama_staging.run({**params, "state": "absent"}, False)["changed"] and not folder.exists()
+
+
+@pytest.mark.parametrize("damage", ["content", "link", "missing", "manifest"])
+def test_what_arrived_is_not_trusted(tmp_path: Path, damage: str) -> None:
+    one, two, folder = tmp_path / "one", tmp_path / "two", tmp_path / "folder"
+    model(one, "tiny", b"config", b"weights")
+    two.mkdir()
+    found = read_model(one, "tiny")
+    assert found
+    ollama_staging.export(one, found, folder, ME)
+    victim = folder / (found["manifest"] if damage == "manifest" else found["blobs"][1])
+    content = victim.read_bytes()
+    victim.unlink()
+    if damage == "link":
+        (tmp_path / "secret").write_bytes(content)
+        victim.symlink_to(tmp_path / "secret")
+    elif damage != "missing":
+        victim.write_bytes(content + b" ")
+    with pytest.raises((OSError, ValueError)):
+        ollama_staging.install(folder, two, found)
+    assert read_model(two, "tiny") is None
+    assert not list(two.rglob(".*"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"manifest": "manifests/../../../../etc/x"},
+        {"blobs": ["blobs/../../etc/shadow"]},
+        {"sizes": {}},
+        {"digest": "x"},
+        {"sizes": None},
+        {"more": 1},
+    ],
+)
+def test_the_report_of_a_source_names_only_files_of_a_model(tmp_path: Path, change: dict[str, Any]) -> None:
+    model(tmp_path, "tiny", b"config", b"weights")
+    found = read_model(tmp_path, "tiny")
+    assert found and set(StoredModel.model_validate(found).copies()) == set(found["sizes"])
+
+    def connect(name: str) -> Any:
+        raise AssertionError("a host was contacted")
+
+    with pytest.raises(RunError, match="node1: the report of the files of the model is invalid"):
+        copy_model({**found, **change}, "node1", ["node2"], "/folder", connect)
 
 
 def test_digests(tmp_path: Path) -> None:

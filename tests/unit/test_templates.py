@@ -54,6 +54,17 @@ INJECTIONS = [
 ]
 ODD = [text for text in HOSTILE_STRINGS if len(text) < 600]
 
+# What the module queue_info returns.
+QUEUE_INFO: dict[str, Any] = {
+    "hostname": "node1",
+    "cpus": 8,
+    "memory_mib": 32000,
+    "gpus": [{"name": "NVIDIA GeForce RTX 3090", "memory_mib": 24576, "uuid": "GPU-1", "device": "/dev/nvidia0"}],
+    "version": "22.05.8-4+deb12u3",
+    "missing": [],
+    "recorded": [],
+    "foreign": False,
+}
 # What an inventory, and tasks that have run, add to the defaults of the roles. No host uses port 22, which some templates omit.
 INVENTORY: dict[str, Any] = {
     "inventory_hostname": "node1",
@@ -64,12 +75,14 @@ INVENTORY: dict[str, Any] = {
             "ansible_port": 2221,
             "ansible_user": "ubuntu",
             "cluster_data_dir": "/srv/trainyard",
+            "__queue_info": QUEUE_INFO,
         },
         "node2": {
             "ansible_host": "10.0.0.2",
             "ansible_port": 2222,
             "ansible_user": "ubuntu",
             "_ssh_copies": ["/srv/data sets"],
+            "__queue_info": QUEUE_INFO | {"hostname": "node2", "gpus": []},
         },
     },
     "ansible_host": "10.0.0.1",
@@ -83,6 +96,7 @@ INVENTORY: dict[str, Any] = {
     "nfs_share": {"export": "/srv/data sets", "mount": "/mnt/data", "write": True},
     "__cluster_login": {"stdout_lines": ["ubuntu", "users", "/home/ubuntu", "1000"]},
     "__nfs_ids": {"results": [{"stdout": "1000"}, {"stdout": "1000"}]},
+    "__queue_digest": "0" * 64,
     "__ollama_machine": {"stdout": "x86_64"},
     "__python_wheels": {"files": [{"path": "/wheels/torch-2.13.0-cp311-none-any.whl", "checksum": "0" * 64}]},
 }
@@ -127,7 +141,7 @@ def words(text: str) -> Directives:
     for line in re.split(r"[\n\r]", text):
         split = re.findall(r'(?:"[^"]*"|[^\s"])+', line)
         if split and not split[0].startswith("#"):
-            name = "" if split[0].startswith(('"', "/")) or "==" in split[0] else split[0]
+            name = "" if split[0].startswith(('"', "/")) or "==" in split[0] else split[0].partition("=")[0]
             found.append((name, *["word"] * (len(split) - 1)))
     return found
 

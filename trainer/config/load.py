@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
+from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
 from trainer.inputs import read_regular
 
@@ -36,13 +38,25 @@ def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
         return RunSpec.model_validate(dict(values))
     except ValidationError as error:
         lines = []
+        strange = {str(problem["loc"][0]): problem["loc"] for problem in error.errors() if _unknown_key(problem)}
         for problem in error.errors():
             if not problem["loc"]:
                 lines.append(problem["msg"].removeprefix("Value error, "))
                 continue
             name = str(problem["loc"][0])
+            if name in strange:
+                key = str(strange[name][-1])
+                lines.append(
+                    f"{name}: unknown name {quoted(key)} in an entry{nearest(key, DatasetSource.model_fields)}"
+                )
+                continue
             lines.append(f"{name}: expected {expected_value(FIELDS[name])}, got {quoted(values.get(name))}")
         raise UserError(f"run spec: {'; '.join(dict.fromkeys(lines))} ({source})") from None
+
+
+def _unknown_key(problem: ErrorDetails) -> bool:
+    """Return whether an entry of a list has a name that entries do not have."""
+    return problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

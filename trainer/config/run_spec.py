@@ -3,18 +3,15 @@
 Importable without torch: the controller also validates specs.
 """
 
-import hashlib
-import json
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, columns_error, resolve, with_paths
+from trainer.config.combinations import check_combinations
+from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
 from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
@@ -22,28 +19,11 @@ from trainer.config.fields import (
     Words,
     check_input,
     declare,
-    metadata,
     split_words,
 )
-from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_of
-
-TINY = "tiny"
-MAX_FAKE_TOKENS = 2**28  # 1.3 GB of memory
-MAX_FAKE_ROWS = 2**20
-EMBEDDED_DATASET = "ansible-docs"
-# Defaults for a model of a few million random weights. Any value that is set explicitly takes precedence.
-PRESETS: dict[str, dict[str, Any]] = {
-    TINY: {
-        "seq_length": 256,
-        "lr": 3e-3,
-        "total_batch_size": 16,
-        "eval_interval": 20,
-        "checkpoint_interval": 10,
-        # Includes the head: the base weights are random, so the adapters below it are not sufficient.
-        "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
-    },
-}
-_LATER_FIELDS = ("dataset_config", "columns")  # of the run spec; without effect by default
+from trainer.config.presets import EMBEDDED_DATASET, PRESETS, TINY
+from trainer.config.run_name import default_name, spec_digest
+from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -195,6 +175,38 @@ class RunSpec(BaseModel):
         le=MAX_NUMBER,
         aliases=["clip_grad_norm", "gradient_clip_val", "gradient_clipping"],
     )
+    distill_alpha: float = declare(
+        0.0,
+        "weight of the teacher's token probabilities: (1 - distill_alpha) x cross entropy + distill_alpha x KL",
+        ge=0,
+        le=1,
+    )
+    distill_temperature: float = declare(
+        1.0,
+        "temperature of teacher and student in the KL term, and of answers that the student writes",
+        ge=0.01,
+        le=100,
+    )
+    teacher: str = declare(
+        "",
+        "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
+        "host:/folder for one that every host has, or a hub id (org/name); empty: the dataset has them as teacher_logprobs",
+        aliases=["teacher_model_name_or_path", "teacher_model"],
+    )
+    gkd_lambda: float = declare(
+        0.0,
+        "fraction of the steps in which the student writes the answers itself and the teacher judges them; requires teacher",
+        ge=0,
+        le=1,
+        aliases=["lmbda"],
+    )
+    gkd_beta: float = declare(
+        0.0,
+        "divergence from the teacher: 0: KL(teacher, student); 1: KL(student, teacher); between: generalised Jensen-Shannon",
+        ge=0,
+        le=1,
+        suggested_names=["beta"],
+    )
     lora_r: int = declare(
         16,
         "rank of the LoRA adapters; 0: full fine-tuning",
@@ -312,6 +324,12 @@ class RunSpec(BaseModel):
         le=4096,
         unit="hosts",
     )
+    averaging_rank: int = declare(
+        0,
+        "averaging: rank of the averaged adapter; 0: exact, the sum of the workers' ranks; less: the best approximation",
+        ge=0,
+        le=4096,
+    )
     replica_strategy: Literal["ddp", "fsdp"] = declare(
         "ddp", "diloco: strategy within a replica; fsdp shards the model"
     )
@@ -410,36 +428,18 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunSpec":
-        if self.gradient_accumulation and self.total_batch_size:
-            product = self.gradient_accumulation * self.batch_size
-            if product != self.total_batch_size:
-                raise ValueError(
-                    f"gradient_accumulation {self.gradient_accumulation} x batch_size {self.batch_size} = {product} rows, "
-                    f"but total_batch_size is {self.total_batch_size}: set only one of them"
-                )
-        for source in self.sources:
-            if reason := columns_error(source.columns):
-                raise ValueError(reason)
-        if "none" in self.loggers and len(self.loggers) > 1:
-            raise ValueError(f"loggers: 'none' excludes other loggers, got {','.join(self.loggers)}")
-        if self.backend == "unsloth" and not self.lora_r:
-            raise ValueError("backend: unsloth requires LoRA, got lora_r 0: set backend=peft for full fine-tuning")
-        if self.quantize != "none" and not self.lora_r:
-            raise ValueError(
-                f"quantize: {self.quantize} requires LoRA, got lora_r 0: 4-bit weights cannot be trained, set lora_r=16"
-            )
-        if self.fake_data and (self.fake_rows > MAX_FAKE_ROWS or self.fake_tokens > MAX_FAKE_TOKENS):
-            raise ValueError(
-                f"fake_data: the run needs {self.fake_rows} rows of {self.seq_length} tokens in memory, of at most "
-                f"{MAX_FAKE_ROWS} rows and {MAX_FAKE_TOKENS} tokens: set a smaller max_steps"
-            )
-        plan_of(self).validate(self)
+        check_combinations(self)
         return self
 
     @property
     def sources(self) -> tuple[DatasetSource, ...]:
         """The datasets of the run, at least one, each with its own split, configuration and columns."""
         return resolve(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the loss needs log-probabilities of a teacher in the rows of the dataset."""
+        return self.distill_alpha > 0 and not self.teacher and not self.fake_data
 
     @property
     def dataset_name(self) -> str:
@@ -469,22 +469,11 @@ class RunSpec(BaseModel):
 
     def digest(self) -> str:
         """Return 6 hex digits that identify all fields that a resumed run must not change."""
-        # Fields keep their former names here, and later fields count only if they are set, so that a run keeps its
-        # default name.
-        fixed = {
-            next(iter(metadata(FIELDS[name])["deprecated_names"]), name): value
-            for name, value in self.model_dump(mode="json").items()
-            if not metadata(FIELDS[name])["mutable"] and not (name in _LATER_FIELDS and value == FIELDS[name].default)
-        }
-        fixed["packing"] = bool(fixed["packing"])  # a run keeps its default name: packing was true before it was auto
-        return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]
+        return spec_digest(self)
 
     def named(self) -> "RunSpec":
         """Return the spec with a run name. The default name is the model's name and the digest."""
-        if self.run:
-            return self
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(self.model).name).strip("-._")[:40] or "run"
-        return self.model_copy(update={"run": f"{stem}-{self.digest()}"})
+        return self if self.run else self.model_copy(update={"run": default_name(self)})
 
     def to_yaml(self) -> str:
         """Return the spec as YAML for `read_spec`."""

@@ -18,6 +18,7 @@ import numpy as np
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.files import dataset_digest
+from trainer.data.logprobs import COLUMN, TOP, Targets, Vocabulary, join_targets
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample
 from trainer.errors import UserError, first_line
@@ -36,6 +37,9 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 _FORMAT = 2  # version of the cached encoding: increment it when the encoding of a sample changes
 
 
+_NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Encoded samples, concatenated.
@@ -43,7 +47,8 @@ class Corpus:
     `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
     [samples + 1]: where each sample starts, followed by the total. `dropped`, `cut`: the number of samples that were left
     out because they have no token with loss, and of those that were truncated. `sources`, int32 [samples]: the number of
-    the dataset of every sample; None if there is one dataset.
+    the dataset of every sample; None if there is one dataset. `targets`: the teacher's distributions, if the run uses those of
+    the dataset.
     """
 
     tokens: np.ndarray
@@ -52,6 +57,7 @@ class Corpus:
     dropped: int = 0
     cut: int = 0
     sources: np.ndarray | None = None
+    targets: Targets | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -59,9 +65,9 @@ class Corpus:
         return np.diff(self.starts)
 
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of the tokens, the loss mask and the sample boundaries."""
+        """Return the SHA-256 (hex) of the tokens, the loss mask, the sample boundaries and the teacher's distributions."""
         total = hashlib.sha256()
-        for array in (self.starts, self.tokens, self.trained, self.sources):
+        for array in (self.starts, self.tokens, self.trained, self.sources, *(self.targets or _NO_TARGETS).arrays()):
             total.update(b"" if array is None else array.tobytes())
         return total.hexdigest()
 
@@ -100,7 +106,9 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 class Encoder:
     """Encodes samples as (token ids, loss mask) with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, *, seq_length: int, train_on: str) -> None:
+    def __init__(self, tokenizer: Any, *, seq_length: int, train_on: str, logprobs: bool = False) -> None:
+        """`logprobs`: also match the log-probabilities of the teacher."""
+        self.vocabulary = Vocabulary(tokenizer) if logprobs else None
         self.tokenizer, self.seq_length, self.train_on = tokenizer, seq_length, train_on
         if not tokenizer.chat_template:
             tokenizer.chat_template = PLAIN_TEMPLATE
@@ -115,6 +123,7 @@ class Encoder:
         vocabulary = backend.to_str() if backend else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         special = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id}"
         parts = [vocabulary, special, self._template, str(self.seq_length), self.train_on, str(_FORMAT)]
+        parts += [COLUMN] if self.vocabulary else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def __call__(self, sample: Sample) -> tuple[list[int], list[bool]]:
@@ -123,6 +132,15 @@ class Encoder:
         Raises:
             UserError: the chat template rejects the sample.
         """
+        ids, answered = self.answers(sample)
+        return ids, self.mask(answered)
+
+    def mask(self, answered: list[bool]) -> list[bool]:
+        """Return the loss mask of a sample. `answered`: which of its tokens belong to an answer."""
+        return [True] * len(answered) if self.train_on == "all" else answered
+
+    def answers(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        """Return the token ids of one sample, and which belong to an answer. Raises UserError as `__call__`."""
         if sample.messages:
             ids, mask = self._chat(sample)
         else:
@@ -136,7 +154,7 @@ class Encoder:
                 mask += [trained] * len(piece)
             if self.tokenizer.eos_token_id is not None:
                 ids, mask = ids + [self.tokenizer.eos_token_id], mask + [True]
-        return ids, [True] * len(ids) if self.train_on == "all" else mask
+        return ids, mask
 
     def _chat(self, sample: Sample) -> tuple[list[int], list[bool]]:
         messages = list(sample.messages)
@@ -167,10 +185,13 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     """
     all_ids: list[list[int]] = []
     all_masks: list[list[bool]] = []
+    matched = _Matched()
     dropped = cut = 0
     for sample in samples:
-        ids, mask = encoder(sample)
+        ids, answered = encoder.answers(sample)
+        mask = encoder.mask(answered)
         cut += len(ids) > encoder.seq_length
+        whole = ids
         ids, mask = ids[: encoder.seq_length], mask[: encoder.seq_length]
         if mask:
             mask[0] = False
@@ -179,6 +200,8 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
             continue
         all_ids.append(ids)
         all_masks.append(mask)
+        if encoder.vocabulary:
+            matched.add(encoder.vocabulary, sample, whole, answered, mask)
     if not all_ids:
         raise UserError(
             f"dataset: none of {dropped} samples has a token with loss within seq_length {encoder.seq_length}: "
@@ -191,7 +214,45 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         starts,
         dropped,
         cut,
+        targets=matched.targets() if encoder.vocabulary else None,
     )
+
+
+class _Matched:
+    """Collects the teacher's distributions of the samples of a corpus, in order."""
+
+    def __init__(self) -> None:
+        self._taught: list[np.ndarray] = [_NO_TARGETS.taught]
+        self._ids, self._values = [_NO_TARGETS.ids], [_NO_TARGETS.values]
+        self._matched = self._unmatched = 0
+
+    def add(
+        self, vocabulary: Vocabulary, sample: Sample, ids: list[int], answered: list[bool], mask: list[bool]
+    ) -> None:
+        """Add a sample.
+
+        Args:
+            ids: all of its tokens.
+            answered: which of them belong to an answer.
+            mask: the loss mask of those that the corpus keeps.
+        """
+        taught: np.ndarray = np.zeros(len(mask), np.bool_)
+        found = vocabulary.match(sample.logprobs, ids, answered) if sample.logprobs else None
+        if found:
+            first, top, values = found
+            trained: np.ndarray = np.array(mask[first : first + len(top)], np.bool_)
+            usable = trained & (values[: len(trained), 0] > -np.inf)
+            taught[first : first + len(trained)] = usable
+            self._ids.append(top[: len(trained)][usable])
+            self._values.append(values[: len(trained)][usable])
+        self._taught.append(taught)
+        self._matched += bool(found)
+        self._unmatched += sample.logprobs is not None and not found
+
+    def targets(self) -> Targets:
+        """Return what was added."""
+        taught, ids, values = map(np.concatenate, (self._taught, self._ids, self._values))
+        return Targets(taught, ids, values, self._matched, self._unmatched)
 
 
 def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
@@ -207,12 +268,31 @@ def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
     """Return the encoded datasets of the spec, from the cache in `store` if an earlier start on this host wrote it.
 
     Raises:
-        UserError: a dataset is unavailable or invalid, or no sample of it is left.
+        UserError: a dataset is unavailable or invalid, or no sample of it is left; or the run needs log-probabilities of a
+            teacher, and the samples have none or too few that match.
     """
-    encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on)
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
-    return joined([_encoded_source(source, encoder, store) for source in spec.sources])
+    encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on, logprobs=spec.needs_logprobs)
+    corpus = joined([_encoded_source(source, encoder, store) for source in spec.sources])
+    if corpus.targets:
+        _check_targets(corpus.targets)
+    return corpus
+
+
+def _check_targets(targets: Targets) -> None:
+    """Raise UserError if no answer has log-probabilities, or more than half of those that do have other tokens."""
+    found = targets.matched + targets.unmatched
+    if not found:
+        raise UserError(
+            f"distill_alpha: no row of the dataset has {COLUMN}: make the dataset with playbooks/distill.yml and "
+            "distill_alpha, set teacher to a model folder, or set distill_alpha=0"
+        )
+    if targets.unmatched > targets.matched:
+        raise UserError(
+            f"distill_alpha: the tokens of {COLUMN} differ from those of the model in {targets.unmatched} of {found} answers: "
+            "train a model with the teacher's vocabulary, or set distill_alpha=0"
+        )
 
 
 def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Corpus:
@@ -227,7 +307,7 @@ def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Cor
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
     if is_local and (cached := load_corpus(cache)):
         return cached
-    corpus = encode_all(read_source(source), encoder)
+    corpus = encode_all(read_source(source, logprobs=encoder.vocabulary is not None), encoder)
     save_corpus(corpus, cache)
     return corpus
 
@@ -245,6 +325,7 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         sum(corpus.dropped for corpus in corpora),
         sum(corpus.cut for corpus in corpora),
         np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
+        join_targets([corpus.targets for corpus in corpora if corpus.targets]) if corpora[0].targets else None,
     )
 
 
@@ -252,7 +333,11 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
     """Write a corpus to `path` atomically."""
     buffer = io.BytesIO()
     counts = np.array([corpus.dropped, corpus.cut], dtype=np.int64)
-    np.savez(buffer, tokens=corpus.tokens, trained=corpus.trained, starts=corpus.starts, counts=counts)
+    arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "counts": counts}
+    if found := corpus.targets:
+        arrays |= {"taught": found.taught, "top_ids": found.ids, "top_values": found.values}
+        arrays["matches"] = np.array([found.matched, found.unmatched], dtype=np.int64)
+    np.savez(buffer, allow_pickle=False, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue(), 0o600)  # it holds the text of a dataset that may be private
 
@@ -262,7 +347,12 @@ def load_corpus(path: Path) -> Corpus | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             dropped, cut = arrays["counts"]
-            return Corpus(arrays["tokens"], arrays["trained"], arrays["starts"], int(dropped), int(cut))
+            targets = None
+            if "taught" in arrays:
+                matched, unmatched = map(int, arrays["matches"])
+                targets = Targets(arrays["taught"], arrays["top_ids"], arrays["top_values"], matched, unmatched)
+            tokens, trained, starts = (arrays[name] for name in ("tokens", "trained", "starts"))
+            return Corpus(tokens, trained, starts, int(dropped), int(cut), targets=targets)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
@@ -281,6 +371,7 @@ def split(corpus: Corpus, held_out: Iterable[int]) -> tuple[Corpus, Corpus]:
             corpus.dropped,
             corpus.cut,
             None if corpus.sources is None else corpus.sources[indices],
+            corpus.targets.select(spans) if corpus.targets else None,
         )
 
     return select([i for i in range(len(corpus)) if i not in out]), select(sorted(out))

@@ -22,6 +22,8 @@ from trainer.inputs import open_regular
 MAX_LINE = 64 * 1024 * 1024  # bytes of one record
 MAX_LIST = 4 * 1024**3  # bytes of a JSON list, which is parsed as a whole
 MAX_UNPACKED = 1024**3  # the same for a compressed one
+_TEXT = (".txt", ".md", ".text", ".rst")
+_TEXT_HINT = 'to train on plain text, write a .jsonl file with one text per line: {"text": "..."}'
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -38,6 +40,10 @@ def json_records(path: Path) -> Iterator[tuple[int, Any]]:
                 yield from _list_or_lines(file, path)
             else:
                 yield from _lines(file, path)
+    except UserError as error:
+        if format_of(path) in _TEXT and "not JSON" in str(error):
+            raise UserError(f"{error}; {_TEXT_HINT}") from None
+        raise
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise _damaged(path, error) from None
     except OSError as error:

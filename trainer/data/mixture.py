@@ -69,18 +69,22 @@ class Mixture:
         return np.concatenate(parts).astype(np.int64)
 
 
-def describe_mixture(spec: RunSpec, sources: np.ndarray) -> list[str]:
+def describe_mixture(spec: RunSpec, sources: np.ndarray, names: str = "") -> list[str]:
     """Return one line for each of several datasets: its samples, its weight and its part of an epoch.
 
     Args:
+        names: what the user calls the datasets, as RunSpec.dataset_name; empty: their paths in the spec.
         sources: the number of the dataset of every training sample, int [samples].
     """
     listed = spec.sources
     if len(listed) == 1 and listed[0].weight == 1:
         return []
     counts = np.bincount(sources, minlength=len(listed)).tolist()
+    called = names.split(", ")
+    if len(called) != len(listed):  # unknown, or a name has a comma
+        called = [source.path for source in listed]
     total = sum(count * source.weight for count, source in zip(counts, listed, strict=True)) or 1
     return [
-        f"dataset {printable(source.path)}: {count} samples x {source.weight:g}, {count * source.weight / total:.0%} of an epoch"
-        for count, source in zip(counts, listed, strict=True)
+        f"dataset {printable(name)}: {count} samples x {source.weight:g}, {count * source.weight / total:.0%} of an epoch"
+        for count, source, name in zip(counts, listed, called, strict=True)
     ]

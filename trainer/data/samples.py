@@ -1,6 +1,7 @@
 """Read the samples of a run's datasets, and check every record. Needs no torch and no tokenizer."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer.data.files import (
     needs_library,
 )
 from trainer.data.json_files import json_records
+from trainer.data.logprobs import LogprobReader
 from trainer.data.shapes import SHAPE_NAMES, Sample, to_sample
 from trainer.data.tables import card_files, csv_records, has_library, hub_records, saved_records, table_records
 from trainer.errors import UserError
@@ -34,26 +36,35 @@ def read_samples(path: Path) -> list[Sample]:
     return read_source(source_of(path))
 
 
-def read_source(source: DatasetSource) -> list[Sample]:
+def read_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample]:
     """Read a dataset and check every record.
+
+    Args:
+        logprobs: also read the log-probabilities of a teacher.
 
     Raises:
         UserError: the dataset is missing, unreadable or empty, or a record is invalid (``file:line: reason`` for the
             first).
     """
+    samples = list(iter_source(source, logprobs=logprobs))
+    if not samples:
+        raise UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
+    return samples
+
+
+def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sample]:
+    """Yield the samples of a dataset in their order; arguments and errors as of `read_source`, but it may be empty."""
     if source.path == EMBEDDED_DATASET:
         raise UserError(
             f"dataset: only ansible-playbook train.yml can generate {EMBEDDED_DATASET}: set dataset to a JSONL file"
         )
-    samples = []
-    for where, record in _records(source):
+    read_logprobs = LogprobReader()
+    for where, record in read_records(source):
         try:
-            samples.append(to_sample(record, source.columns))
+            sample = to_sample(record, source.columns)
+            yield replace(sample, logprobs=read_logprobs(record)) if logprobs else sample
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
-    if not samples:
-        raise UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
-    return samples
 
 
 def read_dataset(spec: RunSpec) -> list[Sample]:
@@ -61,8 +72,11 @@ def read_dataset(spec: RunSpec) -> list[Sample]:
     return [sample for source in spec.sources for sample in read_source(source)]
 
 
-def check_source(source: DatasetSource) -> None:
+def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
     """Check a dataset as far as the installed packages allow: without `datasets`, JSON files and the start of CSV files.
+
+    Args:
+        logprobs: also check the log-probabilities of a teacher.
 
     Raises:
         UserError: as `read_source`.
@@ -70,10 +84,10 @@ def check_source(source: DatasetSource) -> None:
     path = Path(source.path)
     kind = path_kind(path)
     if has_library() or not needs_library(source.path):
-        read_source(source)
+        read_source(source, logprobs=logprobs)
     elif kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):
-            check_source(source.model_copy(update={"path": str(file)}))
+            check_source(source.model_copy(update={"path": str(file)}), logprobs=logprobs)
     elif kind == "file" and format_of(path) in TABLES and path.suffix.lower() != ".zst":
         for number, record in csv_records(path):
             try:
@@ -82,8 +96,8 @@ def check_source(source: DatasetSource) -> None:
                 raise UserError(f"{path}: record {number}: {error}") from None
 
 
-def _records(source: DatasetSource) -> Iterator[tuple[str, Any]]:
-    """Yield (where, record) of a dataset. Raises UserError."""
+def read_records(source: DatasetSource) -> Iterator[tuple[str, Any]]:
+    """Yield (where, record) of a dataset, of any shape. Raises UserError if it is missing or unreadable."""
     path, columns = Path(source.path), source.columns
     if is_hub_id(source.path):
         for number, record in hub_records(source.path, source.config, source.split, columns):
@@ -114,7 +128,12 @@ def _folder_records(folder: Path, source: DatasetSource) -> Iterator[tuple[str, 
 
 def _file_records(path: Path, source: DatasetSource) -> Iterator[tuple[str, Any]]:
     shown = printable(path, 4096)
-    if format_of(path) in (*TABLES, *COLUMNAR):
+    if format_of(path) in TABLES and path.suffix.lower() != ".zst" and not has_library():
+        for number, record in csv_records(path, limit=None):
+            if None in record:
+                raise UserError(f"{shown}: record {number}: has more cells than the header has names")
+            yield f"{shown}: record {number}", record
+    elif format_of(path) in (*TABLES, *COLUMNAR):
         for number, record in table_records(path, source.columns):
             yield f"{shown}: record {number}", record
     else:

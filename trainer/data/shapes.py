@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
+from trainer.data.logprobs import Logprobs
 from trainer.formats import printable, quoted
 
 SHAPE_NAMES = (
@@ -49,12 +50,13 @@ class Sample:
     """One sample: either a chat (`messages`), or pieces of raw text with a flag whether they carry loss (`pieces`).
 
     Every message has `role` and `content`; an answer may have `tool_calls`, and the result of a tool `name` and
-    `tool_call_id`. `tools` are the descriptions of the tools of a chat.
+    `tool_call_id`. `tools` are the descriptions of the tools of a chat. `logprobs` are those of a teacher for the last answer.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
     pieces: tuple[tuple[str, bool], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    logprobs: Logprobs | None = None
 
 
 def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS) -> Sample:

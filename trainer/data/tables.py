@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 MAX_HEADER = 1024 * 1024  # bytes of the names of all columns
-CHECKED_ROWS = 1000  # of a CSV file, where `datasets` is not installed
+CHECKED_ROWS = 1000  # of a CSV file that is checked where `datasets` is not installed
 _DELIMITERS = ",;\t|"
 
 
@@ -153,8 +153,13 @@ def csv_header(path: Path) -> tuple[list[str], str]:
     return names, delimiter
 
 
-def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (record number, record) of the first records of a CSV file without `datasets`. Raises UserError, OSError."""
+def csv_records(path: Path, limit: int | None = CHECKED_ROWS) -> Iterator[tuple[int, Any]]:
+    """Yield (record number, record) of the first `limit` records (None: all) of a CSV file without `datasets`.
+
+    Raises:
+        UserError: the file is not CSV.
+        OSError: it cannot be read.
+    """
     names, delimiter = csv_header(path)
     csv.field_size_limit(MAX_LINE)
     with (
@@ -165,7 +170,7 @@ def csv_records(path: Path) -> Iterator[tuple[int, Any]]:
         rows = csv.DictReader(text, names, restval="", delimiter=delimiter)
         try:
             next(rows, None)  # the header
-            yield from enumerate(itertools.islice(rows, CHECKED_ROWS), 1)
+            yield from enumerate(itertools.islice(rows, limit), 1)
         except UnicodeDecodeError:
             raise UserError(f"dataset: cannot read {path}: not UTF-8 text") from None
         except csv.Error as error:

@@ -47,6 +47,7 @@ class Memory:
     """Peak memory of one process in bytes, above that of Python and the libraries that every strategy loads.
 
     All fields but `outside_step` are in memory when a backward pass starts. `library`: libraries that only this strategy loads.
+    `teacher`: what learning from a teacher's probabilities needs.
     `outside_step`: the maximum at other times: while the model is loaded, a checkpoint is written, or
     replicas synchronize.
     """
@@ -59,6 +60,7 @@ class Memory:
     buffers: int
     library: int
     outside_step: int
+    teacher: int = 0
 
     @property
     def step(self) -> dict[str, int]:
@@ -187,12 +189,17 @@ def ring_fraction(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
+def forward_products(shape: Shape, rows: Rows) -> tuple[float, float, float]:
+    """Return the multiplications of one place in a forward pass: with the layers' matrices, with the head, and of attention."""
+    matrices = shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear)
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * rows.places
+    return matrices, shape.head_parameters * rows.trained, attention
+
+
 def row_flops(spec: RunSpec, shape: Shape, rows: Rows) -> float:
     """Return the floating point operations of one row, forward and backward (a multiply-add counts as two)."""
-    matrices = shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear)
+    matrices, head, attention = forward_products(shape, rows)
     adapters = shape.trained(spec) if spec.lora_r else 0
-    head = shape.head_parameters * rows.trained
-    attention = 2 * shape.layers * shape.heads * shape.head_dim * rows.places
     # The backward pass multiplies with every matrix once, and once more with those that are trained.
     passes = 2 if spec.lora_r else 3
     recomputed = 1 if spec.gradient_checkpointing else 0

@@ -14,6 +14,7 @@ from trainer.errors import UserError
 from trainer.planner.cost import Layout, Memory, Rows, row_flops
 from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
+from trainer.planner.teacher import teacher_flops, teacher_shape
 from trainer.strategy import DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
 
 ALONE = "alone"  # one process, for comparison with the strategies
@@ -36,7 +37,7 @@ class Speed:
     def nominal(cls, spec: RunSpec, shape: Shape, rows: Rows, device: str, threads: int = 1) -> "Speed":
         """Estimate the speed by figures of common hardware, within a factor of a few."""
         rate = NOMINAL[device] * (threads if device == "cpu" else 1)
-        return cls(spec.batch_size * row_flops(spec, shape, rows) / rate, 0.0, False)
+        return cls(spec.batch_size * (row_flops(spec, shape, rows) + teacher_flops(spec, rows)) / rate, 0.0, False)
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,7 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
     """
     try:
         shape = shape or shape_of(spec)
+        teacher_shape(spec)
     except UserError as error:
         return DEFAULT_STRATEGY, f"auto selected {DEFAULT_STRATEGY}: {error}"
     layout = Layout(tuple(host["processes"] for host in hosts))

@@ -16,11 +16,12 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.formats import mib, table
 from trainer.inputs import path_kind, user_path
-from trainer.planner.cost import Layout, Rows
+from trainer.planner.cost import Layout, Rows, row_flops
 from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, recommend
+from trainer.planner.teacher import teacher_flops, teacher_shape
 from trainer.strategy import possible_plans
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
@@ -81,7 +82,7 @@ def _other_cpu_seconds() -> float:
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def _measured(spec: RunSpec, rows: Rows) -> tuple[Speed, str, list[str], str]:
+def _measured(spec: RunSpec, shape: Shape, rows: Rows) -> tuple[Speed, str, list[str], str]:
     """Measure the speed of this device. Returns speed, device type, fast kernels in use, and a description."""
     import torch
 
@@ -90,7 +91,9 @@ def _measured(spec: RunSpec, rows: Rows) -> tuple[Speed, str, list[str], str]:
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     others, began = _other_cpu_seconds(), time.monotonic()
-    speed = Speed(*measure(spec, rows, device), True)
+    part, step = measure(spec, rows, device)
+    # The teacher computes at the speed of the student.
+    speed = Speed(part * (1 + teacher_flops(spec, rows) / row_flops(spec, shape, rows)), step, True)
     busy = (_other_cpu_seconds() - others) / (time.monotonic() - began)
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(0)
     about = f"measured here ({where}): {speed.part:.3g} s per micro-batch, {speed.step:.2g} s per optimizer step"
@@ -138,7 +141,7 @@ def plan(
         rows, data = rows_of(spec, data_dir)
         if packing and not spec.packing:
             data += "; packing: off, because the model mixes the samples of a packed row"
-        speed, device, kernels, about_speed = _measured(spec, rows)
+        speed, device, kernels, about_speed = _measured(spec, shape, rows)
     memory = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
     if not memory and not fast:  # assume that all hosts have the memory of this machine, as for its speed
         memory = [(own_memory_mib(device), max(layout.processes))]
@@ -170,6 +173,18 @@ def plan(
     }
 
 
+def _teacher_lines(spec: RunSpec) -> list[str]:
+    """Return a line about the teacher model, if there is one."""
+    shape = teacher_shape(spec)
+    if not shape:
+        return []
+    written = f"; the time in which the student writes answers ({spec.gkd_lambda:.0%} of the steps) is not counted"
+    return [
+        f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, in full on every process"
+        f"{written if spec.gkd_lambda else ''}"
+    ]
+
+
 def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, about: Sequence[str]) -> list[str]:
     """Return the plan as text: the run, `about` hosts and data, a table of strategies, and the recommendation."""
     rows = [_HEAD] + [
@@ -192,6 +207,7 @@ def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, 
     return [
         f"{spec.model}: {shape.parameters / 1e6:.1f} M parameters, {shape.trained(spec) / 1e6:.2f} M of them trained; "
         f"{spec.rows_per_step} rows of {spec.seq_length} per step in micro-batches of {spec.batch_size}",
+        *_teacher_lines(spec),
         *about,
         "",
         *table(rows, right=True),

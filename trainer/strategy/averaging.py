@@ -2,11 +2,14 @@
 
 Federated averaging with a single round, for links that are too slow for other strategies: https://arxiv.org/abs/1602.05629. A worker is a
 host with DDP inside. Every worker has its own checkpoints and its own step.
+
+LoRA adapters are averaged by their updates. The mean of the factors A and of the factors B would not be the mean of the products B A.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
     from trainer.model import TokenLoss
+    from trainer.planner.cost import Layout, State
+    from trainer.planner.model_shape import Shape
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
@@ -40,8 +45,18 @@ class AveragingPlan(StrategyPlan):
     summary = "hosts train independently and are averaged once, at the end"
     has_replicas = True
 
+    def validate(self, spec: RunSpec) -> None:
+        if spec.averaging_rank and not spec.lora_r:
+            raise ValueError("averaging_rank: full weights have no rank: set lora_r, or remove averaging_rank")
+
     def strategy_class(self, spec: RunSpec) -> type[Strategy]:
         return Averaging
+
+    def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
+        """The averaged adapter has the adapters of all workers; gradients and the optimizer's moments are freed before."""
+        workers = -(-len(layout.processes) // spec.replica_hosts)
+        # The new adapter, its largest layer once more in transit, and the worker's own adapter.
+        return state.base + state.adapters * (workers + 1) if spec.lora_r else 0
 
 
 class Averaging(DDP):
@@ -53,6 +68,8 @@ class Averaging(DDP):
         super().__init__(spec, world, module, replica_group)
         self.all, self.world = world.with_untimed_group(), replica_group
         self._checked = 0.0
+        if spec.lora_r and len(self.workers) > 1:
+            _check_factors(module)
 
     def local_rows(self, rows: Rows) -> Rows:
         return rows[share(len(rows), [len(ranks) for ranks in self.workers.ranks], self.workers.mine)]
@@ -78,12 +95,14 @@ class Averaging(DDP):
         everyone = self.all.gather((totals, loss))
         parts = [everyone[ranks[0]] for ranks in self.workers.ranks]
         tokens = sum(part["trained_tokens"] for part, _ in parts)
-        for parameter in self.trained.values():
-            # All ranks of a worker hold equal weights: only the first one contributes.
-            weight = totals["trained_tokens"] / tokens if self.world.rank == 0 else 0.0
-            parameter.data.mul_(weight)
-            if self.all.size > 1:
-                dist.all_reduce(parameter.data)
+        weight = totals["trained_tokens"] / tokens
+        self._free_optimizer()
+        if self.spec.lora_r and len(self.workers) > 1:
+            adapter = self._average_updates(weight)
+        else:
+            adapter = {}
+            for parameter in self.trained.values():
+                self._sum_of_workers(parameter.data.mul_(weight))
         # Taken from one rank: processors of different types may round differently.
         average = self.all.gather(evaluate())[0]
         summed = {name: sum(part[name] for part, _ in parts) for name in ("tokens", "trained_tokens", "samples")}
@@ -99,11 +118,61 @@ class Averaging(DDP):
             "tokens_per_second": summed["tokens"] / seconds if seconds else 0.0,
             "world_size": self.all.size,
             "eval_loss": average,
+            **adapter,
             "parts": [
                 {"ranks": ranks, "trained_tokens": part["trained_tokens"], "eval_loss": eval_loss}
                 for ranks, (part, eval_loss) in zip(self.workers.ranks, parts, strict=True)
             ],
         }
+
+    def _free_optimizer(self) -> None:
+        """Free gradients and moments before the averaged adapter, which can be as large, is allocated."""
+        self.module = self.plain  # DDP holds the buckets of gradients
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+
+    def _sum_of_workers(self, value: torch.Tensor) -> None:
+        """Sum a tensor over workers, in place. All ranks of a worker hold equal values: only the first one contributes."""
+        if self.world.rank:
+            value.zero_()
+        if self.all.size > 1:
+            dist.all_reduce(value)
+
+    def _average_updates(self, weight: float) -> dict[str, Any]:
+        """Replace the adapter by the weighted mean of all workers' updates; return the fields of the result on it.
+
+        The factors of all workers are concatenated as peft's add_weighted_adapter does with combination_type="cat", but
+        layer by layer, so that no more than the result and one layer are in memory.
+        """
+        from trainer.adapters import concatenate, lora_factors, truncate
+
+        limit, rank, error, norm = self.spec.averaging_rank, 0, 0.0, 0.0
+        for factors in lora_factors(self.plain.model):
+            mine = (factors.a * (weight * factors.scaling), factors.b)
+            # Every worker fills its own place, and adds zeros to the places of the others.
+            shared = [value.new_zeros(len(self.workers), *value.shape) for value in mine]
+            for value, own in zip(shared, mine, strict=True):
+                value[self.workers.mine] = own
+                self._sum_of_workers(value)
+            a, b = concatenate(list(zip(*shared, strict=True)))
+            if limit and limit < len(a):
+                a, b, lost, total = truncate(a, b, limit)
+                error, norm = error + lost, norm + total
+                for value in (a, b):  # processors of different types round differently
+                    dist.broadcast(value, 0)
+            factors.replace(a, b)
+            rank = len(a)
+        for config in self.plain.model.peft_config.values():  # type: ignore[operator, union-attr]
+            config.r = config.lora_alpha = rank
+        found: dict[str, Any] = {"adapter_rank": rank}
+        if norm:
+            found["averaging_error"] = math.sqrt(error / norm)
+        if self.all.rank == 0:
+            share = f", {100 * found['averaging_error']:.2g} % from the exact mean" if norm else ", the exact mean"
+            print(
+                f"averaging: the adapter of {len(self.workers)} workers has rank {rank} (lora_r {self.spec.lora_r}){share}"
+            )
+        return found
 
     def save(self, folder: Path) -> None:
         super().save(folder)
@@ -123,3 +192,15 @@ class Averaging(DDP):
                 f"the host is now worker {now['worker'] + 1} of {now['workers']}: resume on the original hosts, in their order"
             )
         super().load(folder)
+
+
+def _check_factors(module: TokenLoss) -> None:
+    """Check that the factors of all adapters are matrices that can be concatenated. Raises UserError."""
+    from trainer.adapters import lora_factors
+
+    for factors in lora_factors(module.model):
+        if len(factors.a) != factors.b.shape[1]:
+            kind = type(factors.layer.get_base_layer()).__name__
+            raise UserError(
+                f"strategy: averaging cannot average the adapter of a grouped {kind}: remove it from lora_targets"
+            )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config import RunSpec
+    from trainer.distillation import Teacher
     from trainer.distributed.world import World
     from trainer.model import TokenLoss
 else:
@@ -25,11 +26,15 @@ _AUTOCAST_DTYPES = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 
 
 class Batch(NamedTuple):
-    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.packing.collate`)."""
+    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.packing.collate`).
+
+    `teacher`: what a teacher says about it, if the loss compares student and teacher.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
+    teacher: Teacher | None = None
 
 
 class Update(NamedTuple):

@@ -28,7 +28,7 @@ from trainer.planner.cost import (
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.lazy import LazyModule
-from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,8 @@ class DeepSpeedPlan(StrategyPlan):
 
     def validate(self, spec: RunSpec) -> None:
         reject_unshardable(spec, "strategy")
+        if self.sharded_weights(spec):
+            reject_generation(spec, "strategy")
         if spec.deepspeed_offload == "all" and spec.deepspeed_stage < 3:
             raise ValueError(
                 f"deepspeed_offload: all requires deepspeed_stage 3, got {spec.deepspeed_stage}: "
@@ -282,7 +284,7 @@ def with_autocast(strategy: Strategy, module: nn.Module) -> nn.Module:
             super().__init__()
             self.inner = module
 
-        def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        def forward(self, *batch: Any) -> torch.Tensor:
             with strategy.autocast():
                 loss: torch.Tensor = self.inner(*batch)
             return loss

@@ -21,7 +21,7 @@ from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state
 from trainer.strategy.full_state_dict import MOMENTS
 from trainer.strategy.lazy import LazyModule
-from trainer.strategy.plan import StrategyPlan, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 from trainer.strategy.replicas import Replicas, by_speed, deal
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class DiLoCoPlan(StrategyPlan):
         if not self.sharded_weights(spec):
             return
         reject_unshardable(spec, "replica_strategy")
+        reject_generation(spec, "replica_strategy")
         if self.separate_launchers(spec):
             raise ValueError(
                 f"diloco_membership: torchft requires replica_strategy ddp, got replica_strategy {spec.replica_strategy}"

@@ -19,7 +19,7 @@ from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.full_state_dict import State as StateDict
 from trainer.strategy.lazy import LazyModule
-from trainer.strategy.plan import StrategyPlan, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,7 @@ class FSDPPlan(StrategyPlan):
 
     def validate(self, spec: RunSpec) -> None:
         reject_unshardable(spec, "strategy")
+        reject_generation(spec, "strategy")
 
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.errors import UserError
 from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
+from trainer.planner.teacher import teacher_memory, teacher_weights
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
@@ -103,8 +104,13 @@ class StrategyPlan:
             logits=round(logits),
             buffers=state.buffers,
             library=0 if cuda else self.library_bytes,
-            outside_step=0 if cuda else self.outside_step(spec, shape, layout, state),
+            outside_step=0 if cuda else self._outside_step(spec, shape, layout, state),
+            teacher=teacher_memory(spec, shape.vocabulary, rows),
         )
+
+    def _outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
+        peak = self.outside_step(spec, shape, layout, state)
+        return peak + teacher_weights(spec) if peak else 0
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         """Return the bytes that one process sends in an optimizer step (mean over steps).
@@ -163,3 +169,16 @@ def even_micro_batches(spec: RunSpec, world: int) -> int:
             f"{world} processes, which other tools require: set total_batch_size={max(1, parts) * spec.batch_size * world}"
         )
     return parts
+
+
+def reject_generation(spec: RunSpec, field: str) -> None:
+    """Check that the student writes no answers while it trains, which needs all of its weights on a rank.
+
+    Raises:
+        ValueError: it does. `field`: the field whose value shards the weights.
+    """
+    if spec.gkd_lambda:
+        raise ValueError(
+            f"gkd_lambda: {spec.gkd_lambda:g} requires a strategy that holds the whole model on every rank, got "
+            f"{field} {getattr(spec, field)}: set {field}=ddp, or gkd_lambda=0"
+        )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from trainer.formats import counted
+
 SLOW_LINK = 1000  # Mbit/s, below which a full gradient at every step takes too long
 
 
@@ -97,7 +99,7 @@ def _verdict(
     kept: Mapping[str, Mapping[str, Any]], drop: Mapping[str, tuple[str, str]], logins: Mapping[str, str]
 ) -> str:
     """Return one line: how many machines there are, and which kind of distributed training their links allow."""
-    text = f"{len(kept)} machine{'' if len(kept) == 1 else 's'}"
+    text = counted(len(kept), "machine")
     if drop:
         text += f" in {len(kept) + len(drop)} entries"
     if not kept:

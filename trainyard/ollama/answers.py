@@ -1,19 +1,21 @@
 """Answers of a teacher on disk: one JSON line each, synced before it counts.
 
-A line is keyed by the digest of the teacher, the messages, the options and the number of the sample. A controller that is
-killed loses only what was in flight. A line that a crash cut off is removed when the file is opened.
+A line is keyed by the digest of the teacher, the messages, the options, the number of the sample, and whether it was asked
+with log-probabilities. A controller that is killed loses only what was in flight. A line that a crash cut off is removed
+when the file is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,10 +28,17 @@ from trainyard.ollama.pool import Prompt
 _BLOCK = 1 << 20
 
 
-def answer_key(digest: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any], sample: int) -> str:
-    """Return the SHA-256 (hex) of what an answer depends on."""
-    parts = [digest, [dict(message) for message in messages], dict(options), sample]
+def answer_key(digest: str, prompt: Prompt) -> str:
+    """Return the SHA-256 (hex) of what an answer depends on: the digest of the teacher and the prompt."""
+    parts = [digest, [dict(message) for message in prompt.messages], dict(prompt.options), prompt.sample]
+    parts += ["logprobs"] if prompt.logprobs else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def answer_keys(digest: str, prompt: Prompt) -> list[str]:
+    """Return the keys of the answers that a prompt accepts: with log-probabilities also where it needs none."""
+    both = [dataclasses.replace(prompt, logprobs=each) for each in (prompt.logprobs, True)]
+    return list(dict.fromkeys(answer_key(digest, each) for each in both))
 
 
 class AnswerFile:
@@ -98,7 +107,7 @@ class AnswerFile:
         """
         lines, keys = [], []
         for prompt, node, digest, answer in answers:
-            key = answer_key(digest, prompt.messages, prompt.options, prompt.sample)
+            key = answer_key(digest, prompt)
             if key in self._keys or key in keys:
                 continue
             keys.append(key)
@@ -116,6 +125,8 @@ class AnswerFile:
                 "node": node,
                 "time": round(time.time(), 3),
             }
+            if answer.logprobs:
+                record["logprobs"] = answer.logprobs
             lines.append(json.dumps(record) + "\n")
         if not lines:
             return

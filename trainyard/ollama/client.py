@@ -53,6 +53,7 @@ class Answer:
         tokens: number of generated tokens.
         queued: time in the server's queue, before it loaded the model or read the prompt.
         seconds: time of the server from the request to the end of the answer.
+        logprobs: of its tokens, see trainyard/ollama/logprobs.py; empty if they were not asked for.
     """
 
     text: str
@@ -61,6 +62,7 @@ class Answer:
     tokens: int
     queued: float
     seconds: float
+    logprobs: str = ""
 
 
 class Cancel:
@@ -184,7 +186,8 @@ class OllamaClient:
         Args:
             raw: the prompt is not put into the model's template.
             more: `options` of the model (temperature, num_predict, seed); `deadline` in seconds; `first` in seconds, until
-                the first byte, in which the server may load the model; `cancel`, to end it from another thread.
+                the first byte, in which the server may load the model; `cancel`, to end it from another thread; `extra`
+                fields of the request; `read`, which receives each line of the reply; `keep`, the maximum of its bytes.
         """
         return self._answer("/api/generate", {"model": model, "prompt": prompt, "raw": raw}, **more)
 
@@ -197,11 +200,16 @@ class OllamaClient:
         deadline: float = 600.0,
         first: float = 600.0,
         cancel: Cancel | None = None,
+        extra: Mapping[str, Any] | None = None,
+        read: Callable[[Mapping[str, Any]], None] | None = None,
+        keep: int = MAX_ANSWER,
     ) -> Answer:
-        body = body | {"stream": True, "options": dict(options or {})}
+        body = body | {"stream": True, "options": dict(options or {}), **(extra or {})}
         text, thinking = [], []
         last: dict[str, Any] = {}
-        for line in self._lines("POST", path, body, deadline=deadline, first=first, cancel=cancel):
+        for line in self._lines("POST", path, body, deadline=deadline, first=first, cancel=cancel, keep=keep):
+            if read:
+                read(line)
             message = line.get("message", line)  # of /api/chat
             if not isinstance(message, dict):
                 raise OllamaError(f"the reply of {path} has no message")

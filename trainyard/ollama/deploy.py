@@ -10,6 +10,8 @@ import datetime
 import functools
 import hashlib
 import json
+import math
+import secrets
 import shlex
 import tempfile
 import zipfile
@@ -17,8 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from trainer.data.encode import PLAIN_TEMPLATE
 from trainer.errors import UserError
@@ -32,8 +32,10 @@ from trainyard.ollama.converter import SHA256 as CONVERTER
 from trainyard.ollama.converter import converter_folder
 from trainyard.ollama.hf_template import read_template
 from trainyard.ollama.options import DeployOptions
-from trainyard.replies import ReplyError, checked_reply, untrusted_json
-from trainyard.run.copy_files import copy_artifacts, fetch_file
+from trainyard.ollama.trained_run import TrainedRun, copy_files, find_run, read_tokens
+from trainyard.remote.ollama import equal_answers
+from trainyard.replies import ReplyError, checked_reply
+from trainyard.run.copy_files import fetch_file
 from trainyard.run.errors import RunError
 from trainyard.run.spec_files import Report, trainer_archive
 
@@ -43,19 +45,7 @@ CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
 # Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
 MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
 _SHOWN = 160  # characters of an answer in a message
-_JSON_FILES = ("*.json", "*.jinja")
 _PORT = 11434
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """A finished run on the host that supplies it."""
-
-    host: Host
-    folder: str  # on that host
-    kind: str  # adapter or model
-    weights: str  # digest
-    base: dict[str, Any]  # config.json of the base model; empty for a whole model
 
 
 @dataclass
@@ -76,7 +66,7 @@ class Deployment:
 
     Args:
         hosts: the nodes; one of them has the run.
-        connect: makes the connection to a host; called in the main thread.
+        connect: makes a connection to a host; called in the main thread.
         urls: for each host the addresses at which its own server may be reached from it, the preferred one first.
         work: folder on the controller for files.
         report: receives lines while a step runs.
@@ -97,7 +87,8 @@ class Deployment:
         self.hosts, self.urls, self.options = {host.name: host for host in hosts}, urls, options
         self.connections = {host.name: connect(host) for host in hosts}
         self.work, self.report, self.check = work / "deploy", report, check
-        self._exports: dict[str, dict[str, Any]] = {}  # by type of weights; "" for the answers alone
+        self._connect = connect
+        self._exports: dict[str, FanOut] = {}  # by type of weights; "" for the answers alone
         self._local = Path()
 
     def deploy(self) -> dict[str, Any]:
@@ -107,9 +98,11 @@ class Deployment:
             RunError: a node did not get the model; the others have it.
             UserError: the run cannot be deployed.
         """
-        trained = self._find_run()
-        self._local = self._copy_files(trained)
-        tokens = self._tokens()
+        trained = find_run(self.options.run, self.hosts, self.connections, bool(self._base_name()))
+        if not self._base_name():  # only the merged model fits
+            self._start_export(trained, self.options.deploy_quantize)
+        self._local = copy_files(trained, self.connections[trained.host.name], self.work / self.options.run)
+        tokens = read_tokens(self._local)
         states, errors = self._states(len(tokens))
         identity = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
         artifacts: dict[str, Artifact] = {}
@@ -149,92 +142,34 @@ class Deployment:
             raise RunError(f"{name}: {why}", lines=lines, troubles=errors)
         return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
 
-    # The run ------------------------------------------------------------------------------------------------------------
+    def _start_export(self, run: TrainedRun, quantize: str) -> None:
+        """Start trainer.gguf_export on the run's host, over a connection of its own: imports there take seconds."""
+        what = "convert the model and answer" if quantize else "answer"
+        self.report(f"{run.host.name}: {what} {self.options.run}")
+        connection = self._connect(run.host)
 
-    def _find_run(self) -> TrainedRun:
-        """Return the run on the first host that has its result. Raises UserError."""
-        request = {"text": ["result.json", "spec.yml"]}
-        folders = {name: f"{host.data_dir}/runs/{self.options.run}" for name, host in self.hosts.items()}
-        asked = FanOut(
-            {
-                name: functools.partial(self.connections[name].call, "read_files", request | {"folder": folder})
-                for name, folder in folders.items()
-            }
-        ).wait(STATE_LIMIT)
-        for name in self.hosts:
-            text = asked.answers.get(name, {}).get("text", {})
-            if not text.get("result.json") or not text.get("spec.yml"):
-                continue
-            try:
-                result = checked_reply("result.json", untrusted_json(text["result.json"]))
-                spec = yaml.safe_load(text["spec.yml"])
-            except (ReplyError, yaml.YAMLError, RecursionError) as error:
-                raise UserError(f"{name}: {folders[name]}: {error}") from None
-            kind = next((kind for kind in ("adapter", "model") if result.get(f"{kind}_sha256")), "")
-            if kind:
-                base = self._base_config(name, spec) if kind == "adapter" else {}
-                return TrainedRun(self.hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base)
-        where = "; ".join(f"{name}: {why}" for name, why in asked.errors.items())
-        raise UserError(
-            f"no host has a finished run {self.options.run}{f' ({where})' if where else ''}; playbooks/status.yml lists the runs"
-        )
+        def work() -> dict[str, Any]:
+            files = {"trainer": trainer_archive(self.work.parent)}
+            files |= {"converter": self._converter_archive()} if quantize else {}
+            paths = self._put(connection, files)
+            request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
+            request["converter"] = paths.get("converter", "")
+            command = f"PYTHONPATH={shlex.quote(paths['trainer'])} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
+            return connection.run(command, json.dumps(request).encode(), "gguf_export")
 
-    def _base_config(self, name: str, spec: Any) -> dict[str, Any]:
-        """Return config.json of the base model of a run, which its host has. Empty if it is not readable."""
-        folder = spec.get("model") if isinstance(spec, dict) else None
-        if not isinstance(folder, str) or not folder.startswith("/"):
-            return {}
-        reply = self.connections[name].call("read_files", {"folder": folder, "text": ["config.json"]})
-        try:
-            config = untrusted_json(reply["text"].get("config.json") or "{}")
-        except ReplyError:
-            return {}
-        return config if isinstance(config, dict) else {}
-
-    def _copy_files(self, run: TrainedRun) -> Path:
-        """Copy the tokenizer's files, and the adapter, to the controller; return their folder. Raises UserError."""
-        patterns = [f"{run.kind}/{pattern}" for pattern in _JSON_FILES]
-        patterns += ["adapter/adapter_model.safetensors"] if run.kind == "adapter" else []
-        folder = self.work / self.options.run
-        try:
-            copy_artifacts(self.connections[run.host.name], run.folder, folder, patterns)
-        except (RemoteError, OSError) as error:
-            raise UserError(f"{run.host.name}: {error}") from None
-        return folder / run.kind
-
-    def _tokens(self) -> list[str]:
-        """Return the tokens of the run's tokenizer by id; empty if there is no tokenizer.json that lists them all."""
-        try:
-            value = json.loads((self._local / "tokenizer.json").read_text(encoding="utf-8"))
-            ids = {int(number): str(token) for token, number in value["model"]["vocab"].items()}
-            ids |= {int(token["id"]): str(token["content"]) for token in value.get("added_tokens", [])}
-        except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
-            return []
-        return [ids[number] for number in range(len(ids))] if set(ids) == set(range(len(ids))) else []
+        self._exports[quantize] = FanOut({run.host.name: work})
 
     def _export(self, run: TrainedRun, quantize: str = "") -> dict[str, Any]:
         """Return the reply of trainer.gguf_export on the run's host, asked once. Raises RemoteError."""
         if quantize not in self._exports:
-            what = "convert the model and answer" if quantize else "answer"
-            self.report(f"{run.host.name}: {what} {self.options.run}")
-            files = {"trainer": trainer_archive(self.work.parent)}
-            files |= {"converter": self._converter_archive()} if quantize else {}
-            connection = self.connections[run.host.name]
-            paths = {kind: self._put(connection, path) for kind, path in files.items()}
-            request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
-            request["converter"] = paths.get("converter", "")
-            command = f"PYTHONPATH={shlex.quote(paths['trainer'])} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
-            done = FanOut(
-                {run.host.name: functools.partial(connection.run, command, json.dumps(request).encode(), "gguf_export")}
-            ).wait(EXPORT_LIMIT)
-            self._exports[quantize] = done.answers.get(run.host.name, {"error": done.errors.get(run.host.name)})
-        if "error" in self._exports[quantize]:
-            raise RemoteError(str(self._exports[quantize]["error"]))
-        return self._exports[quantize]
+            self._start_export(run, quantize)
+        done, name = self._exports[quantize].wait(EXPORT_LIMIT), run.host.name
+        if name in done.errors:
+            raise RemoteError(f"{name}: {done.errors[name]}")
+        return done.answers[name]
 
     def _answers(self, run: TrainedRun) -> dict[str, Any]:
-        known = next((reply for reply in self._exports.values() if "answers" in reply), None) or self._export(run)
-        answers: dict[str, Any] = known["answers"]
+        answers: dict[str, Any] = self._export(run, next(iter(self._exports), ""))["answers"]
         if not answers["prompts"] or len(answers["prompts"]) != len(answers["answers"]):
             raise RemoteError("the run's dataset has no prompt to compare answers with")
         return answers
@@ -273,14 +208,17 @@ class Deployment:
         """Return the reply of a node to a step of the verb `ollama`. Raises RemoteError."""
         reply = self.connections[name].call("ollama", self._request(name, step) | dict(more))
         try:
-            return checked_reply(f"ollama_{step}" if step in ("state", "create") else "ollama_change", reply)
+            return checked_reply(f"ollama_{step}", reply)
         except ReplyError as error:
             raise RemoteError(str(error)) from None
 
     def _states(self, tokens: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        more = {"base": self.options.deploy_base if self.options.deploy_as != "merged" else "", "tokens": tokens}
+        more = {"base": self._base_name(), "tokens": tokens}
         states, errors = self._ask("state", dict.fromkeys(self.hosts, more), STATE_LIMIT)
         return {name: states[name] for name in self.hosts if name in states}, errors
+
+    def _base_name(self) -> str:
+        return self.options.deploy_base if self.options.deploy_as != "merged" else ""
 
     def _check_owner(self, state: dict[str, Any]) -> None:
         """Check that a model of this name was deployed by trainyard. Raises UserError."""
@@ -381,27 +319,34 @@ class Deployment:
     def _install(self, run: TrainedRun, wanted: Mapping[str, Artifact]) -> tuple[dict[str, str], dict[str, str]]:
         """Create the model on the nodes at once; return a line for each that has it, and why another has not."""
         answers = self._answers(run)
-        for artifact in {art.sha256: art for art in wanted.values()}.values():
-            self._fetch(run, artifact)
-        calls = {name: functools.partial(self._create, name, artifact, answers) for name, artifact in wanted.items()}
-        done = FanOut(calls).wait(CREATE_LIMIT)
+        merged = {art.sha256: art for art in wanted.values() if not art.base}
+        try:
+            for artifact in merged.values():
+                self._fetch(run, artifact)
+            calls = {
+                name: functools.partial(self._create, name, artifact, answers) for name, artifact in wanted.items()
+            }
+            done = FanOut(calls).wait(CREATE_LIMIT)
+        finally:
+            for artifact in merged.values():  # the run's host and the servers have it
+                artifact.file.unlink(missing_ok=True)
         deployed, errors = {}, dict(done.errors)
-        accept: dict[str, dict[str, Any]] = {}
+        count = len(answers["prompts"])
         for name, reply in done.answers.items():
             equal, difference = compare(answers, reply["answers"])
-            count = len(answers["prompts"])
-            if equal < MIN_EQUAL["f16" if wanted[name].base else self.options.deploy_quantize] * count:
+            if not reply["accepted"] or equal < self._least(wanted[name], count):
                 errors[name] = (
                     f"the created model gives {equal} of {count} answers as the trained one does: it is removed, and "
                     f"{self.options.deploy_name} stays as it was; {difference}"
                 )
                 continue
-            accept[name] = {"key": wanted[name].key}
             how = f"adapter on {wanted[name].base}" if wanted[name].base else f"merged, {self.options.deploy_quantize}"
             deployed[name] = f"deployed {self.options.deploy_name} ({how}): {equal} of {count} answers as trained"
-        _, refused = self._ask("accept", accept, STATE_LIMIT)
-        self._ask("reject", {name: {} for name in [*errors, *refused] if name in wanted}, STATE_LIMIT)
-        return {name: text for name, text in deployed.items() if name not in refused}, errors | refused
+        return deployed, errors
+
+    def _least(self, artifact: Artifact, count: int) -> int:
+        """Return how many of `count` answers must be equal."""
+        return math.ceil(MIN_EQUAL["f16" if artifact.base else self.options.deploy_quantize] * count)
 
     def _fetch(self, run: TrainedRun, artifact: Artifact) -> None:
         """Copy the merged model from the run's host to the controller, unless it is there. Raises RemoteError, UserError."""
@@ -419,48 +364,58 @@ class Deployment:
             arrived = Path(aside) / "model.gguf"
             fetch_file(self.connections[run.host.name], gguf["path"], arrived, gguf["bytes"])
             if not arrived.exists() or sha256_file(arrived) != artifact.sha256:
-                raise RemoteError(f"{gguf['path']} arrived damaged: run the same command again")
+                raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
             arrived.replace(artifact.file)
 
     def _create(self, name: str, artifact: Artifact, answers: dict[str, Any]) -> dict[str, Any]:
-        """Copy the file to a node and create the model under a temporary name; return its answers. Raises RemoteError."""
+        """Copy the file to a node, which creates the model and answers; return its reply. Raises RemoteError."""
         connection = self.connections[name]
+        incoming = f"{connection.host.data_dir}/store/incoming"
         prompts = [
             prompt if "messages" in prompt else {"prompt": artifact.bos + prompt["prompt"]}
             for prompt in answers["prompts"]
         ]
         options = {"temperature": 0, "seed": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": answers["max_tokens"]}
         request = {
-            "file": self._put(connection, artifact.file),
+            "file": f"{incoming}/{artifact.sha256}-{secrets.token_hex(4)}",
             "sha256": artifact.sha256,
             "template": artifact.template,
             "base": artifact.base,
             "prompts": prompts,
             "options": options,
+            "expected": answers["answers"],
+            "least": self._least(artifact, len(prompts)),
+            "key": artifact.key,
         }
+        if self._call(name, "prepare", {"sha256": artifact.sha256, "incoming": incoming})["lacking"]:
+            connection.put(str(artifact.file), str(request["file"]))
         reply = self._call(name, "create", request)
         if len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")
         return reply
 
-    def _put(self, connection: HostConnection, source: Path) -> str:
-        """Copy a file to the store of a host unless it is there; return its path on the host. Raises RemoteError."""
-        digest, store = sha256_file(source), f"{connection.host.data_dir}/store"
-        target = f"{store}/deploy/{digest}{source.suffix}"
+    def _put(self, connection: HostConnection, sources: Mapping[str, Path]) -> dict[str, str]:
+        """Copy files to the store of a host unless they are there; return their paths on the host. Raises RemoteError."""
+        store = f"{connection.host.data_dir}/store"
+        digests = {kind: sha256_file(source) for kind, source in sources.items()}
+        targets = {kind: f"{store}/deploy/{digests[kind]}{source.suffix}" for kind, source in sources.items()}
         request = {
-            "files": {target: digest},
+            "files": {targets[kind]: digest for kind, digest in digests.items()},
             "arrived": {},
             "contents": {},
             "cache": f"{store}/digests-deploy.json",
             "incoming": f"{store}/incoming",
             "check": False,
         }
-        if target in connection.call("receive", request)["lacking"]:
-            aside = f"{store}/incoming/{digest}-deploy"
-            connection.put(str(source), aside)
-            if connection.call("receive", request | {"arrived": {target: aside}})["lacking"]:
-                raise RemoteError("a file that was copied is missing afterwards; run the same command again")
-        return target
+        lacking = connection.call("receive", request)["lacking"]
+        arrived = {}
+        for kind, source in sources.items():
+            if targets[kind] in lacking:
+                arrived[targets[kind]] = f"{store}/incoming/{digests[kind]}-deploy"
+                connection.put(str(source), arrived[targets[kind]])
+        if arrived and connection.call("receive", request | {"arrived": arrived})["lacking"]:
+            raise RemoteError("a file that was copied is missing afterwards; run the same command again")
+        return targets
 
 
 def server_urls(variables: Mapping[str, Any]) -> list[str]:
@@ -479,14 +434,12 @@ def server_urls(variables: Mapping[str, Any]) -> list[str]:
 
 def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:
     """Return the number of equal answers, and the first difference for a person."""
-    equal, difference = 0, ""
     for prompt, expected, got in zip(trained["prompts"], trained["answers"], answers, strict=True):
-        if expected.strip() == got.strip():
-            equal += 1
-        elif not difference:
+        if expected.strip() != got.strip():
             question = prompt["messages"][-1]["content"] if "messages" in prompt else prompt["prompt"]
             difference = f"{quoted(question)}: {quoted(got, _SHOWN)} instead of {quoted(expected, _SHOWN)}"
-    return equal, printable(difference, 3 * _SHOWN)
+            return equal_answers(trained["answers"], answers), printable(difference, 3 * _SHOWN)
+    return len(answers), ""
 
 
 def _shape(config: Mapping[str, Any]) -> list[Any]:

@@ -12,16 +12,18 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from trainer.config import TINY, RunSpec
+from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import MAX_SECONDS, declare, split_words
-from trainer.data.json_files import json_records
+from trainer.data.files import is_hub_id
+from trainer.data.samples import read_records, source_of
 from trainer.data.shapes import to_sample
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.formats import clock, printable, quoted, thousands
-from trainer.inputs import user_path
+from trainer.inputs import path_kind, user_path
 from trainyard.connection import Host
 from trainyard.extra_vars import read_run_spec
-from trainyard.ollama.answers import AnswerFile, answer_key, answers_path
+from trainyard.ollama.answers import AnswerFile, answer_keys, answers_path
 from trainyard.ollama.client import Answer
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
 from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
@@ -40,7 +42,9 @@ class DistillOptions(PlaybookOptions):
 
     teacher: str = declare("", "name of the Ollama model that answers, such as `llama3:8b`", min_length=1)
     prompts: str = declare(
-        "", "file of prompts: the dataset shapes with or without an answer, or objects with `prompt`", min_length=1
+        "",
+        "file, folder or hub id of prompts: the dataset shapes with or without an answer, or records with `prompt`",
+        min_length=1,
     )
     samples: int = declare(1, "answers to each prompt", ge=1, le=1000)
     temperature: float = declare(0.7, "temperature of the teacher", ge=0, le=100)
@@ -52,13 +56,16 @@ class DistillOptions(PlaybookOptions):
     )
     teacher_mixed: bool = declare(False, "accept teachers with different digests of the model")
     teacher_pull: bool = declare(False, "pull the model on hosts that do not have it")
+    teacher_copy: bool = declare(
+        False, "copy the model to hosts of the play that do not have it, from a host of the cluster that does"
+    )
     thinking: Literal["drop", "keep"] = declare("drop", "what happens to the teacher's thinking before an answer")
     keep_cut: bool = declare(False, "train on answers that max_tokens has cut off")
     near_duplicates: float = declare(
         0.9, "similarity of two answers from which the second is left out; 0: none is", ge=0, le=1
     )
     eval_prompts: str = declare(
-        "", "file of evaluation prompts; answers to prompts that overlap with them are left out"
+        "", "evaluation prompts, as prompts; answers to prompts that overlap with them are left out"
     )
     answer_limit: float = declare(1800.0, "maximum time for one answer", unit="seconds", gt=0, le=MAX_SECONDS)
     hybrid: bool = declare(False, "train each student data-parallel over several hosts")
@@ -79,40 +86,53 @@ def make_distill_options(values: Mapping[str, Any]) -> DistillOptions:
 # Prompts ----------------------------------------------------------------------------------------------------------------
 
 
-def read_prompts(path: Path, system: str = "") -> list[list[dict[str, str]]]:
-    """Return the chats of a file of prompts, each up to its last user message, without repeats.
+def read_prompts(path: Path, system: str = "", spec: RunSpec | None = None) -> list[list[dict[str, str]]]:
+    """Return the chats of a dataset of prompts, each up to its last user message, without repeats.
 
     Args:
-        path: a file of the trainer's dataset shapes with or without the answer, or of objects with `prompt`.
+        path: a file, a folder or a hub id as of a run's `dataset`, in the trainer's shapes with or without the answer, or
+            of objects with `prompt`.
         system: system message for chats that have none.
+        spec: with `columns`, `dataset_split` and `dataset_config` of the prompts.
 
     Raises:
-        UserError: the file cannot be read, or a record has no prompt.
+        UserError: the dataset cannot be read, or a record has no prompt.
     """
+    if not path_kind(path) and not is_hub_id(str(path)):
+        raise UserError(f"prompts: no such file: {printable(path)}: give a file or folder of this machine, or a hub id")
+    source = prompt_source(path, spec)
     chats: dict[str, list[dict[str, str]]] = {}
     try:
-        for number, record in json_records(path):
+        for where, record in read_records(source):
             try:
-                chat = _chat(record)
+                chat = _chat(record, source.columns)
             except ValueError as error:
-                raise UserError(f"{path}:{number}: {error}") from None
+                raise UserError(f"{where.removeprefix('dataset: ')}: {error}") from None
             if system and chat[0]["role"] != "system":
                 chat.insert(0, {"role": "system", "content": system})
             chats.setdefault(json.dumps(chat, sort_keys=True), chat)
-    except OSError as error:
-        raise UserError(f"prompts: cannot read {path}: {error.strerror}") from None
+    except UserError as error:
+        raise UserError(f"prompts: {str(error).removeprefix('dataset: ')}") from None
     if not chats:
         raise UserError(f'prompts: {path} is empty: expected one JSON object per line, such as {{"prompt": "..."}}')
     return list(chats.values())
 
 
-def _chat(record: Any) -> list[dict[str, str]]:
+def prompt_source(path: Path, spec: RunSpec | None = None) -> DatasetSource:
+    """Return the dataset of prompts at a path, with the settings of a run spec."""
+    if spec is None:
+        return source_of(path)
+    return spec.model_copy(update={"dataset": str(path)}).sources[0]
+
+
+def _chat(record: Any, columns: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the messages of a record up to its last user message. Raises ValueError."""
     row = record
     if isinstance(record, dict):
-        listed = isinstance(record.get("prompt"), list)
-        row = {"messages": record["prompt"]} if listed else {"output": "", "completion": "", **record}
-    sample = to_sample(row)
+        given = {name: value for name, value in record.items() if value is not None}  # tables have null for no answer
+        listed = isinstance(given.get("prompt"), list)
+        row = {"messages": given["prompt"]} if listed else {"output": "", "completion": "", **given}
+    sample = to_sample(row, columns)
     if not sample.messages:
         text, trained = sample.pieces[0]
         if trained:
@@ -126,9 +146,12 @@ def _chat(record: Any) -> list[dict[str, str]]:
     return messages
 
 
-def read_evaluation(path: Path) -> list[str]:
-    """Return the texts of the evaluation prompts of a file. Raises UserError as `read_prompts`."""
-    return [prompt_text(chat) for chat in read_prompts(path)]
+def read_evaluation(options: DistillOptions, spec: RunSpec | None = None) -> list[str]:
+    """Return the texts of the evaluation prompts, none without `eval_prompts`. Raises UserError as `read_prompts`."""
+    if not options.eval_prompts:
+        return []
+    path = user_path(options.eval_prompts, "eval_prompts")
+    return [prompt_text(chat) for chat in read_prompts(path, spec=spec)]
 
 
 # Answers ----------------------------------------------------------------------------------------------------------------
@@ -142,11 +165,13 @@ class Questions:
         chats: the prompts.
         options: see DistillOptions.
         seed: of the first sample of each prompt.
+        logprobs: whether the answers shall have the log-probabilities of their tokens.
     """
 
     chats: Sequence[list[dict[str, str]]]
     options: DistillOptions
     seed: int = 1
+    logprobs: bool = False
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield one prompt per answer, all first samples first."""
@@ -156,7 +181,7 @@ class Questions:
                 "num_predict": self.options.max_tokens,
                 "seed": self.seed + sample,
             }
-            yield from (Prompt(chat, settings, sample) for chat in self.chats)
+            yield from (Prompt(chat, settings, sample, self.logprobs) for chat in self.chats)
 
     def __len__(self) -> int:
         return len(self.chats) * self.options.samples
@@ -168,7 +193,7 @@ def missing_prompts(questions: Questions, digests: Iterable[str], answers: Answe
     return [
         prompt
         for prompt in questions.prompts()
-        if not any(answer_key(digest, prompt.messages, prompt.options, prompt.sample) in answers for digest in known)
+        if not any(key in answers for digest in known for key in answer_keys(digest, prompt))
     ]
 
 
@@ -200,16 +225,16 @@ def wanted_records(questions: Questions, digests: Iterable[str], answers: Answer
     known = sorted(digests)
     prompts = list(questions.prompts())
     places = {
-        answer_key(digest, prompt.messages, prompt.options, prompt.sample): place
-        for digest in reversed(known)
+        key: (place, choice)
         for place, prompt in enumerate(prompts)
+        for choice, key in enumerate(key for digest in known for key in answer_keys(digest, prompt))
     }
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, tuple[int, dict[str, Any]]] = {}
     for record in answers.records():
-        place = places.get(record["key"])
-        if place is not None and (place not in found or record["digest"] < found[place]["digest"]):
-            found[place] = record
-    return [found[place] for place in sorted(found)]
+        place, choice = places.get(record["key"], (-1, 0))
+        if place >= 0 and (place not in found or choice < found[place][0]):
+            found[place] = choice, record
+    return [found[place][1] for place in sorted(found)]
 
 
 def write_dataset(samples: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> Path:
@@ -225,16 +250,23 @@ def write_dataset(samples: Sequence[Mapping[str, Any]], folder: Path, stem: str)
 
 
 def make_dataset(
-    options: DistillOptions, seed: int, nodes: Sequence[Node], answers: AnswerFile, folder: Path, report: Report
+    questions: Questions,
+    evaluation: Sequence[str],
+    nodes: Sequence[Node],
+    answers: AnswerFile,
+    folder: Path,
+    report: Report,
 ) -> tuple[Path, Filtered]:
     """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
 
+    Args:
+        evaluation: texts of the evaluation prompts.
+
     Raises:
-        UserError: a file of prompts cannot be read, no node answers, or no answer is left.
+        UserError: no node answers, or no answer is left.
         DiskError: the disk is full.
     """
-    questions = Questions(read_prompts(user_path(options.prompts, "prompts"), options.system), options, seed)
-    evaluation = read_evaluation(user_path(options.eval_prompts, "eval_prompts")) if options.eval_prompts else []
+    options = questions.options
     result = collect_answers(questions, nodes, answers, report)
     if result:
         report(pool_summary(result))
@@ -247,6 +279,7 @@ def make_dataset(
         keep_cut=options.keep_cut,
         similarity=options.near_duplicates,
         evaluation=evaluation,
+        logprobs=questions.logprobs,
     )
     for line in filtered.lines():
         report(line)
@@ -325,13 +358,17 @@ class Distillation:
                 RunSession(
                     self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report
                 ).prepare()
-        chats = read_prompts(user_path(options.prompts, "prompts"), options.system)
+        first = self.specs[0]
+        chats = read_prompts(user_path(options.prompts, "prompts"), options.system, first)
+        evaluation = read_evaluation(options, first)
+        logprobs = any(spec.needs_logprobs for spec in self.specs)
         nodes = find_teachers(
             self.machines,
             options.teacher,
             untrusted=options.teachers == "all",
             mixed=options.teacher_mixed,
             pull=options.teacher_pull and not check,
+            logprobs=logprobs,
             limit=options.answer_limit,
             report=self.report,
         )
@@ -340,9 +377,12 @@ class Distillation:
         if check:
             return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}"}
         with AnswerFile(answers_path(work, options.teacher)) as answers:
-            dataset, filtered = make_dataset(options, self.specs[0].seed, nodes, answers, work / "distill", self.report)
+            questions = Questions(chats, options, first.seed, logprobs)
+            dataset, filtered = make_dataset(questions, evaluation, nodes, answers, work / "distill", self.report)
         self.report(f"dataset: {dataset}")
-        specs = [spec.model_copy(update={"dataset": str(dataset)}) for spec in self.specs]
+        # The settings of the prompts' columns are not those of the dataset.
+        change = {"dataset": str(dataset), "dataset_split": "train", "dataset_config": "", "columns": {}}
+        specs = [spec.model_copy(update=change) for spec in self.specs]
         runs = train_students(
             specs,
             self.hosts,

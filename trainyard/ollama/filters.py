@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from trainyard.ollama.logprobs import align, unpack
+
 REASONS = {
     "cut": "cut off at max_tokens",
     "empty": "empty",
@@ -36,16 +38,21 @@ _PRIME = (1 << 61) - 1
 class Filtered:
     """The samples to train on, and how many answers were left out for each reason of REASONS.
 
-    `samples` are records of the dataset shape `messages`.
+    `samples` are records of the dataset shape `messages`, with `teacher_logprobs` where these are wanted. `without_logprobs`
+    counts the samples that have none, although they are wanted: None where they are not.
     """
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    without_logprobs: int | None = None
 
     def lines(self) -> list[str]:
         """Return what was kept and left out, for people."""
         left_out = ", ".join(f"{count} {REASONS[name]}" for name, count in self.counts.items())
-        return [f"{len(self.samples)} answers to train on" + (f"; left out: {left_out}" if left_out else "")]
+        lines = [f"{len(self.samples)} answers to train on" + (f"; left out: {left_out}" if left_out else "")]
+        if self.without_logprobs:
+            lines.append(f"{self.without_logprobs} of them have no log-probabilities and train on the text alone")
+        return lines
 
 
 def filter_answers(
@@ -55,6 +62,7 @@ def filter_answers(
     keep_cut: bool = False,
     similarity: float = 0.9,
     evaluation: Sequence[str] = (),
+    logprobs: bool = False,
 ) -> Filtered:
     """Return the samples of these answers.
 
@@ -64,8 +72,9 @@ def filter_answers(
         keep_cut: keep answers that the limit of tokens has cut off.
         similarity: Jaccard similarity of two samples (of their runs of 3 words) from which the second is left out; 0: none is.
         evaluation: texts of the evaluation prompts.
+        logprobs: give the samples the log-probabilities of the answers.
     """
-    result = Filtered()
+    result = Filtered(without_logprobs=0 if logprobs else None)
     blocked = _Overlap(evaluation)
     seen: set[bytes] = set()
     near = NearDuplicates(similarity) if similarity else None
@@ -88,8 +97,13 @@ def filter_answers(
             reason = "near_duplicate"
         else:
             seen.add(digest)
-            answer = {"role": "assistant", "content": text}
-            result.samples.append({"messages": [*record["messages"], answer]})
+            sample: dict[str, Any] = {"messages": [*record["messages"], {"role": "assistant", "content": text}]}
+            if result.without_logprobs is not None:
+                if found := align(unpack(record.get("logprobs")), text):
+                    sample["teacher_logprobs"] = found
+                else:
+                    result.without_logprobs += 1
+            result.samples.append(sample)
             continue
         result.counts[reason] += 1
     return result

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from trainer.config.fields import declare
 from trainer.errors import UserError
 from trainer.formats import printable, quoted
 from trainer.inputs import user_path
@@ -25,15 +26,15 @@ class DeployOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    run: str = Field("", description="Name of the run, which has finished")
-    deploy_name: str = Field(description="Name of the model in Ollama, such as mine:latest")
-    deploy_base: str = Field("", description="Model of the nodes that is the base of an adapter, such as llama3.1:8b")
-    deploy_as: Literal["auto", "adapter", "merged"] = Field(
-        "auto", description="`adapter` needs deploy_base; `auto` takes the adapter where the base of a node fits"
+    run: str = declare("", "name of the run, which has finished")
+    deploy_name: str = declare("", "name of the model in Ollama, such as `mine:latest`")
+    deploy_base: str = declare("", "model of the hosts that is the base of the adapter, such as `llama3.1:8b`")
+    deploy_as: Literal["auto", "adapter", "merged"] = declare(
+        "auto", "`adapter` needs deploy_base; `auto`: the adapter where the base of a host fits, else the merged model"
     )
-    deploy_quantize: Literal["f16", "q8_0"] = Field("f16", description="Type of the weights of a merged model")
-    deploy_replace: bool = Field(False, description="Replace a model of this name that trainyard has not deployed")
-    template: str = Field("", description="File with a Go template, instead of the derived one")
+    deploy_quantize: Literal["f16", "q8_0"] = declare("f16", "type of the weights of a merged model")
+    deploy_replace: bool = declare(False, "replace a model of this name that trainyard has not deployed")
+    template: str = declare("", "file with a Go template, instead of the derived one")
 
     @field_validator("run")
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import math
 import queue
 import random
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from trainer.errors import UserError
 from trainer.formats import clock, printable, thousands
 from trainyard.ollama.client import Answer, Cancel, OllamaClient, OllamaError
+from trainyard.ollama.logprobs import LogprobReader
 
 MAX_IN_FLIGHT = 64  # requests of one node
 QUEUE_SECONDS = 0.05  # time in a node's queue that is short for any answer
@@ -38,11 +40,18 @@ _TICK = 0.2  # s between two looks at silent and failed nodes
 
 @dataclass
 class Prompt:
-    """One chat to answer. `options` are those of the model; `sample` counts repeated answers to the same chat."""
+    """One chat to answer.
+
+    Attributes:
+        options: of the model, with `num_predict` where log-probabilities are wanted.
+        sample: counts repeated answers to the same chat.
+        logprobs: whether the answer shall have the log-probabilities of its tokens.
+    """
 
     messages: Sequence[Mapping[str, str]]
     options: Mapping[str, Any]
     sample: int = 0
+    logprobs: bool = False
     strikes: int = 0
     losses: int = 0
 
@@ -88,9 +97,12 @@ class OllamaNode:
 
     def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
         """Return the answer to a prompt."""
-        return self.client.chat(
-            self.model, prompt.messages, options=prompt.options, deadline=self.limit, first=self.limit, cancel=cancel
-        )
+        more: dict[str, Any] = {"deadline": self.limit, "first": self.limit, "cancel": cancel}
+        reader = LogprobReader()
+        if prompt.logprobs:
+            more |= reader.request(int(prompt.options["num_predict"]))
+        answer = self.client.chat(self.model, prompt.messages, options=prompt.options, **more)
+        return dataclasses.replace(answer, logprobs=reader.packed())
 
     def probe(self) -> None:
         """Return if the server answers at all."""

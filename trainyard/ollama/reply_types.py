@@ -30,11 +30,16 @@ class OllamaState(OpenReply):
     base: OllamaBase | None
 
 
+class OllamaPrepare(OpenReply):
+    lacking: Flag
+
+
 class OllamaCreate(OpenReply):
     answers: Annotated[list[Text], Field(max_length=1000)]
+    accepted: Flag
 
 
-class OllamaChange(OpenReply):
+class OllamaRemove(OpenReply):
     changed: Flag
     foreign: NotRequired[Flag]
 
@@ -66,7 +71,8 @@ class GgufExport(OpenReply):
 
 OLLAMA_REPLY_TYPES: dict[str, Any] = {
     "ollama_state": OllamaState,
+    "ollama_prepare": OllamaPrepare,
     "ollama_create": OllamaCreate,
-    "ollama_change": OllamaChange,
+    "ollama_remove": OllamaRemove,
     "gguf_export": GgufExport,
 }

@@ -10,9 +10,11 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.formats import printable
 from trainyard.ollama.client import OllamaClient, OllamaError, full_name
+from trainyard.ollama.logprobs import FIRST_VERSION
 from trainyard.ollama.pool import OllamaNode
 
 DEFAULT_PORT = 11434
+DEFAULT_MODELS = "/var/lib/ollama"  # of roles/ollama
 MAX_SHOWN = 5  # machines named in a message
 
 
@@ -25,11 +27,13 @@ class Candidate:
         url: of its server.
         trusted: whether it is a host of the cluster whose host key is the known one. Others get no prompts unless the
             user says so.
+        models: folder of its models, as far as the inventory says it.
     """
 
     name: str
     url: str
     trusted: bool
+    models: str = ""
 
 
 def candidates(
@@ -45,7 +49,8 @@ def candidates(
     for name in [*members, *discovered]:
         values = variables[name]
         trusted = name in members and values.get("discovered_ready", True) is not False
-        candidate = Candidate(name, _url(name, values), trusted)
+        installed = DEFAULT_MODELS if values.get("ollama_state") == "present" else ""
+        candidate = Candidate(name, _url(name, values), trusted, str(values.get("ollama_models") or installed))
         if candidate.url not in found:
             found[candidate.url] = candidate
     return list(found.values())
@@ -60,11 +65,14 @@ def _url(name: str, values: Mapping[str, Any]) -> str:
 
 
 @dataclass
-class _Found:
+class Found:
+    """What a server says about the model. `digest` is empty if it does not have it; `error` says why it does not answer."""
+
     candidate: Candidate
     client: OllamaClient | None = None
     digest: str = ""
     error: str = ""
+    version: tuple[int, int, int] = (0, 0, 0)
 
 
 def find_teachers(
@@ -74,6 +82,7 @@ def find_teachers(
     untrusted: bool = False,
     mixed: bool = False,
     pull: bool = False,
+    logprobs: bool = False,
     limit: float = 1800.0,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[OllamaNode]:
@@ -84,19 +93,22 @@ def find_teachers(
         untrusted: include machines that are not trusted.
         mixed: accept different digests of the model.
         pull: let servers without the model pull it.
+        logprobs: the servers must give log-probabilities.
         limit: seconds for one answer.
 
     Raises:
-        UserError: no server has the model, or the digests differ.
+        UserError: no server has the model, the digests differ, or a server is too old for log-probabilities.
     """
     allowed = [machine for machine in machines if machine.trusted or untrusted]
     if left_out := [machine.name for machine in machines if machine not in allowed]:
-        report(f"not trusted, so they get no prompts: {_names(left_out)}; to include them: -e teachers=all")
-    found = _ask(allowed, lambda machine: _query(machine, model))
+        report(f"not trusted, so they get no prompts: {shown_names(left_out)}; to include them: -e teachers=all")
+    found = ask_servers(allowed, lambda machine: find_model(machine, model))
     missing = [each for each in found if not each.digest and not each.error]
     if missing and pull:
-        report(f"pulling {printable(model, 80)} on {_names(each.candidate.name for each in missing)}")
-        pulled = {each.candidate: each for each in _ask([e.candidate for e in missing], lambda m: _pull(m, model))}
+        report(f"pulling {printable(model, 80)} on {shown_names(each.candidate.name for each in missing)}")
+        pulled = {
+            each.candidate: each for each in ask_servers([e.candidate for e in missing], lambda m: _pull(m, model))
+        }
         found = [pulled.get(each.candidate, each) for each in found]
         missing = [each for each in found if not each.digest and not each.error]
     for each in found:
@@ -104,7 +116,8 @@ def find_teachers(
             report(f"{printable(each.candidate.name, 40)} does not teach: {each.error}")
     if missing:
         report(
-            f"without {printable(model, 80)}: {_names(each.candidate.name for each in missing)}; to pull it there: -e teacher_pull=true"
+            f"without {printable(model, 80)}: {shown_names(each.candidate.name for each in missing)}; to pull it there: "
+            "-e teacher_pull=true; to copy it: -e teacher_copy=true"
         )
     teachers = [
         OllamaNode(each.candidate.name, each.client, full_name(model), each.digest, limit)
@@ -119,10 +132,23 @@ def find_teachers(
             f"teacher: the hosts have different models under the name {model} ({shown}): pull it again on them, or accept "
             "answers of all with -e teacher_mixed=true"
         )
+    if logprobs:
+        _require_logprobs([each for each in found if each.digest])
     return teachers
 
 
-def _none(model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate], found: Sequence[_Found]) -> str:
+def _require_logprobs(found: Sequence[Found]) -> None:
+    """Raise UserError if a server is older than log-probabilities: it would ignore the request silently."""
+    first = ".".join(map(str, FIRST_VERSION))
+    if old := [each for each in found if each.version < FIRST_VERSION]:
+        shown = shown_names(f"{each.candidate.name} has {'.'.join(map(str, each.version))}" for each in old)
+        raise UserError(
+            f"teacher: distill_alpha needs log-probabilities, which Ollama gives from {first} on ({shown}): update it there, "
+            "or set distill_alpha=0"
+        )
+
+
+def _none(model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate], found: Sequence[Found]) -> str:
     if not allowed:
         others = (
             f" ({len(machines)} discovered machines are not trusted: -e teachers=all asks them)" if machines else ""
@@ -134,29 +160,32 @@ def _none(model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate
     return f"teacher: no host has {model}: pull it with ollama pull, or with -e teacher_pull=true"
 
 
-def _ask(machines: Sequence[Candidate], question: Callable[[Candidate], _Found]) -> list[_Found]:
+def ask_servers(machines: Sequence[Candidate], question: Callable[[Candidate], Found]) -> list[Found]:
+    """Return the answers of all servers to a question, asked at the same time."""
     with concurrent.futures.ThreadPoolExecutor(max(1, min(64, len(machines)))) as executor:
         return list(executor.map(question, machines))
 
 
-def _query(machine: Candidate, model: str) -> _Found:
+def find_model(machine: Candidate, model: str) -> Found:
+    """Ask a server for a model."""
     try:
         client = OllamaClient(machine.url)
-        return _Found(machine, client, client.digest(model))
+        return Found(machine, client, client.digest(model), version=client.version())
     except OllamaError as error:
-        return _Found(machine, error=str(error))
+        return Found(machine, error=str(error))
 
 
-def _pull(machine: Candidate, model: str) -> _Found:
+def _pull(machine: Candidate, model: str) -> Found:
     try:
         client = OllamaClient(machine.url, idle_timeout=600.0)
         client.pull(full_name(model))
-        return _Found(machine, OllamaClient(machine.url), client.digest(model))
     except OllamaError as error:
-        return _Found(machine, error=f"cannot pull the model: {error}")
+        return Found(machine, error=f"cannot pull the model: {error}")
+    return find_model(machine, model)
 
 
-def _names(names: Iterable[str]) -> str:
+def shown_names(names: Iterable[str]) -> str:
+    """Return the first names for a message."""
     shown = [printable(name, 40) for name in names]
     more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
     return ", ".join(shown[:MAX_SHOWN]) + more

@@ -14,10 +14,14 @@ from typing import Any
 
 from trainer.supervise.files import write_atomic
 from trainyard.ollama.client import OllamaClient, OllamaError, full_name
+from trainyard.remote.receive import prepare_incoming
 
 NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`
 ADAPTERS_END, ADAPTERS_AGAIN = (0, 6, 0), (0, 30, 0)  # the versions between ran models without adapters
-_CHECK_TAG = "trainyard-check"
+_CHECK_TAG, _OLD_TAG = (
+    "trainyard-check",
+    "trainyard-old",
+)  # of the model that is checked, and of the one that it replaces
 _ANSWER_LIMIT = 300.0  # s for one answer, with the time to load the model
 _CREATE_LIMIT = 1800.0  # s
 _SHAPE = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
@@ -27,7 +31,7 @@ def ollama(request: dict[str, Any]) -> dict[str, Any]:
     """Carry out one step of a deployment.
 
     Args:
-        request: `step`: `state`, `create`, `accept`, `reject` or `remove`; `urls` of the server, the first that answers is
+        request: `step`: `state`, `prepare`, `create` or `remove`; `urls` of the server, the first that answers is
             taken; `name` of the model; `records`, the folder of the records; and what the step takes.
 
     Returns:
@@ -41,6 +45,11 @@ def ollama(request: dict[str, Any]) -> dict[str, Any]:
         return dict(_STEPS[request["step"]](client, request))
     except OllamaError as error:
         raise ValueError(f"Ollama: {error}") from None
+
+
+def equal_answers(expected: list[str], answers: list[str]) -> int:
+    """Return the number of equal answers, without regard to spaces around them."""
+    return sum(one.strip() == other.strip() for one, other in zip(expected, answers, strict=True))
 
 
 def _connect(urls: list[str]) -> OllamaClient:
@@ -87,28 +96,50 @@ def _describe(client: OllamaClient, request: dict[str, Any], digest: str) -> dic
     }
 
 
+def _prepare(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
+    """Return whether the server lacks the blob `sha256`; if so, create the folder `incoming` for its file."""
+    lacking = not client.has_blob(request["sha256"])
+    if lacking:
+        prepare_incoming(Path(request["incoming"]))
+    return {"lacking": lacking}
+
+
 def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
-    """Create the model under a temporary name and ask it.
+    """Create the model under a temporary name, ask it, and give it its name if it answers as trained.
+
+    The server checks the digest of the file, which is removed afterwards. Otherwise the model that has the name stays.
 
     Args:
-        request: `file`, path of the GGUF file; `sha256` of it; `base`, the base of an adapter, or empty for a whole model;
-            `template`; `prompts`, `options`.
+        request: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an adapter, or
+            empty for a whole model; `template`; `prompts`, `options`; `expected`, one answer for each prompt, of which
+            `least` must be equal; `key`, which identifies what is deployed.
 
     Returns:
-        `answers`, one text for each prompt.
+        `answers`, one text for each prompt; `accepted`.
     """
-    name, digest = _check_name(request), request["sha256"]
-    client.put_blob(Path(request["file"]), digest, deadline=_CREATE_LIMIT)
-    client.delete(name)
-    client.create(create_body(client.version(), name, request), deadline=_CREATE_LIMIT)
-    answers = []
-    for prompt in request["prompts"]:
-        more: dict[str, Any] = {"options": request["options"], "deadline": _ANSWER_LIMIT, "first": _ANSWER_LIMIT}
-        if "messages" in prompt:
-            answers.append(client.chat(name, prompt["messages"], **more).text)
-        else:
-            answers.append(client.generate(name, prompt["prompt"], raw=True, **more).text)
-    return {"answers": answers}
+    temporary, file = _tagged(request, _CHECK_TAG), Path(request["file"])
+    try:
+        client.put_blob(file, request["sha256"], deadline=_CREATE_LIMIT)
+        client.delete(temporary)
+        client.create(create_body(client.version(), temporary, request), deadline=_CREATE_LIMIT)
+        answers = [_answer(client, temporary, prompt, request["options"]) for prompt in request["prompts"]]
+        accepted = equal_answers(request["expected"], answers) >= request["least"]
+        if accepted:
+            _accept(client, request, temporary)
+        return {"answers": answers, "accepted": accepted}
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing; run the same command again") from None
+    finally:
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(OllamaError):
+            client.delete(temporary)
+
+
+def _answer(client: OllamaClient, name: str, prompt: dict[str, Any], options: dict[str, Any]) -> str:
+    more: dict[str, Any] = {"options": options, "deadline": _ANSWER_LIMIT, "first": _ANSWER_LIMIT}
+    if "messages" in prompt:
+        return client.chat(name, prompt["messages"], **more).text
+    return client.generate(name, prompt["prompt"], raw=True, **more).text
 
 
 def create_body(version: tuple[int, int, int], name: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -125,21 +156,17 @@ def create_body(version: tuple[int, int, int], name: str, request: dict[str, Any
     return {"model": name, "modelfile": f'{head}\nTEMPLATE """{template}"""\n'}
 
 
-def _accept(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
-    """Give the model its name, remove the temporary one and write the record. `key` identifies what was deployed."""
-    name = full_name(request["name"])
-    client.copy(_check_name(request), name)
-    client.delete(_check_name(request))
+def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> None:
+    """Give the model its name and write the record. Deleting the replaced model removes the files that only it used."""
+    name, old = full_name(request["name"]), _tagged(request, _OLD_TAG)
+    if client.digest(name):
+        client.copy(name, old)
+    client.copy(temporary, name)
+    client.delete(old)
     record = {"name": name, "key": request["key"], "digest": client.digest(name)}
     path = _record_path(request)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(record).encode())
-    return {"changed": True}
-
-
-def _reject(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
-    """Remove the temporary model."""
-    return {"changed": client.delete(_check_name(request))}
 
 
 def _remove(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
@@ -149,13 +176,14 @@ def _remove(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     ours = record is not None and digest in ("", record["digest"])
     if request["check"] or not ours:
         return {"changed": bool(ours), "foreign": bool(digest and not ours)}
-    client.delete(name)
+    for model in (name, _tagged(request, _CHECK_TAG), _tagged(request, _OLD_TAG)):
+        client.delete(model)
     _record_path(request).unlink(missing_ok=True)
     return {"changed": True, "foreign": False}
 
 
-def _check_name(request: dict[str, Any]) -> str:
-    return f"{full_name(request['name']).rpartition(':')[0]}:{_CHECK_TAG}"
+def _tagged(request: dict[str, Any], tag: str) -> str:
+    return f"{full_name(request['name']).rpartition(':')[0]}:{tag}"
 
 
 def _record_path(request: dict[str, Any]) -> Path:
@@ -170,4 +198,4 @@ def _read_record(request: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-_STEPS = {"state": _state, "create": _create, "accept": _accept, "reject": _reject, "remove": _remove}
+_STEPS = {"state": _state, "prepare": _prepare, "create": _create, "remove": _remove}

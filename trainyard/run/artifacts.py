@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from trainer.formats import counted
 from trainyard.connection import FanOut, HostConnection, RemoteError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.copy_files import copy_artifacts, fetch_file, put_file
@@ -27,18 +29,22 @@ ARTIFACTS = [
     "logs/*.log",
     "tensorboard/*",
 ]
+ADAPTER_CONFIG = "adapter/adapter_config.json"
 LOG_LIMIT = 256 << 20  # bytes; a larger log stays on its host
 _STATE = re.compile(r"state/rank(\d{1,6})\.json")
 _LOG = re.compile(r"logs/((?:rank|torchrun\.)\d{1,6}\.log)")
 _DIGESTS = ("adapter_sha256", "model_sha256")
 
 
-def collect_artifacts(entries: list[dict[str, Any]], connect: Connect, copy_to: str = "") -> dict[str, Any]:
+def collect_artifacts(
+    entries: list[dict[str, Any]], connect: Connect, copy_to: str = "", base_model: str = ""
+) -> dict[str, Any]:
     """Collect the results of a run that has ended.
 
     Args:
         entries: the plan, the head first.
         copy_to: folder on the controller that receives the artifacts below the run's name; empty: none.
+        base_model: what loads the base model on the controller, for the copy of an adapter; empty: unknown.
 
     Returns:
         `result`, the head's result.json; `lines`, the summary; `changed`, whether a file was copied.
@@ -60,8 +66,9 @@ def collect_artifacts(entries: list[dict[str, Any]], connect: Connect, copy_to: 
             copied = _gather_logs(entries, results, connections, Path(folder))
         if copy_to:
             target = Path(copy_to).expanduser() / run
-            copied += copy_artifacts(connections[head["host"]], head["run_dir"], target, ARTIFACTS)
-    except RemoteError as error:
+            edits = {ADAPTER_CONFIG: functools.partial(with_base_model, base_model)} if base_model else {}
+            copied += copy_artifacts(connections[head["host"]], head["run_dir"], target, ARTIFACTS, edits)
+    except (RemoteError, ReplyError) as error:
         raise RunError(f"{head['host']}: {error}") from None
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from None
@@ -173,11 +180,11 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
     samples = f"{result['tokens']} tokens of {result['samples']} samples (without the eval split)"
     lines = [
         f"run {result['run']} {result['status']}: {result['step']} of {result['steps']} steps on "
-        f"{result['world_size']} ranks, {hosts} hosts",
+        f"{counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
         f"  loss         {losses}{change}",
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
-        f"  {kind:<12} {head['run_dir']}/{kind}{where}",
+        f"  {kind:<12} {head['run_dir']}/{kind}{where}{_averaged(result)}",
         *([f"  merged       {head['run_dir']}/merged{where}"] if result.get("merged") else []),
         f"  logs         {head['run_dir']}/logs",
     ]
@@ -186,6 +193,23 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
         lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection)}"]
     lines.append("to start another run, change an option; -e run=NAME sets its name")
     return lines
+
+
+def with_base_model(name: str, config: bytes) -> bytes:
+    """Return peft's configuration of an adapter with the name of its base model replaced. Raises ReplyError."""
+    values = untrusted_json(config.decode(errors="replace"))
+    if not isinstance(values, dict):
+        raise ReplyError(f"sent an {ADAPTER_CONFIG} that is no JSON object")
+    return json.dumps(values | {"base_model_name_or_path": name}, indent=2, sort_keys=True).encode()
+
+
+def _averaged(result: dict[str, Any]) -> str:
+    """Return the rank of an averaged adapter, which is not lora_r."""
+    if not result.get("adapter_rank"):
+        return ""
+    error = result.get("averaging_error")
+    exact = "the exact mean of the workers" if error is None else f"{100 * error:.2g} % from the exact mean"
+    return f" (rank {result['adapter_rank']}, {exact})"
 
 
 def tensorboard_command(folder: str, connection: HostConnection) -> str:

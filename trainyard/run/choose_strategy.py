@@ -56,22 +56,27 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
 
 @contextlib.contextmanager
 def spec_here(spec: dict[str, Any], files: list[dict[str, Any]]) -> Iterator[RunSpec]:
-    """Yield the spec with a model that the controller can read: its folder here, or the config.json of a host.
+    """Yield the spec with models that the controller can read: their folders here, or the config.json of a host.
 
     Args:
-        files: the files of the prepared run, among them the model.
+        files: the files of the prepared run, among them the model and the teacher.
 
     Raises:
         UserError: the spec is invalid.
     """
-    file = next((file for file in files if file["kind"] == "model" and spec["model"] != TINY), None)
     fields = {name: value for name, value in spec.items() if name in FIELDS}
-    if file is None or file["src"]:
-        yield make_spec(fields | ({"model": file["src"]} if file else {}), "the plan")
-        return
-    with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
-        (Path(folder) / "config.json").write_text(file["config"])
-        yield make_spec(fields | {"model": folder}, "the plan")
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as work:
+        for file in files:
+            setting = file["kind"]
+            if setting not in ("model", "teacher") or spec[setting] == TINY:
+                continue
+            fields[setting] = file["src"]
+            if not file["src"]:
+                folder = Path(work) / setting
+                folder.mkdir()
+                (folder / "config.json").write_text(file["config"])
+                fields[setting] = str(folder)
+        yield make_spec(fields, "the plan")
 
 
 def staged_spec(host: HostState) -> RunSpec:

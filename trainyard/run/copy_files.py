@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -73,12 +73,19 @@ def put_file(connection: HostConnection, source: Path, target: str) -> None:
     in_time(connection, lambda: connection.put(str(source), target), limit)
 
 
-def copy_artifacts(head: HostConnection, run_dir: str, folder: Path, patterns: list[str]) -> list[str]:
+def copy_artifacts(
+    head: HostConnection,
+    run_dir: str,
+    folder: Path,
+    patterns: list[str],
+    edits: Mapping[str, Callable[[bytes], bytes]] | None = None,
+) -> list[str]:
     """Copy files of a run folder to the controller; return the names that differed.
 
     Args:
         folder: the target, which receives the files under their names in the run folder.
         patterns: the files to copy, such as ``adapter/*``.
+        edits: by name, what makes the copy of a small file from the file. Such a file is always fetched.
 
     Raises:
         RemoteError: a name, size or content is not what the host may send, or a copy fails.
@@ -94,19 +101,26 @@ def copy_artifacts(head: HostConnection, run_dir: str, folder: Path, patterns: l
             raise RemoteError(f"sent no size of {name}")
     folder.mkdir(parents=True, exist_ok=True)
     check_inside(folder, digests)
-    wanted = [name for name in sorted(digests) if not is_copy(folder / name, digests[name])]
+    edits = edits or {}
+    wanted = [name for name in sorted(digests) if name in edits or not is_copy(folder / name, digests[name])]
     total, free = sum(sizes[name] for name in wanted), shutil.disk_usage(folder).free
     if wanted and total + FREE_SPACE > free:
         raise RemoteError(f"its files have {mib(total)} MiB, and {folder} has {mib(free)} MiB free: free disk space")
+    changed = []
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as aside:
         for name in wanted:
             arrived = Path(aside) / "file"
             fetch_file(head, f"{run_dir}/{name}", arrived, sizes[name])
             if sha256_file(arrived) != digests[name]:
                 raise RemoteError(f"{run_dir}/{name} arrived damaged: run the same command again")
+            if name in edits:
+                arrived.write_bytes(edits[name](arrived.read_bytes()))
+                if is_copy(folder / name, sha256_file(arrived)):
+                    continue
             (folder / name).parent.mkdir(exist_ok=True)
             arrived.replace(folder / name)
-    return wanted
+            changed.append(name)
+    return changed
 
 
 def is_copy(path: Path, digest: str) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainer.formats import printable
+from trainer.formats import counted, printable
 from trainyard.connection import FanOut
 from trainyard.run.errors import RunFailedError
 from trainyard.run.gather import Connect
@@ -143,7 +143,7 @@ def follow_parts(
         RunFailedError: the run failed; its details hold `lines` (evidence), `cause`, `lost`, `stop_wanted`, `hosts`.
     """
     world_size = sum(len(part.ranks) for part in parts)
-    report(f"following {run}: {world_size} ranks on {', '.join(part.host for part in parts)}")
+    report(f"following {run}: {counted(world_size, 'rank')} on {', '.join(part.host for part in parts)}")
     if any(part.status not in ENDED for part in parts):
         report(
             f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "

@@ -213,14 +213,14 @@ def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: Prepared
 
 
 def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) -> dict[str, Any]:
-    """Return the spec with the paths of model and datasets on a host."""
+    """Return the spec with the paths of the models and datasets on a host."""
     known = {name: value for name, value in spec.items() if name in FIELDS}
     listed = known["dataset"]
     datasets = [listed] if isinstance(listed, str) else [source["path"] for source in listed]
     for entry in files:
         path = f"{data_dir}/{entry['dest']}"
-        if entry["kind"] == "model":
-            known["model"] = path
+        if entry["kind"] in ("model", "teacher"):
+            known[entry["kind"]] = path
         elif entry["kind"] == "dataset":
             datasets[entry.get("source", 0)] = path
     return known | {"dataset": with_paths(listed, datasets)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainer.formats import counted
 from trainyard.connection import Host, HostConnection
 from trainyard.preflight.hardware import gather_hardware, hardware_table
 from trainyard.run.errors import RunError
@@ -14,6 +15,7 @@ from trainyard.run.launch import STOP_LIMIT, stop_lines, stop_parts
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
 from trainyard.run.status import (
+    LATEST,
     RunList,
     find_parts,
     list_runs,
@@ -102,12 +104,13 @@ def stop_all_runs(
         stopped[name] = done["hosts"]
         for line in done["lines"]:
             report(line)
-    line = f"stopped {len(stopped)} runs on {len(here)} hosts" if names else f"no run is alive on {len(here)} hosts"
+    where = f"on {counted(len(here), 'host')}"
+    line = f"stopped {counted(len(stopped), 'run')} {where}" if names else f"no run is alive {where}"
     if troubles:
-        where, why = next(iter(troubles.items()))
+        place, why = next(iter(troubles.items()))
         more = f" ({len(troubles)} problems, all listed below)" if len(troubles) > 1 else ""
-        lines = [f"{place}: {reason}" for place, reason in troubles.items()]
-        raise RunError(f"{where}: {why}{more}", troubles=troubles, lines=[line, *lines], runs=stopped)
+        lines = [f"{name}: {reason}" for name, reason in troubles.items()]
+        raise RunError(f"{place}: {why}{more}", troubles=troubles, lines=[line, *lines], runs=stopped)
     return {"changed": bool(stopped), "runs": stopped, "lines": [line]}
 
 
@@ -142,7 +145,7 @@ def manage_runs(
     Args:
         state: `listed`, `stopped` or `followed`.
         run: the run's name; for `listed` it may be empty.
-        every: for `stopped`: all runs.
+        every: for `stopped`: all runs. For `listed`: all runs in the table, not only those that run or ended last.
         watch: for `listed`: seconds after which the list is reported again, until no run is alive; 0 lists once.
         hardware: for `listed`: whether to list the hardware of the hosts before the runs.
 
@@ -155,7 +158,7 @@ def manage_runs(
         return connect(by_name[name])
 
     if state == "listed":
-        listing = RunList(hosts, connect_name, options.lost_limit, run)
+        listing = RunList(hosts, connect_name, options.lost_limit, run, latest=None if every else LATEST)
         known = gather_hardware(hosts, connect_name, options.lost_limit) if hardware else {}
         table = [*hardware_table([host.name for host in hosts], known), ""] if hardware else []
         if watch and not check:

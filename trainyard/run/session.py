@@ -130,7 +130,7 @@ class RunSession:
         result: dict[str, Any] = {}
         for step in (self.prepare, self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
             result = step()
-            for line in result.get("lines", []):
+            for line in result.get("lines", [result["msg"]] if "msg" in result else []):
                 self.report(line)
         return result
 
@@ -228,7 +228,8 @@ class RunSession:
         # A stopped run has a checkpoint, but no result.
         if self.check or self.options.render_only or state.status == "stopped" or state.phase == "failed":
             return _SKIPPED
-        collected = collect_artifacts(state.plan, self.connect, self.options.collect_to)
+        base_model = self.prepared.base_model if state.prepared else ""
+        collected = collect_artifacts(state.plan, self.connect, self.options.collect_to, base_model)
         if state.phase == "finished":
             collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
         return collected

@@ -9,40 +9,29 @@ import itertools
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-
-from safetensors import safe_open
 
 import trainer
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.data.files import all_files, data_suffix, is_hub_id
 from trainer.data.samples import check_source
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError
 from trainer.files import sha256_file, write_atomic
 from trainer.inputs import host_path, path_kind, user_path
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import file_entry, folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles, describe_files
-from trainyard.run.hub import fetch_on_controller, fetch_on_host, in_hub_cache, is_offline
+from trainyard.run.hub import fetch_on_controller, fetch_on_host, is_offline
+from trainyard.run.model_files import TINY_NEEDS_DATASET, check_names, model_entries, model_settings
 
 Report = Callable[[str], None]
 
-_MODEL_PARTS = (
-    (("config.json",), "config.json"),
-    (("*.safetensors", "*.bin"), "weights (*.safetensors)"),
-    (("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"), "tokenizer"),
-)
-TINY_NEEDS_DATASET = (
-    "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
-    "give a model folder, host:/folder, or a hub id (org/name)"
-)
 _MAX_NAMES = 10_000  # files of a folder that a suggestion considers
 
 
@@ -53,7 +42,7 @@ class PreparedRun:
     Attributes:
         run: name of the run.
         spec: every field of the run spec, and `rows_per_step`.
-        files: for each file or folder its `kind` (dataset, model, trainer), `src` on the controller, `dest` below the
+        files: for each file or folder its `kind` (dataset, model, teacher, trainer), `src` on the controller, `dest` below the
             host's data directory, `sha256` by relative name, `digest` of all of it, and `bytes` to copy. A dataset has its
             place among those of the spec, `source`. What the hosts have already has no `src`, and its path there as
             `on_hosts`. What a host fetched from the hub has no `src`, the host as `fetched_by`, and `sizes` by relative
@@ -70,6 +59,14 @@ class PreparedRun:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(entry["bytes"] for entry in self.files)
+
+    @property
+    def base_model(self) -> str:
+        """What loads the model on the controller: its hub id, or its folder; empty if only the hosts have it."""
+        name = self.origin.get("model", "")
+        if is_hub_id(name):
+            return name
+        return next((str(entry["src"] or "") for entry in self.files if entry["kind"] == "model"), "")
 
     @property
     def has_dataset(self) -> bool:
@@ -103,25 +100,19 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
         for entry in files:
             names[entry["source"]] = entry["digest"]
         identity["dataset"] = with_paths(spec.dataset, names)
-    if found := on_hosts.get("model"):
-        files.append(found.entry("model"))
-    elif fetched := hub_model(spec, access, report):
-        files.append(fetched)
-    else:
-        datasets = [Path(entry["src"]) for entry in files if entry["src"]]
-        complete = len(datasets) == len(spec.sources)
-        model = model_folder(spec, datasets if complete else [], work, report)
-        name = spec.model.rpartition("/")[2] if is_hub_id(spec.model) else model.name
-        files.append(folder_entry(model, f"store/models/{name}", digests, "model"))
-    identity["model"] = files[-1]["digest"]
+    datasets = [Path(entry["src"]) for entry in files if entry["src"]]
+    complete = len(datasets) == len(spec.sources)
+    models = model_entries(spec, datasets if complete else [], on_hosts, access, digests, work, report)
+    files += models
+    identity |= {entry["kind"]: entry["digest"] for entry in models}
     digests.keep()
     archive = trainer_archive(work)
     digest = sha256_file(archive)
     files.append(file_entry(archive, f"store/trainers/{digest[:16]}.zip", {"": digest}, "trainer"))
-    known = {"model_sha256": identity["model"]}
+    known = {f"{entry['kind']}_sha256": entry["digest"] for entry in models}
     if len(spec.sources) == 1 and files[0]["kind"] == "dataset":
         known["dataset_sha256"] = files[0]["digest"]
-    origin = {"model": spec.model, "dataset": spec.dataset_name}
+    origin = {**model_settings(spec), "dataset": spec.dataset_name}
     if not spec.run:
         # The name depends on the contents of model and dataset, not on their paths on this controller.
         stem = RunSpec.named(spec).run.rpartition("-")[0]
@@ -155,7 +146,7 @@ def dataset_entries(
         one = spec.model_copy(update={"dataset": source.path})
         if path := dataset_file(one, work, report):
             entry = _dataset_entry(path, digests)
-            _check_samples(source.model_copy(update={"path": str(path)}), entry["digest"], work)
+            _check_samples(source.model_copy(update={"path": str(path)}), entry["digest"], work, spec.needs_logprobs)
             entries.append(entry | {"source": place})
         elif fetched := hub_dataset(source.path, access, digests, report):
             entries.append(fetched | {"source": place})
@@ -177,7 +168,7 @@ def _setting(spec: RunSpec, place: int) -> str:
 
 def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFiles]:
     """Return the files of the spec that the hosts have already, by setting. Raises UserError."""
-    settings = {"model": spec.model}
+    settings = model_settings(spec)
     if not spec.fake_data:
         settings |= {_setting(spec, place): source.path for place, source in enumerate(spec.sources)}
     paths = {setting: path for setting, text in settings.items() if (path := host_path(text, setting))}
@@ -188,28 +179,15 @@ def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFi
     if access is None:
         raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with train.yml")
     found = describe_files(access, paths)
-    if model := found.get("model"):
-        if model.kind != "folder":
-            raise UserError(f"model: {model.path} is a file on the hosts: give the folder that holds config.json")
-        _check_names(model.names, f"{model.path} on the hosts", "give a model folder as transformers saves it")
+    for setting in model_settings(spec):
+        if model := found.get(setting):
+            if model.kind != "folder":
+                raise UserError(
+                    f"{setting}: {model.path} is a file on the hosts: give the folder that holds config.json"
+                )
+            remedy = "give a model folder as transformers saves it"
+            check_names(model.names, f"{model.path} on the hosts", remedy, setting)
     return found
-
-
-def _check_names(names: Collection[str], where: str, remedy: str) -> None:
-    """Check by the names of its files that a folder holds config, weights and tokenizer. Raises UserError."""
-    for patterns, what in _MODEL_PARTS:
-        if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns if "/" not in name):
-            raise UserError(f"model: {where} has no {what}: {remedy}")
-
-
-def hub_model(spec: RunSpec, access: HostAccess | None, report: Report) -> dict[str, Any] | None:
-    """Return the entry of a model that one host fetches from the hub; None if it is found or fetched elsewhere."""
-    name = spec.model
-    if access is None or is_offline() or not is_hub_id(name) or in_hub_cache(name):
-        return None
-    if entry := fetch_on_host("model", name, access, report):
-        _check_names(entry["sha256"], f"{name} on the hub", "choose a model in the format of transformers")
-    return entry
 
 
 def hub_dataset(name: str, access: HostAccess | None, digests: Digests, report: Report) -> dict[str, Any] | None:
@@ -271,64 +249,14 @@ def _suggest_file(path: Path) -> str:
     return f" (did you mean {str(folder / near[0])!r}?)" if near else ""
 
 
-def _check_samples(source: DatasetSource, digest: str, work: Path) -> None:
+def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool) -> None:
     """Check the records of a dataset, once for each content and way to read it. Raises UserError."""
-    settings = source.model_dump_json(include={"split", "config", "columns"})
+    settings = source.model_dump_json(include={"split", "config", "columns"}) + " logprobs" * logprobs
     mark = work / "checked" / hashlib.sha256(f"{digest} {settings}".encode()).hexdigest()
     if not mark.exists():
-        check_source(source)
+        check_source(source, logprobs=logprobs)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-
-
-def model_folder(spec: RunSpec, datasets: list[Path], work: Path, report: Report) -> Path:
-    """Return the model's folder on the controller; create the tiny model, or fetch a model from the hub, once.
-
-    Args:
-        datasets: the datasets on the controller, if it has all of them.
-
-    Raises:
-        UserError: the model does not exist or is damaged.
-    """
-    if spec.model == TINY:
-        if not datasets and not spec.fake_data:
-            raise UserError(TINY_NEEDS_DATASET)
-        from trainer.data.tiny import tiny_folder
-
-        return tiny_folder(spec.with_dataset_paths(list(map(str, datasets))) if datasets else spec, work, report)
-    folder = user_path(spec.model, "model")
-    if not path_kind(folder):
-        looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
-        if looks_like_path or not (is_hub_id(spec.model) or in_hub_cache(spec.model)):
-            what = "no folder" if looks_like_path else "no such model:"
-            near = f" (did you mean {TINY!r}?)" if get_close_matches(spec.model, [TINY]) else ""
-            raise UserError(
-                f"model: {what} {spec.model}{near}: give 'tiny', a local model folder, or a hub id (org/name)"
-            )
-        if is_offline() and not in_hub_cache(spec.model):
-            raise UserError(
-                f"model: {spec.model} is not in this machine's hub cache and HF_HUB_OFFLINE is set: fetch it first"
-            )
-        folder = fetch_on_controller("model", spec.model, report)
-    _check_model(folder)
-    return folder.absolute()
-
-
-def _check_model(folder: Path) -> None:
-    """Check that a folder holds config, readable weights and tokenizer. Raises UserError."""
-    if path_kind(folder) != "folder":
-        raise UserError(f"model: {folder} is a file: give the folder that holds config.json")
-    for patterns, what in _MODEL_PARTS:
-        if not any(path_kind(file) == "file" for pattern in patterns for file in folder.glob(pattern)):
-            raise UserError(f"model: {folder} has no {what}: give a model folder as transformers saves it")
-    for file in sorted(folder.glob("*.safetensors")):
-        if path_kind(file) != "file":
-            raise UserError(f"model: {file} is not a regular file: copy it again")
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except Exception as error:  # the library's own class, or OSError
-            raise UserError(f"model: {file} is damaged ({first_line(error)}): copy it again") from None
 
 
 def trainer_archive(work: Path) -> Path:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainer.formats import clock, table, thousands
+from trainer.formats import clock, counted, table, thousands
 from trainyard.connection import FanOut, Host
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.monitor import Part, gpu_cell
 
+LATEST = 10  # ended runs in the table, unless all are wanted
 ROWS_LIMIT = 2000  # ranks of one host in the table
 STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]
 
@@ -117,9 +118,16 @@ def no_such_run(run: str) -> RunError:
 class RunList:
     """Lists the runs of the hosts, once or repeatedly. A host has one request at a time, however long it takes."""
 
-    def __init__(self, hosts: Iterable[Host], connect: Connect, limit: float, run: str = "") -> None:
-        """Prepare to list every run, or only `run`. `limit`: seconds for a host to answer."""
-        self.hosts, self.limit, self.run = list(hosts), limit, run
+    def __init__(
+        self, hosts: Iterable[Host], connect: Connect, limit: float, run: str = "", latest: int | None = None
+    ) -> None:
+        """Prepare to list every run, or only `run`.
+
+        Args:
+            limit: seconds for a host to answer.
+            latest: the number of ended runs in the table; None: all.
+        """
+        self.hosts, self.limit, self.run, self.latest = list(hosts), limit, run, latest
         self._calls = {
             host.name: functools.partial(connect(host.name).call, "run_list", {"data_dir": host.data_dir})
             for host in self.hosts
@@ -133,7 +141,7 @@ class RunList:
         self._pending |= dict.fromkeys(asked.threads, asked)
         asked.wait(self.limit)
         asked.errors |= dict.fromkeys(busy, "does not answer")
-        return _run_table(self.hosts, asked, self.run)
+        return _run_table(self.hosts, asked, self.run, self.latest)
 
 
 def watch_runs(listing: RunList, report: Callable[[str], None], interval: float) -> dict[str, Any]:
@@ -163,28 +171,52 @@ def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = 
     return RunList(hosts, connect, limit, run).read()
 
 
-def _run_table(hosts: list[Host], asked: FanOut, run: str) -> dict[str, Any]:
-    """Return the answers to `run_list` as `list_runs` does."""
-    runs, rows, warnings = [], [], []
+def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -> dict[str, Any]:
+    """Return the answers to `run_list` as `list_runs` does. `latest`: see RunList; the table leaves out older runs."""
+    runs: list[dict[str, Any]] = []
+    rows, warnings = [], []
     for host in hosts:
         answer = asked.answers.get(host.name, {})
         found, bad = valid_runs(answer.get("runs", []))
         found = [state for state in found if run in ("", (state.get("node") or {}).get("run"))]
         runs += [{**state, "host": host.name} for state in found]
-        here = [row for state in found for row in status_rows(host.name, state)]
-        rows += here[:ROWS_LIMIT]
         skipped = [f"cannot read {name} in {host.data_dir}/runs: skipped" for name in answer.get("skipped", [])]
-        more = [f"{len(here) - ROWS_LIMIT} more ranks are not listed"] if len(here) > ROWS_LIMIT else []
-        warnings += [f"warning: {host.name}: {text}" for text in [*skipped, *bad, *more][:ROWS_LIMIT]]
+        warnings += [f"warning: {host.name}: {text}" for text in [*skipped, *bad][:ROWS_LIMIT]]
+    hidden = set() if latest is None or run else _older_runs(runs, latest)
+    for host in hosts:
+        shown = [state for state in runs if state["host"] == host.name and _name(state) not in hidden]
+        here = [row for state in shown for row in status_rows(host.name, state)]
+        rows += here[:ROWS_LIMIT]
+        if len(here) > ROWS_LIMIT:
+            warnings.append(f"warning: {host.name}: {len(here) - ROWS_LIMIT} more ranks are not listed")
     rows.sort(key=lambda row: row[0])
     blank = ["-"] * (len(STATUS_HEAD) - 4)
     rows += [["-", host.name, "-", "unreachable", *blank] for host in hosts if host.name in asked.errors]
     lines = table([STATUS_HEAD, *rows])
+    if hidden:
+        lines.append(f"{counted(len(hidden), 'older run')} not listed: -e all=true lists all runs, -e run=NAME one")
     lines += warnings
     if not runs:
         where = hosts[0].name if len(hosts) == 1 else f"any of {len(hosts)} hosts"
         lines.append(f"no run {run} on {where}" if run else f"no run on {where} yet")
     return {"runs": runs, "troubles": asked.errors, "lines": lines}
+
+
+def _older_runs(runs: Iterable[dict[str, Any]], latest: int) -> set[str]:
+    """Return the names of the runs that have ended everywhere, without the `latest` ones that were started last."""
+    started: dict[str, float] = {}
+    alive = set()
+    for state in runs:
+        name = _name(state)
+        started[name] = max(started.get(name, 0.0), float((state.get("node") or {}).get("started") or 0.0))
+        alive |= {name} if state.get("alive") else set()
+    ended = sorted(started.keys() - alive, key=lambda name: (started[name], name))
+    return set(ended[: max(0, len(ended) - latest)])
+
+
+def _name(state: dict[str, Any]) -> str:
+    """Return the name of a run; of one that has not begun, its folder."""
+    return str((state.get("node") or {}).get("run") or state.get("run_dir", ""))
 
 
 def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:

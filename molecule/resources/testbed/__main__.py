@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME[,NAME]",
         help="code names that the hosts take in turns, such as bookworm,trixie (default: the release of this machine)",
     )
-    one.add_argument("--venv", type=Path, help="Python environment that light hosts mount read-only at the same path")
+    one.add_argument("--venv", type=Path, help="Python environment that the hosts mount read-only at the same path")
     one.add_argument("--inventory", type=Path, help="also write the inventory to this file")
     one.set_defaults(run=up)
 

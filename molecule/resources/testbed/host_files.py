@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import machine, root
+from . import machine, metal, root
 from .machine import run
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ def create_key(file: Path, comment: str) -> None:
 
 
 def binds(kind: str, venv: Path | None) -> list[Path]:
-    """Return the folders of this machine that light hosts mount, read-only, at the same path."""
-    if kind == "metal":
-        return []
+    """Return the folders of this machine that hosts mount, read-only, at the same path."""
+    if kind == "metal":  # each folder is copied into a disk image: only what a run needs
+        return machine.python_binds(venv) if venv else []
     folders = machine.pip_settings(venv / "bin/python" if venv else Path(sys.executable))[1]
     return list(dict.fromkeys([*(machine.python_binds(venv) if venv else []), *folders]))
 
@@ -50,6 +50,12 @@ def write_shared(lab: Lab, kind: str, venv: Path | None) -> None:
             files / "etc/systemd/system/systemd-udev-trigger.service.d/lab.conf",
             "[Service]\nExecStart=\nExecStart=udevadm trigger --type=devices --subsystem-match=net --action=add\n",
         )
+        return
+    mounts = []
+    for number, folder in enumerate(binds(kind, venv)):
+        metal.share(folder, lab.folder / f"folder{number}.img", f"folder{number}")
+        mounts.append(f"LABEL=folder{number} {folder} ext4 ro 0 0\n")
+    _write(files / "etc/fstab", "".join(mounts))
 
 
 def write_host(lab: Lab, kind: str, host: Host) -> None:

@@ -177,8 +177,8 @@ class Lab:
     ) -> None:
         """Start the lab with this number of hosts, or change a running lab to it; hosts that are off are booted.
 
-        `releases` are code names that the hosts take in turns; by default the release of this machine. Light hosts mount `venv` read-only
-        at its own path, if all of them have the Python of this machine. A `persistent` lab outlives this process once it is up; until
+        `releases` are code names that the hosts take in turns; by default the release of this machine. The hosts mount `venv` read-only
+        at its own path, those under qemu a copy of it, if all of them have the Python of this machine. A `persistent` lab outlives this process once it is up; until
         then, and otherwise, it ends with it. Raises LabError, and removes what it created, if the lab cannot start.
         """
         machine.require(kind)
@@ -192,7 +192,7 @@ class Lab:
         if kind == "metal":
             for lower in roots:
                 metal.image(lower)
-        if kind == "metal" or (venv and set(names) != {own} and machine.python_binds(venv) == [venv]):
+        if venv and set(names) != {own} and machine.python_binds(venv) == [venv]:
             venv = None
         with root.locked(LABS / f"{self.name}.lock"):
             self._check_running(kind, names)
@@ -289,6 +289,8 @@ class Lab:
             for group in (top.parent, top) if (top.parent / "cgroup.controllers").exists() else ():
                 for controller in {"cpu", "memory"} & set((group / "cgroup.controllers").read_text().split()):
                     (group / "cgroup.subtree_control").write_text(f"+{controller}")
+            if kind == "metal":
+                machine.prefer(top)
         owner, self._owner = os.pipe()
         try:
             holder = network.start_holder(self, owner)

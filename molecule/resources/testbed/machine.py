@@ -127,6 +127,13 @@ def cgroup_of(controller: str) -> tuple[Path, bool]:
     raise LabError(f"this machine's kernel has no {controller} cgroup: faults that limit it are unavailable")
 
 
+def prefer(group: Path) -> None:
+    """Give a cgroup four times the CPU time of others where the CPU is busy: emulated hosts miss time limits otherwise."""
+    for name, value in (("cpu.shares", 4096), ("cpu.weight", 400)):  # of cgroup and of cgroup2
+        if (group / name).exists():
+            (group / name).write_text(str(value))
+
+
 def routes() -> set[str]:
     """Return every destination that this machine has a route to, except the default route."""
     return {row["dst"] for row in json.loads(run("ip", "-j", "-4", "route", "show", "table", "all"))} - {"default"}

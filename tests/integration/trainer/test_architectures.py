@@ -97,6 +97,16 @@ def test_the_proof_runs_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "error: packing: this model mixes the samples of a packed row: set packing=auto or " in here.err
 
 
+def test_a_teacher_that_mixes_samples_decides_too(here: Here, tmp_path: Path) -> None:
+    taught = {"teacher": random_model("opt", tmp_path / "opt", here.model), "distill_alpha": 0.5, "max_steps": 1}
+    assert here("auto", **taught) == 0, here.err
+    assert "packing: off, because the teacher mixes the samples of a packed row" in here.out
+    rows = [row for line in lines(here.run_dir("auto") / "samples/rank0.jsonl") for row in line["rows"]]
+    assert rows and all(len(row) == 1 for row in rows)
+    assert here("strict", packing=True, **taught) == 1
+    assert "error: packing: the teacher mixes the samples of a packed row: set packing=auto or " in here.err
+
+
 def test_the_proof_depends_on_the_configuration_and_the_versions(model_folder: Path) -> None:
     spec = make_spec({"model": str(model_folder)}, "")
     model, cpu = AutoModelForCausalLM.from_pretrained(model_folder), torch.device("cpu")

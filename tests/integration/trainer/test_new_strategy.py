@@ -72,6 +72,7 @@ def ask(tree: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_new_strategy_trains(tree: Path, model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     flags = [
         f"--model={model_folder}",

@@ -15,12 +15,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import PeftModel
 from run_hosts import free_port
 from safetensors.torch import load_file
 from test_fast_kernels import CAN_UNSHARE, CPU, UNSHARE_NETWORK
 from test_torchrun import assert_every_sample_once, weights
 from trainer_runs import TOP, WIDE, Cluster, Here, llama
+from transformers import AutoModelForCausalLM
 
+from trainer import merge
 from trainer.checkpoint import complete_checkpoints
 from trainer.config import make_spec, parse_flags, read_spec, resolve_aliases
 from trainer.distributed.world import World
@@ -211,6 +214,31 @@ def test_diloco_stops_resumes_and_recovers_a_lost_host(cluster: Cluster) -> None
     assert recovered[:step] == wanted[:step] and recovered[-1] == pytest.approx(wanted[-1], rel=0.03)
 
 
+def whole_weights(model: str, adapter: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the model with the adapter merged into them, as transformers and peft load both."""
+    loaded: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(adapter))
+    return loaded.merge_and_unload().state_dict()
+
+
+def mean_of_updates(
+    cluster: Cluster, run: str, tokens: list[int]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the mean of the workers' merged weights, and the weights merged from the means of A and of B."""
+    spec = read_spec(cluster.run_dir(0, run) / "spec.yml", {}, "")
+    parts = [load_file(newest(cluster, host, run) / "trained.safetensors") for host in range(len(tokens))]
+    shares = [count / sum(tokens) for count in tokens]
+    parts.append(
+        {name: sum(share * part[name] for share, part in zip(shares, parts, strict=True)) for name in parts[0]}
+    )
+    found = []
+    for part in parts:
+        model: Any = load_model(spec, CPU)
+        assert not model.load_state_dict(part, strict=False).unexpected_keys
+        found.append(model.merge_and_unload().state_dict())
+    mean = {name: sum(share * one[name] for share, one in zip(shares, found, strict=False)) for name in found[0]}
+    return mean, found[-1]
+
+
 @pytest.mark.slow
 def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
     fields = LONG | {"strategy": "averaging"}
@@ -222,11 +250,20 @@ def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
     assert [part["ranks"] for part in results[0]["parts"]] == [[0], [1]]
     tokens = [part["trained_tokens"] for part in results[0]["parts"]]
     assert sum(tokens) == results[0]["trained_tokens"]
-    parts = [load_file(newest(cluster, host, "straight") / "trained.safetensors") for host in (0, 1)]
-    adapter = load_file(cluster.run_dir(0, "straight") / "adapter" / "adapter_model.safetensors")
-    for name, one in parts[0].items():
-        mean = (tokens[0] * one + tokens[1] * parts[1][name]) / sum(tokens)
-        assert torch.allclose(adapter[name.replace(".default", "")], mean, atol=1e-6)
+    assert results[0]["adapter_rank"] == 16
+    assert "the adapter of 2 workers has rank 16 (lora_r 8), the exact mean" in cluster.logs("straight")
+    wanted, _ = mean_of_updates(cluster, "straight", tokens)
+    averaged = cluster.run_dir(0, "straight") / "adapter"
+    found = whole_weights(cluster.spec["model"], averaged)
+    for name, mean in wanted.items():
+        torch.testing.assert_close(found[name], mean, rtol=0, atol=1e-5)
+    # The adapter, loaded and merged with itself, has the loss that the run measured.
+    part = {"run": "straight", "folder": str(cluster.run_dir(0, "straight"))}
+    request = {"parts": [part, part | {"run": "twin"}], "method": "cat", "weights": [], "density": 0.5}
+    request |= {"target": str(cluster.folder / "merged"), "store": str(cluster.folder / "store")}
+    merged = merge.merge(merge.read_request(request))
+    assert merged["rank"] == 2 * 16
+    assert merged["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-3)
 
     launchers = cluster.start(2, **fields)
     cluster.at_step(3)
@@ -237,6 +274,29 @@ def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
     assert cluster.wait(cluster.start(2, **fields)) == [0, 0], cluster.logs()
     assert_every_sample_once(cluster, PAIR)
     assert weights(cluster.run_dir(0)) == weights(cluster.run_dir(0, "straight")), "bit-equal"
+
+
+@pytest.mark.slow
+def test_averaging_to_a_lower_rank(cluster: Cluster) -> None:
+    """The best approximation of rank 8 is nearer to the exact mean than the means of the factors are."""
+    fields = LONG | {"strategy": "averaging", "averaging_rank": 8, "max_steps": 10}
+    cluster.run(2, **fields)
+    results = [result(cluster, host=host) for host in (0, 1)]
+    assert results[0]["adapter_sha256"] == results[1]["adapter_sha256"]
+    assert results[0]["adapter_rank"] == 8
+    wanted, apart = mean_of_updates(cluster, "r", [part["trained_tokens"] for part in results[0]["parts"]])
+    base = AutoModelForCausalLM.from_pretrained(cluster.spec["model"]).state_dict()
+
+    def distance(weights: dict[str, torch.Tensor]) -> float:
+        squares = [
+            ((weights[name] - mean).square().sum(), (mean - base[name]).square().sum()) for name, mean in wanted.items()
+        ]
+        error, norm = (float(sum(values)) for values in zip(*squares, strict=True))
+        return (error / norm) ** 0.5
+
+    error = distance(whole_weights(cluster.spec["model"], cluster.run_dir(0) / "adapter"))
+    assert error == pytest.approx(results[0]["averaging_error"], rel=1e-2)
+    assert error < distance(apart)
 
 
 @pytest.mark.slow

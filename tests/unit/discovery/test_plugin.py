@@ -221,6 +221,7 @@ def config(**options) -> dict:
     return {"plugin": "ollama", "networks": ["127.0.10.0/29"], "ports": [18434], "this_machine": False, **options}
 
 
+@pytest.mark.slow
 def test_text_from_the_network_is_never_a_template(here, tmp_path):
     cache = {"cache": True, "cache_plugin": "jsonfile", "cache_connection": str(tmp_path / "cache")}
     here.source("ollama.yml", config(compose={"first": "discovered_models[0].name"}, **cache))

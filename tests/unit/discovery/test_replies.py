@@ -45,6 +45,7 @@ def test_an_empty_list_is_valid():
     assert replies.parse_tags(b'{"models": null}') == replies.parse_tags(b'{"models": []}') == ([], 0)
 
 
+@pytest.mark.slow
 @given(
     st.binary()
     | JSON.map(lambda v: json.dumps(v).encode())
@@ -93,6 +94,7 @@ def mutants(seed: int, count: int):
         yield bytes(reply)
 
 
+@pytest.mark.slow
 def test_ten_thousand_broken_replies_over_a_socket():
     """Each reply is an answer or BadReply, without a crash or a hang, and all of them take less than a minute."""
     count, at_once = 10_000, 50

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_teacher import Teacher, serve
@@ -11,7 +14,15 @@ from run_hosts import TOP, free_port
 
 from trainer.errors import UserError
 from trainyard.connection import Host
-from trainyard.ollama.distill import DistillOptions, make_distill_options, read_prompts, student_specs
+from trainyard.ollama.answers import AnswerFile
+from trainyard.ollama.distill import (
+    DistillOptions,
+    Questions,
+    make_dataset,
+    make_distill_options,
+    read_prompts,
+    student_specs,
+)
 from trainyard.ollama.students import host_groups
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.run.merge import MergeOptions, make_merge_options
@@ -81,6 +92,88 @@ def test_prompts_of_every_shape(tmp_path: Path) -> None:
     assert [chat[-1]["content"] for chat in chats] == ["a", "b", "c", "d\n\ne", "u"]
     assert [len(chat) for chat in chats] == [1, 1, 1, 1, 3]
     assert all(chat[0] == {"role": "system", "content": "s"} for chat in read_prompts(path, "s"))
+
+
+def test_log_probabilities_need_a_version() -> None:
+    servers = [
+        Teacher("127.0.0.2", free_port(), version="0.12.11"),
+        Teacher("127.0.0.3", free_port(), version="0.12.10"),
+    ]
+    new, old = (Candidate(f"node{n}", server.url, True) for n, server in enumerate(servers, 1))
+    with serve(*servers):
+        assert len(find_teachers([new], "teacher", logprobs=True)) == 1
+        assert len(find_teachers([new, old], "teacher")) == 2
+        with pytest.raises(UserError, match=r"gives from 0\.12\.11 on \(node2 has 0\.12\.10\): update it"):
+            find_teachers([new, old], "teacher", logprobs=True)
+
+
+def test_log_probabilities_from_the_server_to_the_dataset(tmp_path: Path) -> None:
+    server = Teacher("127.0.0.2", free_port(), version="0.12.11", log=str(tmp_path / "asked"))
+    chats = [[{"role": "user", "content": f"What follows {n}?"}] for n in range(6)]
+    options = make_distill_options({"teacher": "teacher", "prompts": "p", "near_duplicates": 0})
+    plain, rich = Questions(chats, options), Questions(chats, options, logprobs=True)
+
+    def dataset(questions: Questions) -> list[dict[str, Any]]:
+        with serve(server), AnswerFile(tmp_path / "a.jsonl") as answers:
+            nodes = find_teachers([Candidate("node1", server.url, True)], "teacher", logprobs=questions.logprobs)
+            path, filtered = make_dataset(questions, [], nodes, answers, tmp_path, print)
+        assert not filtered.without_logprobs
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    assert not any("teacher_logprobs" in row for row in dataset(plain))
+    rows = dataset(rich)  # the answers without log-probabilities do not suffice
+    for row in rows:
+        tokens = row["teacher_logprobs"]
+        assert b"".join(bytes.fromhex(token["token"]) for token in tokens).decode() == row["messages"][-1]["content"]
+        assert all(len(token["top"]) == 20 and token["top"][token["token"]] == -0.1 for token in tokens)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert dataset(rich) == rows and dataset(plain)
+    assert (tmp_path / "asked").read_text().splitlines() == asked and len(asked) == 12
+
+
+def write_table(path: Path) -> None:
+    rows = [("a, b", ""), ("c\nd", "x"), ("a, b", "again")]
+    if path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = {"prompt": [row[0] for row in rows], "completion": [row[1] or None for row in rows]}
+        parquet.write_table(pyarrow.table(table), path)
+        return
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("prompt", "completion"), *rows])
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet", "p.json", "folder"])
+@pytest.mark.parametrize("library", [True, False])
+def test_prompts_of_every_format(tmp_path: Path, name: str, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        (path / "1.jsonl").write_text('{"prompt": "a, b"}\n')
+        (path / "2.json").write_text('[{"prompt": "c\\nd"}]')
+    elif name == "p.json":
+        path.write_text('[{"prompt": "a, b"}, {"prompt": "c\\nd"}]')
+    else:
+        write_table(path)
+    if not library:
+        monkeypatch.setattr("trainer.data.samples.has_library", lambda: False)
+        monkeypatch.setitem(sys.modules, "datasets", None)
+    if name == "p.parquet" and not library:
+        with pytest.raises(UserError, match=r"prompts: .*p.parquet needs the package 'datasets', .*: pip install"):
+            read_prompts(path)
+        return
+    assert [chat[-1]["content"] for chat in read_prompts(path)] == ["a, b", "c\nd"]
+
+
+def test_columns_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "q.csv"
+    path.write_text("question,id\nWhy?,1\n")
+    with pytest.raises(UserError, match=r"record 1: .*columns=prompt=question"):
+        read_prompts(path)
+    (spec,) = student_specs("", {"teacher": "t", "columns": "prompt=question", "model": "tiny"}, TOP, print)
+    assert read_prompts(path, spec=spec) == [[{"role": "user", "content": "Why?"}]]
+    with pytest.raises(UserError, match="prompts: no such file: nowhere"):
+        read_prompts(Path("nowhere"))
 
 
 @pytest.mark.parametrize(

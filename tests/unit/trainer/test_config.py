@@ -47,6 +47,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
     known = {
         "run": ("my-run.1", "my-run.1"),
         "model": ("org/name", "org/name"),
+        "teacher": ("org/large", "org/large"),
         "dataset": ("x.jsonl", "x.jsonl"),
         "dataset_split": ("train[:10]", "train[:10]"),
         "wandb_project": ("mine", "mine"),
@@ -74,11 +75,19 @@ def field_strings() -> list[tuple[str, str, Any]]:
     return words
 
 
+# Fields that others require.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "teacher": {"distill_alpha": 0.5},
+    "gkd_lambda": {"distill_alpha": 0.5, "teacher": "folder"},
+    "gkd_beta": {"distill_alpha": 0.5, "teacher": "folder"},
+}
+
+
 @pytest.mark.parametrize(("name", "text", "value"), field_strings(), ids=list(FIELDS))
 def test_every_field_accepts_a_string(name: str, text: str, value: Any, tmp_path: Path) -> None:
-    spec = make_spec({name: text}, "-e")
+    spec = make_spec({**REQUIRED.get(name, {}), name: text}, "-e")
     assert getattr(spec, name) == value
-    assert make_spec({name: value}, "-e") == spec
+    assert make_spec({**REQUIRED.get(name, {}), name: value}, "-e") == spec
     file = tmp_path / "spec.yml"
     file.write_text(spec.to_yaml())
     assert read_spec(file, {}, "the flags") == spec
@@ -154,7 +163,7 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
         ("lora_targets", "", "a list such as all-linear"),
         (
             "dataset",
-            [{"path": "a", "wieght": 2}],
+            [{"path": "a", "weight": 0}],
             "a path, a hub id, or a list such as [a.jsonl, {path: b.csv, weight: 0.3}]",
         ),
         ("columns", "prompt", "names of a shape and of columns, such as {prompt: question, completion: answer}"),
@@ -231,7 +240,8 @@ def test_names_and_digests() -> None:
     assert make_spec({"model": "org/Näme 1"}, "").named().run.startswith("N-me-1-")
     assert make_spec({"model": "/"}, "").named().run.startswith("run-")
     for name, text, _ in field_strings():
-        same = make_spec({name: text}, "").digest() == spec.digest()
+        without = make_spec(REQUIRED.get(name, {}), "").digest()
+        same = make_spec({**REQUIRED.get(name, {}), name: text}, "").digest() == without
         alone = get_origin(FIELDS[name].annotation) is Literal and len(get_args(FIELDS[name].annotation)) == 1
         assert alone or same == (name in MUTABLE), name
 
@@ -263,6 +273,20 @@ def test_a_dataset_may_have_columns_of_its_own() -> None:
     spec = make_spec({"dataset": {"path": "a", "columns": "text=body", "split": "dev"}, "columns": "text=all"}, "")
     (source,) = spec.sources
     assert (source.columns, source.split) == ({"text": "body"}, "dev")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        ([{"path": "a", "wieght": 2}], "dataset: unknown name 'wieght' in an entry; did you mean 'weight'?"),
+        ("[a.jsonl, {pth: b.csv}]", "dataset: unknown name 'pth' in an entry; did you mean 'path'?"),
+        ([{"path": "a", "zzqq": 2}], "dataset: unknown name 'zzqq' in an entry (the flags)"),
+        ([{"path": "a", "weight": 0}], "dataset: expected a path, a hub id, or a list such as"),
+    ],
+)
+def test_an_entry_of_the_datasets_has_known_names(dataset: Any, why: str) -> None:
+    said = error_of({"dataset": dataset})
+    assert why in said and said.count("dataset:") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Reading datasets: every supported form of a record, and ``file:line`` errors for anything else."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -272,3 +273,17 @@ def test_the_examples_of_the_documentation() -> None:
         (suggested,) = re.findall("use columns=(.*)", str(caught.value))
         assert {*suggested.split(",")} == {*columns.split(",")}
         assert to_sample(row, make_spec({"columns": columns}, "").columns) != Sample()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "README.md", "notes.txt.gz"])
+def test_plain_text_is_refused_with_the_way_to_use_it(name: str, tmp_path: Path) -> None:
+    path, text = tmp_path / name, b"A note.\nAnother one.\n"
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(
+        UserError, match=r":1: not JSON: .*; to train on plain text, write a \.jsonl file .* \{\"text\": "
+    ):
+        read_samples(path)
+    path.write_text('{"text": "a"}\n') if not name.endswith(".gz") else path.write_bytes(
+        gzip.compress(b'{"text": "a"}')
+    )
+    assert len(read_samples(path)) == 1, "JSON lines are read under any name"

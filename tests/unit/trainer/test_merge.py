@@ -113,11 +113,13 @@ def test_what_does_not_go_together(
     runs: list[dict[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
+    config = json.loads((Path(runs[0]["folder"]) / "adapter/adapter_config.json").read_text())
     (other / "adapter").mkdir(parents=True)
+    (other / "adapter/adapter_config.json").write_text(json.dumps(config | {"r": 8}))
     spec = yaml.safe_load((Path(runs[0]["folder"]) / "spec.yml").read_text())
     values = {}
     for change, method, message in (
-        ({"lora_r": 8}, "linear", r"needs adapters of one rank, got \[4, 8\]"),
+        ({}, "linear", r"needs adapters of one rank, got \[4, 8\]"),
         ({"model": "/another"}, "cat", r"has another base model \(another\)"),
         ({"lora_r": 0}, "cat", "run other has no model"),
     ):

@@ -228,4 +228,7 @@ def test_held_out_samples_of_a_mixture() -> None:
         "dataset a: 90 samples x 1, 47% of an epoch",
         "dataset b: 9990 samples x 0.01, 53% of an epoch",
     ]
+    named = describe_mixture(spec, train, "./mine.jsonl, org/data")
+    assert [line.split(":")[0] for line in named] == ["dataset ./mine.jsonl", "dataset org/data"]
+    assert describe_mixture(spec, train, "one, with a comma, org/data")[0].startswith("dataset a:"), "which is which?"
     assert describe_mixture(make_spec({"dataset": "a"}, ""), train[:90]) == []

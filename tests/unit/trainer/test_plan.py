@@ -20,13 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.__main__ import main
 from trainer.config import RunSpec, make_spec, read_spec
+from trainer.distillation import Divergence, TeacherLogits
 from trainer.distributed.world import World
 from trainer.errors import UserError
-from trainer.model import TokenLoss, add_lora, lora_config
+from trainer.model import TokenLoss, add_lora, lora_config, loss_positions
 from trainer.planner.cost import Layout, Memory, Rows
 from trainer.planner.hosts import BASE, read_hosts
 from trainer.planner.model_shape import Shape, read_shape, shape_of
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend
+from trainer.planner.report import plan
+from trainer.planner.teacher import teacher_weights
 from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
@@ -68,26 +71,36 @@ def memory_of(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: 
     return plan_of(spec).memory(spec, shape, layout, rows, cuda=cuda)
 
 
-def live_peak(spec: RunSpec, config: Any) -> tuple[int, Shape]:
-    """Return the peak number of bytes of all live tensors during a step, as the torch profiler reports it."""
+def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Shape]:
+    """Return the peak number of bytes of all live tensors during a step, as the torch profiler reports it.
+
+    `teacher`: the configuration of a teacher model.
+    """
     torch.manual_seed(1)
     half = spec.lora_r and spec.precision == "bf16-mixed"  # as load_model does
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if half else torch.float32)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = add_lora(spec, model) if spec.lora_r else model
-    strategy = DDP(spec, World(0, 1, 0, 0, torch.device("cpu")), TokenLoss(model.train()))
+    module = TokenLoss(model.train(), divergence=Divergence.of(spec))
+    strategy = DDP(spec, World(0, 1, 0, 0, torch.device("cpu")), module)
+    teaching = TokenLoss(AutoModelForCausalLM.from_config(teacher).requires_grad_(False).eval()) if teacher else None
     ids = torch.randint(0, config.vocab_size, (spec.batch_size, spec.seq_length))
     positions = (torch.arange(spec.seq_length) % (spec.seq_length // 4)).repeat(spec.batch_size, 1)
 
     def step() -> None:
-        strategy.backward(Batch(ids, positions, ids), ids.numel(), True)
+        batch = Batch(ids, positions, ids)
+        if teaching:
+            with torch.no_grad():
+                batch = batch._replace(teacher=TeacherLogits(teaching.logits(ids, positions, loss_positions(ids))))
+        strategy.backward(batch, ids.numel(), True)
         strategy.step(1e-3)
 
     step()  # creates gradients and moments, which stay allocated
     kept = sum(p.nbytes for p in model.parameters()) + sum(
         p.grad.nbytes for p in model.parameters() if p.grad is not None
     )
+    kept += sum(p.nbytes for p in teaching.parameters()) if teaching else 0
     kept += sum(v.nbytes for state in strategy.optimizer.state.values() for v in state.values() if torch.is_tensor(v))
     with torch.profiler.profile(profile_memory=True) as profile:
         step()
@@ -125,6 +138,42 @@ def test_memory_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any]
     measured, shape = live_peak(spec, config)
     planned = memory_of(spec, shape, Layout((1,)), Rows.full(spec)).total
     assert planned == pytest.approx(measured, rel=0.10)
+
+
+@pytest.mark.parametrize("fields", [{"gkd_beta": 0.5}, {"gkd_beta": 0, "lora_r": 0}], ids=str)
+def test_the_memory_of_a_teacher_is_within_10_percent_of_the_measured_peak(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 2048}
+    config = AutoConfig.for_model("llama", hidden_size=192, intermediate_size=512, num_hidden_layers=2, **sizes)
+    teacher = AutoConfig.for_model("llama", hidden_size=384, intermediate_size=1024, num_hidden_layers=4, **sizes)
+    teacher.save_pretrained(tmp_path)
+    common = {"model": "x", "teacher": str(tmp_path), "distill_alpha": 0.5, "seq_length": 128}
+    spec = make_spec(common | fields, "here")
+    measured, shape = live_peak(spec, config, teacher)
+    memory = memory_of(spec, shape, Layout((1,)), Rows.full(spec))
+    assert memory.total == pytest.approx(measured, rel=0.10)
+    alone = memory_of(spec.model_copy(update={"teacher": "", "distill_alpha": 0}), shape, Layout((1,)), Rows.full(spec))
+    assert memory.total - alone.total == memory.teacher > teacher_weights(spec) > 4 * 10**6
+
+
+def test_a_teacher_takes_time_and_is_named_by_the_plan(model_folder: Path, tmp_path: Path) -> None:
+    hosts: list[dict[str, Any]] = [{"host": "a", "processes": 1}]
+    common = {"model": str(model_folder), "seq_length": 64, "fake_data": True}
+    taught = {"teacher": str(model_folder), "distill_alpha": 0.5, "gkd_lambda": 0.25}
+    plain, found = (
+        plan(make_spec(common | fields, "here"), hosts, None, fast=True, data_dir=tmp_path) for fields in ({}, taught)
+    )
+    # The student computes two passes and those of its adapters, the teacher one.
+    assert 1.2 < found["speed"]["part"] / plain["speed"]["part"] < 1.6
+    assert any(
+        line.startswith(f"teacher {model_folder}: 0.") and "(25% of the steps)" in line for line in found["lines"]
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    spec = make_spec(common | taught | {"teacher": str(tmp_path)}, "here")
+    with pytest.raises(UserError, match="teacher: the planner does not support mamba"):
+        plan(spec, hosts, None, fast=True, data_dir=tmp_path)
+    assert choose(spec, [{"processes": 1, "threads": 1, "gpu_mib": 0, "memory_mib": 0}])[0] == "ddp"
 
 
 def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields: dict[str, Any]) -> tuple[int, int]:

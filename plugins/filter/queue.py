@@ -1,0 +1,59 @@
+"""Filters of the role queue. The logic is in trainyard/queue/slurm.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+
+from trainyard.queue import slurm
+
+ANOTHER = "has a configuration of Slurm that trainyard did not write (/etc/slurm/slurm.conf): remove it, or leave the host out"
+
+
+def _facts(hostvars: Any, addresses: dict[str, str]) -> dict[str, Any]:
+    return {
+        host: hostvars[host]["__queue_info"]
+        for host in addresses
+        if "hostname" in hostvars[host].get("__queue_info", {})
+    }
+
+
+def queue_problems(hostvars: Any, addresses: dict[str, str], controller: str) -> list[str]:
+    """Return one line for each reason why the hosts cannot form one Slurm cluster."""
+    facts = _facts(hostvars, addresses)
+    if missing := [host for host in addresses if host not in facts]:
+        return [
+            f"the queue needs facts of all hosts, {', '.join(missing)} did not report: run site.yml without --limit"
+        ]
+    problems = [f"{host} {ANOTHER}" for host in facts if facts[host]["foreign"]]
+    problems += slurm.version_problems({host: facts[host]["version"] for host in facts}, controller)
+    try:
+        queue_nodes(hostvars, addresses)
+    except AnsibleFilterError as error:
+        problems.append(str(error))
+    return problems
+
+
+def queue_nodes(hostvars: Any, addresses: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the nodes in inventory order, with the fields of trainyard.queue.slurm.QueueNode and its properties."""
+    gpus = {host: hostvars[host]["cluster_gpus"] for host in addresses if "cluster_gpus" in hostvars[host]}
+    try:
+        nodes = slurm.queue_nodes(_facts(hostvars, addresses), addresses, gpus)
+    except ValueError as error:
+        raise AnsibleFilterError(str(error)) from error
+    return [asdict(node) | {"gres": node.gres, "core_memory_mib": node.core_memory_mib} for node in nodes]
+
+
+def queue_oldest(hostvars: Any, addresses: Sequence[str]) -> str:
+    """Return the oldest release of Slurm in the cluster."""
+    return slurm.oldest([hostvars[host]["__queue_info"]["version"] for host in addresses])
+
+
+class FilterModule:
+    """For Ansible."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"queue_problems": queue_problems, "queue_nodes": queue_nodes, "queue_oldest": queue_oldest}

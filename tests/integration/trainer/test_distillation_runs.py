@@ -1,0 +1,253 @@
+"""Runs whose students learn from the token probabilities of a teacher."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import WORDS, Cluster, Here, records, write_jsonl
+
+from trainer.config import make_spec
+from trainer.data.logprobs import TOP
+
+FEW = {"max_steps": 6, "eval_split": 0.1}
+
+
+@pytest.fixture(scope="session")
+def taught(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tokenizer: Any) -> Path:
+    """A dataset with log-probabilities of the fixture's model for the answers of its rows; one in four has none."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    rows: list[dict[str, Any]] = records(120)
+    pieces = [tokenizer.decode([number]) for number in range(len(tokenizer))]
+    names = [piece.encode().hex() if "\ufffd" not in piece else "" for piece in pieces]
+    for row in rows:
+        ids = tokenizer(row["output"], add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            top = model(input_ids=torch.tensor([[0, *ids]])).logits[0, :-1].log_softmax(-1).topk(TOP)
+        if all(names[number] for number in ids):
+            row["teacher_logprobs"] = [
+                {"token": names[number], "top": {names[i]: v for i, v in zip(each, values, strict=True) if names[i]}}
+                for number, each, values in zip(ids, top.indices.tolist(), top.values.tolist(), strict=True)
+            ]
+    return write_jsonl(tmp_path_factory.mktemp("taught") / "train.jsonl", rows)
+
+
+def error(here: Here) -> str:
+    """Return the one-line error of a failed start."""
+    errors = [line for line in here.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in here.err, here.err
+    return errors[0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"packing": False}, {"train_on": "all"}], ids=str)
+def test_log_probabilities_change_the_loss_and_not_its_evaluation(
+    fields: dict[str, Any], here: Here, taught: Path
+) -> None:
+    assert here("text", dataset=taught, eval_start=True, **FEW, **fields) == 0, here.err
+    options = {"distill_alpha": 0.5, "distill_temperature": 2, "eval_start": True}
+    assert here("kl", dataset=taught, **options, **FEW, **fields) == 0, here.err
+    assert "samples have log-probabilities of a teacher" in here.out
+    assert here.losses("kl")[0] != here.losses("text")[0]
+    assert here.result("kl")["eval_loss_first"] == pytest.approx(here.result("text")["eval_loss_first"])
+
+
+def test_micro_batches_do_not_change_the_losses(here: Here, taught: Path) -> None:
+    for size in (1, 2, 4):
+        assert here(f"b{size}", dataset=taught, distill_alpha=0.5, batch_size=size, **FEW) == 0, here.err
+    assert here.losses("b1") == pytest.approx(here.losses("b2"), abs=1e-5)
+    assert here.losses("b4") == pytest.approx(here.losses("b2"), abs=1e-5)
+
+
+def test_a_stopped_run_resumes_bit_equal(here: Here, taught: Path) -> None:
+    fields = {"dataset": taught, "distill_alpha": 0.7, "checkpoint_interval": 2, **FEW}
+    assert here("straight", **fields) == 0, here.err
+    assert stopped_and_resumed(here, **fields) == here.losses("straight")
+
+
+def stopped_and_resumed(here: Here, run: str = "resumed", **fields: Any) -> list[float]:
+    """Return the losses of a run that lost everything after its checkpoint at step 4."""
+    assert here(run, **fields) == 0, here.err
+    run_dir = here.run_dir(run)
+    (run_dir / "result.json").unlink()
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        if folder.name > "step-00000004":
+            shutil.rmtree(folder)
+    assert here(run, **fields) == 0, here.err
+    assert "resuming from step 4" in here.out
+    return here.losses(run)
+
+
+def test_a_dataset_without_log_probabilities_is_refused(here: Here) -> None:
+    assert here(distill_alpha=0.5, **FEW) == 1
+    assert "no row of the dataset has teacher_logprobs" in error(here)
+
+
+# A teacher model ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """Another model than the student, with its tokenizer and a vocabulary that is padded."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("teacher")
+    known = LlamaConfig.from_pretrained(model_folder)
+    torch.manual_seed(9)
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": known.vocab_size + 8}
+    LlamaForCausalLM(LlamaConfig(**(known.to_dict() | sizes | {"head_dim": 12}))).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"distill_alpha": 0.5},
+        {"distill_alpha": 1, "gkd_beta": 0.5, "gkd_lambda": 0.5},
+        pytest.param(
+            {"distill_alpha": 1, "gkd_beta": 1, "gkd_lambda": 1, "lora_r": 0, "gradient_checkpointing": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"distill_alpha": 0.5, "gkd_lambda": 1, "gkd_beta": 0.5, "packing": False}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_a_teacher_model_changes_the_loss_and_not_its_evaluation(
+    fields: dict[str, Any], here: Here, teacher: Path
+) -> None:
+    common = {"eval_start": True, **FEW, **{name: fields[name] for name in ("lora_r", "packing") if name in fields}}
+    assert here("text", **common) == 0, here.err
+    assert here("kl", teacher=teacher, **(common | fields)) == 0, here.err
+    assert here.losses("kl")[0] != here.losses("text")[0]
+    assert here.result("kl")["eval_loss_first"] == pytest.approx(here.result("text")["eval_loss_first"], rel=1e-3)
+    # Every token with loss of the dataset still counts once.
+    assert here.result("kl")["trained_tokens"] == here.result("text")["trained_tokens"]
+
+
+def test_a_run_with_a_teacher_resumes_bit_equal(here: Here, teacher: Path) -> None:
+    fields = {"teacher": teacher, "distill_alpha": 0.7, "gkd_lambda": 0.6, "gkd_beta": 0.3, "checkpoint_interval": 2}
+    assert here("straight", **fields, **FEW) == 0, here.err
+    assert stopped_and_resumed(here, **fields, **FEW) == here.losses("straight")
+
+
+def test_micro_batches_do_not_change_the_losses_with_a_teacher(here: Here, teacher: Path) -> None:
+    fields = {"teacher": teacher, "distill_alpha": 1, "gkd_lambda": 0.5, "gkd_beta": 0.5, **FEW}
+    for size in (1, 4):
+        assert here(f"b{size}", batch_size=size, **fields) == 0, here.err
+    assert here.losses("b1") == pytest.approx(here.losses("b4"), abs=1e-5)
+
+
+def test_an_unusable_teacher_is_one_line(here: Here, teacher: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    changed = (other / "tokenizer.json").read_text().replace('"<|end|>"', '"<|stop|>"')
+    (other / "tokenizer.json").write_text(changed)
+    bare = tmp_path / "bare"
+    shutil.copytree(teacher, bare)
+    (bare / "model.safetensors").write_bytes(b"damaged")
+    for folder, why in (
+        (other, "has another vocabulary than"),
+        (bare, "teacher: cannot load"),
+        (tmp_path / "none", "teacher: no such folder"),
+    ):
+        assert here(teacher=folder, distill_alpha=0.5, **FEW) == 1
+        assert why in error(here)
+    assert here(teacher=teacher, distill_alpha=0.5, seq_length=1024, **FEW) == 1
+    assert "512 positions" in error(here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "diloco", "averaging", "fsdp", "deepspeed"])
+def test_ranks_agree_with_a_teacher(strategy: str, cluster: Cluster, teacher: Path) -> None:
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
+    fields = {"teacher": teacher, "distill_alpha": 0.8, "gkd_beta": 0.5, "max_steps": 6, "balance": "even"}
+    if strategy != "fsdp":
+        fields["gkd_lambda"] = 0.5
+    found = cluster.run(2, run="two", strategy=strategy, local_steps=3, **fields)
+    assert len(found) == 6 and all(map(math.isfinite, found))
+    if strategy in ("ddp", "fsdp", "deepspeed"):
+        assert cluster.run(1, run="one", **fields) == pytest.approx(found, abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"strategy": "fsdp"}, {"strategy": "deepspeed"}], ids=str)
+def test_any_number_of_ranks_has_the_same_losses(fields: dict[str, Any], cluster: Cluster, taught: Path) -> None:
+    if fields.get("strategy") == "deepspeed":
+        pytest.importorskip("deepspeed")
+    cluster.spec |= {"dataset": taught, "distill_alpha": 0.5, "max_steps": 8, "balance": "even"}
+    one = cluster.run(1, run="one")
+    assert math.isfinite(one[-1])
+    assert cluster.run(2, run="two", **fields) == pytest.approx(one, abs=2e-5)
+
+
+# What it is for ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def trained_teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A model with the student's tokenizer that knows the text: answers that follow from the instruction by a noisy rule."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trainer.data.encode import encoded_dataset
+    from trainer.data.packing import collate
+    from trainer.model import TokenLoss, load_tokenizer
+
+    folder = tmp_path_factory.mktemp("trained")
+    spec = make_spec({"model": str(model_folder), "dataset": str(chain(folder, 600, seed=5)), "seq_length": 64}, "test")
+    corpus = encoded_dataset(spec, load_tokenizer(str(model_folder)), folder)
+    module = TokenLoss(AutoModelForCausalLM.from_pretrained(model_folder))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    torch.manual_seed(1)
+    for _ in range(300):
+        rows = [[int(index)] for index in torch.randint(0, len(corpus), (16,))]
+        batch = [torch.from_numpy(array) for array in collate(corpus, rows, pad=2, length=None)]
+        (module(*batch) / 100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    module.model.save_pretrained(folder)  # type: ignore[operator]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, folder / name)
+    return folder
+
+
+def chain(folder: Path, count: int, seed: int) -> Path:
+    """Write a dataset whose words follow a Markov chain with three successors of each word."""
+    draw = random.Random(seed)
+
+    def words() -> str:
+        made = [draw.randrange(len(WORDS))]
+        for _ in range(11):
+            made.append((made[-1] * 7 + draw.choice((1, 4, 9))) % len(WORDS))
+        return " ".join(WORDS[word] for word in made)
+
+    return write_jsonl(folder / "chain.jsonl", [{"instruction": "go", "output": words()} for _ in range(count)])
+
+
+@pytest.mark.slow
+def test_a_student_of_a_teacher_beats_a_student_of_the_text_at_equal_steps(
+    here: Here, trained_teacher: Path, tmp_path: Path
+) -> None:
+    """Both students see few samples often, and are evaluated by the cross entropy of samples that none has seen."""
+    fields = {"dataset": chain(tmp_path, 60, seed=6), "eval_split": 0.5, "epochs": 1000, "max_steps": 120, "lora_r": 0}
+    fields |= {"lr": 3e-3, "total_batch_size": 8, "batch_size": 8, "packing": False, "checkpoint_interval": 0}
+    assert here("text", **fields) == 0, here.err
+    text = here.result("text")["eval_loss"]
+    taught = fields | {"teacher": trained_teacher, "distill_alpha": 1}
+    for run, more in (("kl", {}), ("gkd", {"gkd_lambda": 0.3, "gkd_beta": 0.5})):
+        assert here(run, **taught, **more) == 0, here.err
+        loss = here.result(run)["eval_loss"]
+        print(f"held-out loss: text {text:.4f}, {run} {loss:.4f}")
+        assert loss < 0.95 * text

@@ -1,0 +1,64 @@
+"""Real servers of the `ollama` on PATH, each with a store of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from netlab import daemon
+
+from trainyard.ollama.client import OllamaClient, OllamaError
+
+START_LIMIT = 60.0  # s
+PROGRAM = shutil.which("ollama")
+
+
+def weights() -> Path | None:
+    """Return the small model beside the program, or None without a program or a model."""
+    path = Path(os.path.realpath(str(PROGRAM))).parents[1] / "tiny.gguf"
+    return path if PROGRAM and path.exists() else None
+
+
+def create(client: OllamaClient, name: str) -> str:
+    """Create a model of the small weights; return its digest."""
+    path = weights()
+    assert path
+    client.create({"model": name, "modelfile": f"FROM @sha256:{client.put_blob(path)}"})
+    return client.digest(name)
+
+
+@contextlib.contextmanager
+def serve(
+    places: Sequence[str], folder: Path, prefix: Callable[[int, list[str]], list[str]] = lambda number, words: words
+) -> Iterator[list[OllamaClient]]:
+    """Run servers at these places (ADDRESS:PORT) until the block ends; their stores are folder/models0 and so on.
+
+    Args:
+        prefix: makes the command of a server from its number and its words.
+    """
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for number, place in enumerate(places):
+            settings = {"OLLAMA_HOST": place, "OLLAMA_MODELS": str(folder / f"models{number}"), "HOME": str(folder)}
+            words = ["env", *(f"{key}={value}" for key, value in settings.items()), str(PROGRAM), "serve"]
+            stack.enter_context(daemon(None, prefix(number, words), folder / f"log{number}"))
+            clients.append(OllamaClient(f"http://{place}"))
+        for client in clients:
+            _wait_for(client)
+        yield clients
+
+
+def _wait_for(client: OllamaClient) -> None:
+    deadline = time.monotonic() + START_LIMIT
+    while True:
+        try:
+            client.version()
+            return
+        except OllamaError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)

@@ -1,0 +1,205 @@
+"""The program `trainyard` without hosts: flags, help, completion, and one schema for all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.errors import UserError
+from trainyard.cli import __main__ as program
+from trainyard.cli.commands import COMMANDS
+from trainyard.cli.flags import COMMON, LAUNCH, SPEC, Arguments, Group, parse
+from trainyard.cli.options import LogsOptions, RunOptions, StatusOptions, StopOptions
+from trainyard.playbook_options import PlaybookOptions
+
+TOP = Path(__file__).resolve().parents[2]
+
+
+def parsed(command: str, *words: str) -> Arguments:
+    return parse(command, COMMANDS[command].all_groups, COMMANDS[command].positional, words)
+
+
+def test_flags_of_the_run_spec_have_every_form_that_the_trainer_accepts() -> None:
+    words = ["spec.yml", "--lr", "1e-3", "--max_steps=5", "--packing", "--no-merge", "seed=7", "--fake-data", "no"]
+    words += ["--lora-targets", "q_proj", "v_proj", "--learning-rate=1e-3", "--hv.local-steps", "3", "--seq-length=-1"]
+    found = parsed("train", *words)
+    assert found.of(SPEC) == {
+        "lr": "1e-3",
+        "max_steps": "5",
+        "packing": "true",
+        "merge": "false",
+        "seed": "7",
+        "fake_data": "no",
+        "lora_targets": "q_proj,v_proj",
+        "learning_rate": "1e-3",
+        "hv.local_steps": "3",
+        "seq_length": "-1",
+    }
+    assert found.of(LAUNCH) == {"spec": "spec.yml"}
+
+
+def test_launch_options_and_common_options_are_separate() -> None:
+    words = ["-i", "a.yml", "-ib.yml", "-e", "x=1", "-l", "node1", "--run-env", "A=b=c", "--run-env", "{B: 2}", "-C"]
+    found = parsed("train", *words, "--unit-properties", "MemoryMax=20G", "TasksMax=9", "--json", "--retries", "2")
+    assert found.of(COMMON) == {"inventory": ["a.yml", "b.yml"], "extra_vars": ["x=1"], "check": "true", "json": "true"}
+    assert found.switch("json") and found.switch("check") and found.of(SPEC) == {}
+    assert found.of(LAUNCH) == {
+        "limit": "node1",
+        "run_env": {"A": "b=c", "B": 2},
+        "unit_properties": "MemoryMax=20G,TasksMax=9",
+        "retries": "2",
+    }
+
+
+def test_words_without_a_flag() -> None:
+    own = COMMANDS["merge"].groups[0]
+    assert parsed("merge", "a", "b", "--method=ties", "c").of(own) == {"runs": "a,b,c", "method": "ties"}
+    assert parsed("stop", "--force", "r").of(COMMANDS["stop"].groups[0]) == {"force": "true", "run": "r"}
+    assert parsed("site", "-i", "x", "--", "--tags", "ssh").rest == ["--tags", "ssh"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--lrr", "1"], "train: unknown flag --lrr; did you mean 'lr'?"),
+        (["stop", "--forse"], "stop: unknown flag --forse; did you mean 'force'?"),
+        (
+            ["train", "--cluster-gpus", "0"],
+            "train: unknown flag --cluster-gpus; set a variable of the inventory with -e cluster_gpus=VALUE",
+        ),
+        (["train", "--lr"], "train: --lr has no value: expected a number > 0"),
+        (["train", "--lr", "--packing"], "train: --lr has no value"),
+        (["train", "--json", "-x"], "train: unknown flag '-x'"),
+        (["stop", "a", "b"], "stop: unexpected argument 'b': run is set already"),
+        (["distill", "a"], "distill: unexpected argument 'a'"),
+        (["train", "--json=perhaps"], "--json: expected true or false, got 'perhaps'"),
+        (["train", "--run-env", "sec ret"], "run_env: expected NAME=VALUE"),
+        (["train", "--run-env", "{a: [sec ret"], "run_env: expected NAME=VALUE"),
+        (["train", "\x1b[2J"], "spec: expected one line of text"),
+        (["tran"], "unknown command 'tran'; did you mean 'train'?: train, plan, "),
+        ([], "name a command: train, plan, "),
+        (["completion", "tcsh"], "completion: shell: expected one of bash, zsh, got 'tcsh'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_word_is_one_line_and_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANSIBLE_CONFIG", str(TOP / "ansible.cfg"))
+    assert program.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {said}") and captured.err.count("\n") == 1
+    assert bool(captured.out) == ("--json" in words)
+    assert captured.out == "" or json.loads(captured.out)["error"] == captured.err.removeprefix("error: ").strip()
+    assert "sec ret" not in captured.err and "\x1b" not in captured.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_name_of_a_command_is_in_two_groups(name: str) -> None:
+    groups = COMMANDS[name].all_groups
+    for place, group in enumerate(groups):
+        shared = {field for field in group.fields for other in groups[place + 1 :] if other.knows(field)}
+        assert not shared, (group.title, shared)
+
+
+def test_every_flag_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("distill", "train", "stop", "site"):
+        command = COMMANDS[name]
+        assert program.main([name, "--lr", "--help"]) == 0
+        shown = capsys.readouterr().out
+        flags = {f"--{field.replace('_', '-')}" for group in command.all_groups for field in group.fields}
+        assert not flags - set(re.findall(r"--[a-z][a-z0-9-]*", shown)), name
+        assert command.playbook in " ".join(shown.split())
+    assert program.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert not {name for name in COMMANDS if f"• {name} " not in shown}
+
+
+@pytest.mark.slow
+def test_bash_completes_commands_flags_and_choices(tmp_path: Path) -> None:
+    script = tmp_path / "completion.bash"
+    with script.open("w") as file:
+        subprocess.run([sys.executable, "-m", "trainyard.cli", "completion", "bash"], cwd=TOP, stdout=file, check=True)
+
+    def complete(*words: str) -> set[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        text = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _tyro_trainyard; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+        return set(done.stdout.split())
+
+    assert {"train", "status", "stop", "completion"} <= complete("trainyard", "")
+    assert {"--max-steps", "--max-restarts"} <= complete("trainyard", "train", "--max-")
+    assert complete("trainyard", "train", "--isolate", "") >= {"auto", "always", "never"}
+    zsh = subprocess.run(
+        [sys.executable, "-m", "trainyard.cli", "completion", "--shell=zsh"], cwd=TOP, capture_output=True, check=True
+    )
+    assert zsh.stdout.startswith(b"#compdef trainyard") and b"max-steps" in zsh.stdout
+
+
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tyro" else object())
+    assert program.main(["status"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the command line needs the package tyro: run ") and error.count("\n") == 1
+    assert "pip install 'trainyard[controller,cli]'" in error
+
+
+def test_outside_of_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(program, "__file__", str(tmp_path / "a/b/c.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run the command in a checkout of trainyard"):
+        program.project_folder()
+    monkeypatch.chdir(TOP)
+    assert program.project_folder() == TOP
+
+
+@pytest.mark.parametrize("options", [StatusOptions, StopOptions])
+def test_options_are_those_of_the_module(options: type[PlaybookOptions]) -> None:
+    """The module behind playbooks/status.yml and stop.yml has the same names and defaults."""
+    source = (TOP / "plugins/modules/trainyard_runs.py").read_text()
+    documented = yaml.safe_load(re.search(r'DOCUMENTATION = r"""\n(.*?)"""', source, re.DOTALL)[1])["options"]  # type: ignore[index]
+    for name, option in options.model_fields.items():
+        if name != "hardware":  # status.yml sets it
+            assert documented[name]["default"] == option.default, name
+    logs = yaml.safe_load((TOP / "playbooks/logs.yml").read_text())[0]["vars"]
+    assert set(LogsOptions.model_fields) - set(RunOptions.model_fields) == set(logs)
+    assert logs["logs_max_mib"] == LogsOptions.model_fields["logs_max_mib"].default
+
+
+def test_playbooks_of_the_commands_exist() -> None:
+    for command in COMMANDS.values():
+        assert (TOP / command.playbook.split()[0]).is_file()
+
+
+def documented() -> list[list[str]]:
+    """Return the words of every command in the documentation."""
+    pages = [TOP / "README.md", *(TOP / "docs").glob("*.md")]
+    blocks = re.findall(
+        r"^```console\n(.*?)^```", "\n".join(page.read_text() for page in pages), re.DOTALL | re.MULTILINE
+    )
+    lines = re.findall(r"^(?:\$ )?trainyard (.*)$", "\n".join(blocks), re.MULTILINE)
+    return [re.split(r"\s+", re.split(r"  #| [|>] ", line)[0].strip()) for line in lines]
+
+
+def test_documented_commands_are_accepted() -> None:
+    found = documented()
+    assert {"train", "status", "completion"} <= {words[0] for words in found}
+    for name, *words in found:
+        if name != "completion":
+            parsed(name, *words)
+
+
+def test_a_group_has_no_flag_without_a_description() -> None:
+    groups: set[Group] = {group for command in COMMANDS.values() for group in command.all_groups}
+    assert not [name for group in groups for name, option in group.fields.items() if not option.description]

@@ -1,0 +1,37 @@
+"""What the controller's code imports is in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+# The package that provides or requires a module, where the names differ.
+PACKAGES = {"ansible": "ansible-core", "yaml": "pyyaml", "pydantic_core": "pydantic", "typing_extensions": "pydantic"}
+# Programs for hosts use what is there; the environment of the nodes has these.
+ON_HOSTS = {"torch", "huggingface_hub"}
+
+
+def imported(folder: Path) -> set[str]:
+    """Return the names of all top-level packages that the modules below a folder import."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names
+
+
+def test_the_controllers_imports_are_declared() -> None:
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["controller"], *extras["cli"]]
+    declared = {re.split(r"[^A-Za-z0-9-]", line, maxsplit=1)[0].lower() for line in required}
+    needed = imported(TOP / "trainyard") | imported(TOP / "plugins")
+    ours = {"trainyard", "trainer"}
+    assert {PACKAGES.get(name, name) for name in needed - ours - ON_HOSTS} - declared == set()

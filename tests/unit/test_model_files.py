@@ -1,0 +1,108 @@
+"""The student and the teacher of a run on the controller: what is staged, and which teachers are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_fixtures import dataset, model_folder
+from trainer_runs import records, write_jsonl
+
+from trainer.config import make_spec
+from trainer.errors import UserError
+from trainyard.ollama.trained_run import read_tokens
+from trainyard.run.choose_strategy import spec_here
+from trainyard.run.planning import host_spec
+from trainyard.run.spec_files import PreparedRun, prepare
+
+__all__ = ["dataset", "model_folder"]
+
+
+def prepared(folder: Path, **fields: Any) -> PreparedRun:
+    return prepare(make_spec({name: str(value) for name, value in fields.items()}, "-e"), folder, lambda line: None)
+
+
+def copy_of(model: Path, folder: Path, **changes: str) -> Path:
+    """Return a copy of a model whose tokenizer.json has these tokens in place of others."""
+    shutil.copytree(model, folder)
+    text = (folder / "tokenizer.json").read_text()
+    for old, new in changes.items():
+        text = text.replace(f'"<|{old}|>"', f'"<|{new}|>"')
+    (folder / "tokenizer.json").write_text(text)
+    return folder
+
+
+def test_the_teacher_is_staged_like_the_model(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+    teacher = copy_of(model_folder, tmp_path / "big")
+    (teacher / "extra.json").write_text("{}")
+    common = {"model": model_folder, "dataset": dataset, "distill_alpha": 0.5}
+    made = prepared(tmp_path, teacher=teacher, **common)
+    kinds = {entry["kind"]: entry for entry in made.files}
+    assert set(kinds) == {"dataset", "model", "teacher", "trainer"}
+    assert kinds["teacher"]["src"] == str(teacher) and "model.safetensors" in kinds["teacher"]["sha256"]
+    assert made.origin["teacher"] == str(teacher) and made.origin["teacher_sha256"] == kinds["teacher"]["digest"]
+    spec = host_spec(made.spec, made.files, "/data")
+    assert spec["teacher"] == f"/data/{kinds['teacher']['dest']}" != spec["model"] == f"/data/{kinds['model']['dest']}"
+    with spec_here(made.spec, made.files) as here:
+        assert (here.model, here.teacher) == (str(model_folder), str(teacher))
+    # The name of the run depends on the contents of the teacher.
+    assert prepared(tmp_path, teacher=copy_of(teacher, tmp_path / "same"), **common).run == made.run
+    (tmp_path / "same" / "extra.json").write_text("[]")
+    assert prepared(tmp_path, teacher=tmp_path / "same", **common).run != made.run
+    assert prepared(tmp_path, model=model_folder, dataset=dataset).spec["teacher"] == ""
+
+
+def test_added_tokens_belong_to_the_vocabulary(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+    teacher = copy_of(model_folder, tmp_path / "more")
+    parsed = json.loads((teacher / "tokenizer.json").read_text())
+    tokens = read_tokens(teacher)
+    parsed["added_tokens"].append(parsed["added_tokens"][0] | {"id": len(tokens), "content": "<|more|>"})
+    (teacher / "tokenizer.json").write_text(json.dumps(parsed))
+    assert tokens and read_tokens(teacher) == [*tokens, "<|more|>"]
+    with pytest.raises(UserError, match="has another vocabulary than"):
+        prepared(tmp_path, model=model_folder, teacher=teacher, dataset=dataset, distill_alpha=1)
+
+
+def test_a_model_that_teaches_itself_is_copied_once(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+    made = prepared(tmp_path, model=model_folder, teacher=model_folder, dataset=dataset, distill_alpha=1)
+    model, teacher = (entry for entry in made.files if entry["kind"] in ("model", "teacher"))
+    assert model["dest"] == teacher["dest"] and (model["bytes"] > 0) == (teacher["bytes"] == 0)
+
+
+def test_a_teacher_on_the_hosts_is_described_by_its_config(model_folder: Path) -> None:
+    config = (model_folder / "config.json").read_text()
+    spec = make_spec({"model": str(model_folder), "teacher": "host:/t", "distill_alpha": 1}, "-e")
+    files = [{"kind": "model", "src": str(model_folder)}, {"kind": "teacher", "src": "", "config": config}]
+    with spec_here(spec.model_dump(mode="json"), files) as here:
+        assert json.loads((Path(here.teacher) / "config.json").read_text()) == json.loads(config)
+        assert here.model == str(model_folder)
+
+
+def test_an_unusable_teacher_is_refused_before_a_host_is_asked(
+    model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    bare = copy_of(model_folder, tmp_path / "bare")
+    (bare / "model.safetensors").write_bytes(b"damaged")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for teacher, why in (
+        (copy_of(model_folder, tmp_path / "other", end="stop"), "has another vocabulary than"),
+        (bare, "teacher: .* is damaged"),
+        (empty, "teacher: .* has no config.json"),
+        (tmp_path / "none", "teacher: no folder .*: give a local model folder"),
+        ("host:/folder", "teacher: host:/path needs hosts"),
+    ):
+        with pytest.raises(UserError, match=why) as caught:
+            prepared(tmp_path, model=model_folder, teacher=teacher, dataset=dataset, distill_alpha=0.5)
+        assert "\n" not in str(caught.value)
+
+
+def test_invalid_log_probabilities_are_refused_before_a_host_is_asked(model_folder: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [records(1)[0] | {"teacher_logprobs": [{"token": "6", "top": {}}]}])
+    assert prepared(tmp_path, model=model_folder, dataset=path).run
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"d\.jsonl:1: token 0 of 'teacher_logprobs'"):
+            prepared(tmp_path, model=model_folder, dataset=path, distill_alpha=0.5)

@@ -1,0 +1,49 @@
+"""The list of runs: which ones it leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lying_host import NOW, Cluster, node
+
+from trainyard.run.options import make_options
+from trainyard.run.runs import manage_runs
+
+OPTIONS = make_options({"lost_limit": 10.0})
+
+
+def states(count: int, alive: str) -> list[dict[str, Any]]:
+    """Return `count` ended runs, run0 being the oldest, but for the one that is alive."""
+    return [
+        {
+            "run_dir": f"/data/runs/run{n}",
+            "now": NOW + 100,
+            "alive": f"run{n}" == alive,
+            "status": "running" if f"run{n}" == alive else "finished",
+            "node": node(0) | {"run": f"run{n}", "started": NOW + n, "status": "running" if f"run{n}" == alive else "finished"},
+            "ranks": {},
+            "others": [],
+        }
+        for n in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "every", "run", "hidden"),
+    [(14, False, "", 3), (14, True, "", 0), (14, False, "run1", 0), (11, False, "", 0)],
+)
+def test_old_runs_are_listed_on_request(tmp_path: Path, count: int, every: bool, run: str, hidden: int) -> None:
+    cluster = Cluster(tmp_path)
+    for transport in cluster.transports.values():
+        transport.lie = lambda verb, request, truth: (
+            {"now": NOW, "runs": states(count, "run0"), "skipped": []} if verb == "run_list" else truth
+        )
+    found = manage_runs("listed", run, cluster.hosts, cluster.connect, OPTIONS, print, every=every)
+    names = {line.split()[0] for line in found["lines"] if line.startswith("run") and not line.startswith("run ")}
+    expected = {f"run{n}" for n in range(count)} if not run else {run}
+    assert names == expected - {f"run{n}" for n in range(1, hidden + 1)}, "run0 is alive, and the others are old"
+    said = [line for line in found["lines"] if "not listed" in line]
+    assert said == ([f"{hidden} older runs not listed: -e all=true lists all runs, -e run=NAME one"] if hidden else [])
+    assert len(found["runs"]) == 2 * (1 if run else count), "the result has all runs"

@@ -1,0 +1,497 @@
+"""Signals of a teacher: log-probabilities in the dataset, and the loss that compares student and teacher."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import trl_gkd
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import batch
+from torch import nn
+from trainer_runs import records, write_jsonl
+
+from trainer.config import make_spec
+from trainer.data.encode import Corpus, Encoder, encode_all, encoded_dataset, load_corpus, save_corpus, split
+from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
+from trainer.data.samples import read_source, source_of
+from trainer.data.shapes import to_sample
+from trainer.distillation import Divergence, TeacherLogits, TopProbabilities, distillation_loss, generalized_jsd, top_kl
+from trainer.errors import UserError
+from trainer.model import TokenLoss
+from trainer.on_policy import Writer, _Sampler, is_on_policy
+
+VALUES = Path(__file__).with_name("trl_gkd.json")
+
+
+def with_logprobs(tokenizer: Any, row: dict[str, Any], seed: int = 1, top: int = TOP) -> dict[str, Any]:
+    """Return an Alpaca record with log-probabilities for the tokens of its output, as the distillation writes them."""
+    draw = np.random.default_rng(seed)
+    names = {number: tokenizer.convert_ids_to_tokens(number) for number in range(len(tokenizer))}
+    special = set(tokenizer.added_tokens_encoder)
+    plain = {c: b for b, c in enumerate(_characters())}
+
+    def text(number: int) -> str:
+        name = names[number]
+        return (name.encode() if name in special else bytes(plain[c] for c in name)).hex()
+
+    places = []
+    for number in tokenizer(row["output"], add_special_tokens=False)["input_ids"]:
+        others = [int(each) for each in draw.choice(len(tokenizer), top, replace=False) if each != number][: top - 1]
+        logits = draw.normal(size=top)
+        values = logits - math.log(np.exp(logits).sum()) - 0.1
+        pairs = zip([number, *others], values, strict=False)
+        places.append({"token": text(number), "top": {text(each): float(value) for each, value in pairs}})
+    return row | {"teacher_logprobs": places}
+
+
+def _characters() -> list[str]:
+    """Return the character of every byte in GPT-2's vocabulary, by its definition."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    more = iter(range(256, 512))
+    return [chr(byte) if byte in kept else chr(next(more)) for byte in range(256)]
+
+
+@pytest.fixture(scope="module")
+def taught(tokenizer: Any) -> Corpus:
+    """Twelve samples with log-probabilities."""
+    rows = [with_logprobs(tokenizer, row, seed) for seed, row in enumerate(records(12))]
+    return encoded(tokenizer, rows)
+
+
+def encoded(tokenizer: Any, rows: list[dict[str, Any]], seq_length: int = 64, train_on: str = "answer") -> Corpus:
+    from dataclasses import replace
+
+    read = LogprobReader()
+    samples = [replace(to_sample(row), logprobs=read(row)) for row in rows]
+    return encode_all(samples, Encoder(tokenizer, seq_length=seq_length, train_on=train_on, logprobs=True))
+
+
+# Rows -------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_token_of_an_answer_gets_its_distribution(tokenizer: Any) -> None:
+    rows = [with_logprobs(tokenizer, row, seed) for seed, row in enumerate(records(12))]
+    corpus = encoded(tokenizer, rows)
+    assert corpus.targets and (corpus.targets.matched, corpus.targets.unmatched) == (12, 0)
+    position = 0
+    for index, row in enumerate(rows):
+        span = slice(int(corpus.starts[index]), int(corpus.starts[index + 1]))
+        given = row["teacher_logprobs"]
+        inside = np.flatnonzero(corpus.targets.taught[span])
+        # All tokens with loss but the end of the turn, which the teacher does not report.
+        assert len(inside) == len(given) == corpus.trained[span].sum() - 1
+        for token, place in zip(corpus.tokens[span][inside], given, strict=True):
+            values = corpus.targets.values[position]
+            own = float(values[corpus.targets.ids[position].tolist().index(token)])
+            assert own == pytest.approx(place["top"][place["token"]])
+            assert sorted(values.tolist(), reverse=True) == values.tolist()
+            position += 1
+    assert position == len(corpus.targets.ids)
+
+
+def test_a_row_with_other_tokens_trains_on_text_alone_and_is_counted(tokenizer: Any) -> None:
+    rows = [with_logprobs(tokenizer, row, seed) for seed, row in enumerate(records(3))]
+    other = rows[1]["teacher_logprobs"]
+    joined = other[0]["token"] + other[1]["token"]
+    rows[1] = rows[1] | {"teacher_logprobs": [{"token": joined, "top": {joined: -0.1}}, *other[2:]]}
+    corpus = encoded(tokenizer, [*rows, *records(1, seed=9)])
+    assert corpus.targets and (corpus.targets.matched, corpus.targets.unmatched) == (2, 1)
+    counts = np.diff(np.concatenate([[0], np.cumsum(corpus.targets.taught)])[corpus.starts])
+    assert [bool(count) for count in counts] == [True, False, True, False]
+
+
+def test_tokens_that_the_student_lacks_and_nulls_are_left_out(tokenizer: Any) -> None:
+    row = with_logprobs(tokenizer, records(1)[0], top=3)
+    place = row["teacher_logprobs"][0]
+    place["top"] |= {"ff" * 50: -0.01, place["token"][:0] + "fe" * 9: None}
+    corpus = encoded(tokenizer, [row])
+    assert corpus.targets
+    assert np.isfinite(corpus.targets.values).sum(1).tolist() == [3] * len(row["teacher_logprobs"])
+    empty = row | {"teacher_logprobs": [entry | {"top": {}} for entry in row["teacher_logprobs"]]}
+    targets = encoded(tokenizer, [empty]).targets
+    assert targets and targets.matched == 1 and not targets.taught.any()
+
+
+def test_a_truncated_answer_keeps_the_distributions_of_its_tokens(tokenizer: Any) -> None:
+    rows = [with_logprobs(tokenizer, row, seed) for seed, row in enumerate(records(12))]
+    whole, cut = encoded(tokenizer, rows), encoded(tokenizer, rows, seq_length=24)
+    assert whole.targets and cut.targets and cut.cut
+    assert 0 < len(cut.targets.ids) == cut.targets.taught.sum() < len(whole.targets.ids)
+    assert not (cut.targets.taught & ~cut.trained).any()
+
+
+def test_the_last_answer_of_a_chat_is_the_teachers(tokenizer: Any) -> None:
+    row = with_logprobs(tokenizer, records(1)[0])
+    chat = {
+        "messages": [
+            {"role": "user", "content": "the cat"},
+            {"role": "assistant", "content": row["output"]},
+            {"role": "user", "content": "a dog"},
+            {"role": "assistant", "content": row["output"]},
+        ],
+        "teacher_logprobs": row["teacher_logprobs"],
+    }
+    for train_on in ("answer", "all"):
+        targets = encoded(tokenizer, [chat], seq_length=512, train_on=train_on).targets
+        assert targets and targets.taught.sum() == len(row["teacher_logprobs"])
+        assert np.flatnonzero(targets.taught)[0] > len(targets.taught) / 2
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("x", "is str, expected a list"),
+        ([1], "token 0 of 'teacher_logprobs' must have token"),
+        ([{"token": "61"}], "must have token"),
+        ([{"token": "6", "top": {}}], "hexadecimal digits"),
+        ([{"token": "zz", "top": {}}], "hexadecimal digits"),
+        ([{"token": 5, "top": {}}], "hexadecimal digits"),
+        ([{"token": "61" * 1025, "top": {}}], "hexadecimal digits"),
+        ([{"token": "61", "top": {"61": "x"}}], "is str, expected a number"),
+        ([{"token": "61", "top": {"61": True}}], "is bool, expected a number"),
+        ([{"token": "61", "top": {"61": math.nan}}], "finite number of at most 0"),
+        ([{"token": "61", "top": {"61": -math.inf}}], "finite number of at most 0"),
+        ([{"token": "61", "top": {"61": 0.5}}], "finite number of at most 0"),
+        ([{"token": "61", "top": {"61": 10**400}}], "finite number of at most 0"),
+        ([{"token": "61", "top": {f"{n:02x}": -1 for n in range(65)}}], "65 entries in top"),
+        ([{"token": "61", "top": {}}] * (2**20 + 1), "1048577 tokens"),
+    ],
+)
+def test_invalid_log_probabilities_are_one_line(value: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        LogprobReader()({"teacher_logprobs": value})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    if len(str(value)) < 10_000:
+        path = write_jsonl(tmp_path / "d.jsonl", [*records(1), records(1)[0] | {"teacher_logprobs": value}])
+        assert len(read_source(source_of(path))) == 2  # without use for them they do not matter
+        with pytest.raises(UserError, match=r"d\.jsonl:2: .*" + reason):
+            read_source(source_of(path), logprobs=True)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.sampled_from(["token", "top", "61", "teacher_logprobs"]), x)))  # fmt: skip
+def test_any_value_is_read_or_refused(value: Any) -> None:
+    try:
+        found = LogprobReader()({"teacher_logprobs": value})
+    except ValueError:
+        return
+    assert found is None or found.values.shape == (len(found.chosen), TOP)
+
+
+def test_extreme_values_stay_finite() -> None:
+    found = LogprobReader()({"teacher_logprobs": [{"token": "61", "top": {"61": -(10**400), "62": -1e308, "63": 0}}]})
+    assert found and found.values[0, :3].tolist() == [0, -1e4, -1e4]
+
+
+def test_the_most_probable_tokens_of_many_count() -> None:
+    many = {f"{n:02x}": -float(n) for n in range(TOP + 3)}
+    found = LogprobReader()({"teacher_logprobs": [{"token": "61", "top": dict(reversed(many.items()))}]})
+    assert found and found.values[0].tolist() == [-float(n) for n in range(TOP)]
+    assert [found.table[token] for token in found.top[0]] == [bytes([n]) for n in range(TOP)]
+
+
+def sentencepiece() -> Any:
+    """Return a tokenizer in the style of SentencePiece: pieces with ``▁``, and bytes for other characters."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "A"]
+    model = models.BPE({piece: number for number, piece in enumerate(pieces)}, [("▁", "a")], byte_fallback=True)
+    made = Tokenizer(model)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def test_the_bytes_of_a_vocabulary_with_byte_tokens() -> None:
+    tokenizer = sentencepiece()
+    known = tokenizer.get_vocab()
+    table = [b" a", b"A", b"\n", b"</s>", b"\xf0", b"nothing"]
+    wanted = [known["▁a"], known["A"], known["<0x0A>"], known["</s>"], known["<0xF0>"], -1]
+    assert Vocabulary(tokenizer).ids_of(table)[:-1].tolist() == wanted
+    # The token of the byte 0x41 and the piece A are the same text.
+    chosen = LogprobReader()({"teacher_logprobs": [{"token": "41", "top": {"41": -0.1, "20": -3}}]})
+    assert chosen
+    for number in (known["A"], known["<0x41>"]):
+        found = Vocabulary(tokenizer).match(chosen, [5, number, 2], [False, True, True])
+        assert found and found[0] == 1 and found[1][0, :2].tolist() == [known["A"], known["▁"]]
+    assert Vocabulary(tokenizer).match(chosen, [5, 6, 2], [False, True, True]) is None
+    assert Vocabulary(tokenizer).match(chosen, [5, 6, 2], [False] * 3) is None
+
+
+def test_the_targets_survive_the_cache_and_the_split(taught: Corpus, tmp_path: Path) -> None:
+    assert taught.targets
+    save_corpus(taught, tmp_path / "c.npz")
+    again = load_corpus(tmp_path / "c.npz")
+    assert again and again.digest() == taught.digest() and again.targets and again.targets.matched == 12
+    plain = Corpus(taught.tokens, taught.trained, taught.starts)
+    assert plain.digest() != taught.digest()
+    train, held = split(taught, [3, 7])
+    assert train.targets and held.targets
+    assert len(train.targets.ids) + len(held.targets.ids) == len(taught.targets.ids)
+    first = int(taught.targets.taught[: taught.starts[3]].sum())
+    assert np.array_equal(held.targets.ids[0], taught.targets.ids[first])
+
+
+def test_too_few_matches_stop_the_run(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [with_logprobs(tokenizer, row, seed) for seed, row in enumerate(records(9))]
+    odd = [{"token": "ff", "top": {"ff": -0.1}}]
+
+    def load(name: str, rows: list[Any], **fields: Any) -> Corpus:
+        spec = make_spec(
+            {"dataset": str(write_jsonl(tmp_path / name, rows)), "model": "m", "seq_length": 64} | fields, "test"
+        )
+        return encoded_dataset(spec, tokenizer, tmp_path)
+
+    half = [row | {"teacher_logprobs": odd} if index < 4 else row for index, row in enumerate(rows)]
+    targets = load("half.jsonl", half, distill_alpha=0.5).targets
+    assert targets and (targets.matched, targets.unmatched) == (5, 4)
+    assert load("half.jsonl", half).targets is None
+    assert load("half.jsonl", half, distill_alpha=0.5).digest() != load("half.jsonl", half).digest()
+    most = [row | {"teacher_logprobs": odd} if index < 5 else row for index, row in enumerate(rows)]
+    with pytest.raises(UserError, match=r"differ from those of the model in 5 of 9 answers") as caught:
+        load("most.jsonl", most, distill_alpha=0.5)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="no row of the dataset has teacher_logprobs"):
+        load("none.jsonl", records(3), distill_alpha=0.5)
+
+
+# The loss ---------------------------------------------------------------------------------------------------------------
+
+
+def probabilities(corpus: Corpus, rows: list[list[int]], width: int) -> TopProbabilities:
+    assert corpus.targets
+    return TopProbabilities(*map(torch.from_numpy, corpus.targets.lay_out(rows, corpus.starts, width)))
+
+
+def direct_loss(model: nn.Module, corpus: Corpus, divergence: Divergence) -> torch.Tensor:
+    """Return the loss as it is defined, with one sample per forward pass and float64."""
+    assert corpus.targets
+    total, position = torch.zeros((), dtype=torch.float64), 0
+    for index in range(len(corpus)):
+        span = slice(int(corpus.starts[index]), int(corpus.starts[index + 1]))
+        ids = torch.from_numpy(corpus.tokens[span]).long()
+        logits = model(input_ids=ids[None]).logits[0].double()
+        for place in np.flatnonzero(corpus.trained[span]):
+            text = -F.log_softmax(logits[place - 1], -1)[ids[place]]
+            if corpus.targets.taught[span][place]:
+                values = torch.from_numpy(corpus.targets.values[position]).double()
+                chosen = torch.from_numpy(corpus.targets.ids[position]).long()[values > -torch.inf]
+                teacher = F.softmax(values[values > -torch.inf] / divergence.temperature, -1)
+                student = F.log_softmax(logits[place - 1] / divergence.temperature, -1)[chosen]
+                kl = (teacher * (teacher.log() - student)).sum()
+                text = (1 - divergence.alpha) * text + divergence.alpha * kl
+                position += 1
+            total = total + text
+    return total
+
+
+@pytest.mark.parametrize("temperature", trl_gkd.TEMPERATURES)
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_packed_rows_and_micro_batches_give_the_loss_and_gradient_of_single_samples(
+    alpha: float, temperature: float, taught: Corpus, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("trainer.distillation.LOSS_CHUNK", 2**14)  # several chunks
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    divergence = Divergence(alpha, temperature)
+    wanted = direct_loss(model, taught, divergence)
+    wanted.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    for parts in ([[[0, 1, 2], [3, 4]], [[5, 6, 7, 8], [9, 10, 11]]], [[[index]] for index in range(12)]):
+        model.zero_grad()
+        module = TokenLoss(model, divergence=divergence)
+        total = 0.0
+        for rows in parts:
+            made = batch(taught, rows)
+            loss = module(*made[:3], probabilities(taught, rows, made.ids.shape[1]))
+            loss.backward()
+            total += float(loss.detach())
+        assert total == pytest.approx(float(wanted.detach()), rel=1e-5)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=2e-5 * float(gradient.abs().max()))
+
+
+def test_a_batch_without_loss_and_one_without_distributions(taught: Corpus, model_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    module = TokenLoss(AutoModelForCausalLM.from_pretrained(model_folder), divergence=Divergence(0.7))
+    made = batch(taught, [])
+    loss = module(*made[:3], probabilities(taught, [], made.ids.shape[1]))
+    loss.backward()
+    assert float(loss.detach()) == 0 and all(p.grad is None or not p.grad.any() for p in module.parameters())
+    made = batch(taught, [[0], [1]])
+    none = probabilities(taught, [[0], [1]], made.ids.shape[1])
+    none.values.fill_(-torch.inf)
+    module.zero_grad()
+    loss = module(*made[:3], none)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(module(*made[:3])), rel=1e-6)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+
+
+def test_the_divergence_from_all_probabilities_is_the_divergence_from_the_top() -> None:
+    torch.manual_seed(1)
+    student, teacher = torch.randn(7, 16), torch.randn(7, 16)
+    values, ids = F.log_softmax(teacher, -1).sort(descending=True)
+    for temperature in trl_gkd.TEMPERATURES:
+        wanted = F.kl_div(
+            F.log_softmax(student / temperature, -1), F.log_softmax(teacher / temperature, -1), reduction="none", log_target=True
+        ).sum(-1)  # fmt: skip
+        torch.testing.assert_close(top_kl(student, ids, values, temperature), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(generalized_jsd(student, teacher, 0.0, temperature), wanted, rtol=1e-5, atol=1e-6)
+
+
+# The divergence of trl's GKD -----------------------------------------------------------------------------------------------
+
+
+def ours(
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, beta: float, temperature: float
+) -> torch.Tensor:
+    """Return the divergence summed over the tokens with a label, through the loss of a micro-batch."""
+    targets = labels.flatten()
+    return distillation_loss(
+        student.flatten(0, 1),
+        targets,
+        torch.arange(len(targets)),
+        TeacherLogits(teacher.flatten(0, 1)),
+        Divergence(1.0, temperature, beta),
+    )
+
+
+@pytest.mark.parametrize("chunk", [2**24, 14], ids=["one chunk", "many chunks"])
+def test_loss_and_gradient_are_those_of_trl(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values are those of tests/support/trl_gkd.py."""
+    monkeypatch.setattr("trainer.distillation.LOSS_CHUNK", chunk)
+    known = json.loads(VALUES.read_text())
+    student, teacher, labels = (torch.tensor(known[name]) for name in ("student", "teacher", "labels"))
+    assert len(known["cases"]) == len(trl_gkd.BETAS) * len(trl_gkd.TEMPERATURES)
+    for case in known["cases"]:
+        logits = student.clone().requires_grad_()
+        loss = ours(logits, teacher, labels, case["beta"], case["temperature"])
+        loss.backward()
+        assert float(loss.detach()) == pytest.approx(case["loss"], abs=1e-5), case
+        assert logits.grad is not None
+        torch.testing.assert_close(logits.grad.flatten(0, 1), torch.tensor(case["gradient"]), rtol=0, atol=1e-5)
+
+
+def test_loss_and_gradient_are_those_of_the_installed_trl() -> None:
+    pytest.importorskip("trl.experimental.gkd")
+    torch.manual_seed(2)
+    labels = torch.randint(0, 97, (3, 11))
+    labels[torch.rand(3, 11) < 0.3] = -100
+    teacher = torch.randn(3, 11, 97) * 3
+    for beta in trl_gkd.BETAS:
+        for temperature in trl_gkd.TEMPERATURES:
+            student, found = torch.randn(3, 11, 97) * 3, []
+            for compute in (ours, trl_gkd.trl_loss):
+                logits = student.clone().requires_grad_()
+                loss = compute(logits, teacher, labels, beta, temperature)
+                loss.backward()
+                assert logits.grad is not None
+                found.append((loss.detach(), logits.grad.clone()))
+            torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_vocabularies_that_are_padded_differently() -> None:
+    torch.manual_seed(3)
+    student, teacher, labels = torch.randn(1, 4, 12), torch.randn(1, 4, 9), torch.tensor([[1, 2, -100, 3]])
+    wanted = ours(student[..., :9], teacher, labels, 0.5, 1.0)
+    torch.testing.assert_close(ours(student, teacher, labels, 0.5, 1.0), wanted)
+    wanted = ours(teacher, student[..., :9], labels, 0.5, 1.0)
+    torch.testing.assert_close(ours(teacher, student, labels, 0.5, 1.0), wanted)
+
+
+def test_alpha_mixes_text_and_divergence() -> None:
+    torch.manual_seed(3)
+    student, teacher, labels = torch.randn(4, 9), torch.randn(4, 9), torch.tensor([1, 2, -100, 3])
+    text = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
+    divergence = ours(student[None], teacher[None], labels[None], 0.3, 2.0)
+    mixed = distillation_loss(student, labels, torch.arange(4), TeacherLogits(teacher), Divergence(0.2, 2.0, 0.3))
+    torch.testing.assert_close(mixed, 0.8 * text + 0.2 * divergence)
+    # What the student wrote carries no cross entropy, and its weights apply.
+    weights = torch.tensor([2.0, 2.0, 2.0, 2.0])
+    written = distillation_loss(
+        student, labels, torch.arange(4), TeacherLogits(teacher, weights), Divergence(0.2, 2.0, 0.3)
+    )
+    torch.testing.assert_close(written, 2 * divergence)
+
+
+# Answers of the student ----------------------------------------------------------------------------------------------------
+
+
+def test_the_fraction_of_on_policy_steps() -> None:
+    def steps(share: float, seed: int = 1) -> list[bool]:
+        spec = make_spec({"teacher": "t", "distill_alpha": 1, "gkd_lambda": share, "seed": seed}, "test")
+        return [is_on_policy(spec, step) for step in range(400)]
+
+    assert not any(steps(0)) and all(steps(1))
+    assert 160 < sum(steps(0.5)) < 240 and steps(0.5) == steps(0.5) != steps(0.5, seed=2)
+    assert all(more or not less for less, more in zip(steps(0.3), steps(0.6), strict=True))
+
+
+@pytest.fixture(scope="module")
+def writer(model_folder: Path, tokenizer: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    fields = {"teacher": "t", "distill_alpha": 1, "gkd_lambda": 1, "seq_length": 64, "batch_size": 2}
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    model.generation_config.repetition_penalty = 5.0  # settings of the model must not count
+    return Writer(make_spec(fields, "test"), tokenizer, model, torch.device("cpu"))
+
+
+def test_written_answers_depend_on_the_step_and_the_sample_alone(writer: Any, taught: Corpus) -> None:
+    def write(rows: list[list[int]], step: int = 3) -> list[list[int]]:
+        made, new_rows, weights = writer(taught, rows, step, lambda: None)
+        assert [len(row) for row in rows] == [len(row) for row in new_rows]
+        assert made.trained.sum() == len(weights)
+        # Every new answer weighs as much as all tokens with loss of the sample had.
+        counts = taught.trained_counts()[[sample for row in rows for sample in row]]
+        assert float(weights.sum()) == pytest.approx(float(counts.sum()), rel=1e-5)
+        spans = [slice(int(a), int(b)) for a, b in itertools.pairwise(made.starts)]
+        for span, sample in zip(spans, (s for row in rows for s in row), strict=True):
+            old = slice(int(taught.starts[sample]), int(taught.starts[sample + 1]))
+            first = int(np.flatnonzero(made.trained[span])[0])
+            assert np.array_equal(made.tokens[span][:first], taught.tokens[old][:first])
+            assert not taught.trained[old][:first].any() and taught.trained[old][first]
+            assert first < span.stop - span.start <= old.stop - old.start
+        return [made.tokens[span].tolist() for span in spans]
+
+    alone = [write([[sample]])[0] for sample in range(12)]
+    packed = write([[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11]])
+    assert packed == alone
+    assert write([[5]], step=4)[0] != alone[5]
+    made, rows, weights = writer(taught, [], 3, lambda: None)
+    assert len(made) == 0 and rows == [] and weights.tolist() == [0]
+
+
+def test_written_tokens_have_the_probabilities_of_the_student(writer: Any, tokenizer: Any) -> None:
+    from transformers import LogitsProcessorList
+
+    logits = torch.randn(1, len(tokenizer) + 3, generator=torch.Generator().manual_seed(1)) * 3
+    count = 4000
+    uniform = torch.from_numpy(np.random.default_rng(1).random((count, 1)))
+    for temperature in (1.0, 2.0):
+        sampler = LogitsProcessorList([_Sampler(uniform, 5, len(tokenizer), temperature)])
+        drawn = sampler(torch.zeros(count, 5), logits.expand(count, -1)).argmax(-1)
+        wanted = (logits[0, : len(tokenizer)] / temperature).softmax(-1)
+        found = torch.bincount(drawn, minlength=len(tokenizer)) / count
+        likely = wanted > 0.02
+        assert likely.sum() > 3 and len(found) == len(tokenizer)
+        assert float((found - wanted)[likely].abs().max()) < 0.025
+
+
+@pytest.mark.parametrize(
+    ("mask", "wanted"),
+    [([0, 1, 1], (1, 3)), ([0, 1, 0, 1, 1, 0], (3, 5)), ([1, 1], (0, 2)), ([0, 1], (1, 2))],
+)
+def test_the_last_answer_of_a_sample(mask: list[int], wanted: tuple[int, int]) -> None:
+    assert last_answer(np.array(mask, bool)) == wanted

@@ -1,0 +1,63 @@
+"""Fields of a run spec that exclude or require each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.config.dataset_source import columns_error
+from trainer.config.presets import TINY
+from trainer.strategy import plan_of
+
+if TYPE_CHECKING:
+    from trainer.config.run_spec import RunSpec
+
+MAX_FAKE_TOKENS = 2**28  # 1.3 GB of memory
+MAX_FAKE_ROWS = 2**20
+
+
+def check_combinations(spec: RunSpec) -> None:
+    """Check that the fields of a spec can be combined. Raises ValueError with one line."""
+    if spec.gradient_accumulation and spec.total_batch_size:
+        product = spec.gradient_accumulation * spec.batch_size
+        if product != spec.total_batch_size:
+            raise ValueError(
+                f"gradient_accumulation {spec.gradient_accumulation} x batch_size {spec.batch_size} = {product} rows, "
+                f"but total_batch_size is {spec.total_batch_size}: set only one of them"
+            )
+    for source in spec.sources:
+        if reason := columns_error(source.columns):
+            raise ValueError(reason)
+    if "none" in spec.loggers and len(spec.loggers) > 1:
+        raise ValueError(f"loggers: 'none' excludes other loggers, got {','.join(spec.loggers)}")
+    if spec.backend == "unsloth" and not spec.lora_r:
+        raise ValueError("backend: unsloth requires LoRA, got lora_r 0: set backend=peft for full fine-tuning")
+    if spec.quantize != "none" and not spec.lora_r:
+        raise ValueError(
+            f"quantize: {spec.quantize} requires LoRA, got lora_r 0: 4-bit weights cannot be trained, set lora_r=16"
+        )
+    if spec.fake_data and (spec.fake_rows > MAX_FAKE_ROWS or spec.fake_tokens > MAX_FAKE_TOKENS):
+        raise ValueError(
+            f"fake_data: the run needs {spec.fake_rows} rows of {spec.seq_length} tokens in memory, of at most "
+            f"{MAX_FAKE_ROWS} rows and {MAX_FAKE_TOKENS} tokens: set a smaller max_steps"
+        )
+    _check_distillation(spec)
+    plan_of(spec).validate(spec)
+
+
+def _check_distillation(spec: RunSpec) -> None:
+    """Check the fields of a run with a teacher. Raises ValueError with one line."""
+    for name in ("gkd_lambda", "gkd_beta"):
+        if getattr(spec, name) and not spec.teacher:
+            raise ValueError(f"{name}: {getattr(spec, name):g} requires a teacher model: set teacher, or {name}=0")
+    if spec.teacher and not spec.distill_alpha:
+        raise ValueError("teacher: it has no effect with distill_alpha 0: set distill_alpha=0.5")
+    if spec.teacher == TINY:
+        raise ValueError("teacher: tiny has random weights: give a model folder, host:/folder, or a hub id (org/name)")
+    if not spec.gkd_lambda:
+        return
+    if spec.train_on == "all":
+        raise ValueError(
+            "gkd_lambda: the student writes answers, but train_on is all: set train_on=answer, or gkd_lambda=0"
+        )
+    if spec.backend == "unsloth":
+        raise ValueError("gkd_lambda: the backend unsloth cannot write answers while it trains: set backend=peft")

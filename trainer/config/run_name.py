@@ -1,0 +1,45 @@
+"""The default name of a run, and the digest that is a part of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.fields import metadata
+
+if TYPE_CHECKING:
+    from trainer.config.run_spec import RunSpec
+
+# Fields that count only if they are set, so that a run of an earlier version keeps its default name.
+_LATER_FIELDS = (
+    "dataset_config",
+    "columns",
+    "distill_alpha",
+    "distill_temperature",
+    "teacher",
+    "gkd_lambda",
+    "gkd_beta",
+    "averaging_rank",
+)
+
+
+def spec_digest(spec: RunSpec) -> str:
+    """Return 6 hex digits that identify all fields of a spec that a resumed run must not change."""
+    fields = type(spec).model_fields
+    # Fields keep their former names here, for the same reason.
+    fixed = {
+        next(iter(metadata(fields[name])["deprecated_names"]), name): value
+        for name, value in spec.model_dump(mode="json").items()
+        if not metadata(fields[name])["mutable"] and not (name in _LATER_FIELDS and value == fields[name].default)
+    }
+    fixed["packing"] = bool(fixed["packing"])  # packing was true before it was auto
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def default_name(spec: RunSpec) -> str:
+    """Return the name of the model and the digest of the spec."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(spec.model).name).strip("-._")[:40] or "run"
+    return f"{stem}-{spec_digest(spec)}"

@@ -1,0 +1,121 @@
+"""The program `trainyard`.
+
+Exit codes: 0 finished, 1 failed, 2 a mistake of the user, 99 interrupted by Ctrl-C (as ansible-playbook).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.errors import UserError, nearest
+from trainer.formats import quoted
+from trainyard.cli.output import Output
+
+INTERRUPTED = 99
+PACKAGES = {"ansible": "controller", "tyro": "cli"}  # and the extra that installs them
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
+        extras = ",".join(PACKAGES.values())
+        command = f"{sys.executable} -m pip install 'trainyard[{extras}]'"
+        print(f"error: the command line needs the package {missing[0]}: run {command}", file=sys.stderr)
+        return 2
+    output = Output(as_json="--json" in words)  # for errors in the words themselves
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        output.error(error)
+        return 2
+    except KeyboardInterrupt:
+        output.error("interrupted; a run that has started continues")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    before = words[: words.index("--")] if "--" in words else words
+    if words[:1] == ["completion"] and not {"-h", "--help"} & set(before):
+        return _completion(words[1:])
+    if {"-h", "--help"} & set(before) or words[:1] == ["--tyro-print-completion"]:
+        # The name of the command, if there is one: flags of the parser are more than those that tyro knows.
+        named = [] if words[0].startswith("-") else [words[0]]
+        return _help([*named, "--help"] if words[0] != "--tyro-print-completion" else words)
+    from trainyard.cli.commands import COMMANDS
+
+    if not words or words[0] not in COMMANDS:
+        known = ", ".join([*COMMANDS, "completion"])
+        said = f"unknown command {quoted(words[0])}{nearest(words[0], COMMANDS)}" if words else "name a command"
+        raise UserError(f"{said}: {known}; --help describes them")
+    return _run(words[0], words[1:])
+
+
+def _completion(words: list[str]) -> int:
+    """Print the script of a shell."""
+    from trainyard.cli.commands import COMPLETION
+    from trainyard.cli.flags import parse
+    from trainyard.cli.options import CompletionOptions
+
+    given = parse("completion", (COMPLETION,), "shell", words).of(COMPLETION)
+    options = CompletionOptions.from_variables(given, "completion")
+    return _help(["--tyro-print-completion", options.shell])
+
+
+def _help(words: list[str]) -> int:
+    from trainyard.cli.help import show
+
+    try:
+        show(words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def _run(name: str, words: list[str]) -> int:
+    from trainyard.cli.call import Call
+    from trainyard.cli.commands import COMMANDS
+    from trainyard.cli.flags import parse
+    from trainyard.cli.playbooks import PlaybookError
+    from trainyard.connection import InventoryError, RemoteError
+    from trainyard.run.errors import RunError
+
+    command = COMMANDS[name]
+    arguments = parse(name, command.all_groups, command.positional, words)
+    output, check, top = Output(arguments.switch("json")), arguments.switch("check"), project_folder()
+    os.environ.setdefault("ANSIBLE_CONFIG", str(top / "ansible.cfg"))
+    try:
+        output.result(command.run(Call(name, command.all_groups, arguments, top, check, output)))
+        return 0
+    except (UserError, InventoryError) as error:
+        output.error(error)
+        return 2
+    except (RunError, RemoteError) as error:
+        output.error(error, getattr(error, "details", {}))
+        return 1
+    except PlaybookError as error:
+        output.error(error)
+        return error.code
+    finally:
+        if "trainyard.ansible_adapter" in sys.modules:
+            sys.modules["trainyard.ansible_adapter"].end_requests()
+
+
+def project_folder() -> Path:
+    """Return the project's folder, which holds the playbooks and roles. Raises UserError if there is none."""
+    installed = Path(__file__).resolve().parents[2]
+    for folder in (installed, Path.cwd()):
+        if (folder / "train.yml").is_file() and (folder / "roles/cluster").is_dir():
+            return folder
+    raise UserError("the playbooks are not beside the package: run the command in a checkout of trainyard")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The commands: what each one takes, and the class that does it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.inputs import user_path
+from trainyard.cli.call import Call
+from trainyard.cli.flags import COMMON, LAUNCH, LAUNCH_OPTIONS, SPEC, Group, SpecGroup
+from trainyard.cli.options import (
+    CompletionOptions,
+    LogsOptions,
+    PreflightOptions,
+    RunOptions,
+    StatusOptions,
+    StopOptions,
+)
+from trainyard.cli.playbooks import run_playbook
+from trainyard.ollama.deploy import Deployment, server_urls
+from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
+from trainyard.ollama.distill import Distillation, make_distill_options, student_specs
+from trainyard.ollama.options import DeployOptions, make_deploy_options
+from trainyard.ollama.teachers import candidates
+from trainyard.preflight.runner import run_preflight
+from trainyard.run.errors import RunError
+from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
+from trainyard.run.merge import make_merge_options, merge_runs
+from trainyard.run.plan import PORTS
+from trainyard.run.runs import manage_runs
+
+
+def _launch(*names: str) -> Group:
+    """Return the flags of some launch options."""
+    return Group(LAUNCH.title, {name: LAUNCH_OPTIONS[name] for name in names})
+
+
+RUN = Group("command options", RunOptions.model_fields)
+STATUS = Group("command options", StatusOptions.model_fields)
+STOP = Group("command options", StopOptions.model_fields)
+LOGS = Group("command options", LogsOptions.model_fields)
+PREFLIGHT = Group("command options", PreflightOptions.model_fields)
+DISTILL = Group("command options", DISTILL_OPTIONS)
+MERGE = Group("command options", MERGE_OPTIONS)
+DEPLOY = Group("command options", DeployOptions.model_fields)
+UNDEPLOY = Group("command options", {"deploy_name": DeployOptions.model_fields["deploy_name"]})
+COMPLETION = Group("command options", CompletionOptions.model_fields)
+
+
+def train(call: Call) -> dict[str, Any]:
+    """Start a run, follow it and collect its result."""
+    session = call.session()
+    ended = session.run()
+    status = session.state.status or session.state.phase
+    return {"run": session.run_name, "status": status, "result": ended.get("result")}
+
+
+def plan(call: Call) -> dict[str, Any]:
+    """Plan a run over the hosts."""
+    session = call.session()
+    planned = session.plan()
+    if failure := session.state.failure:  # max_restarts leaves it to `follow`
+        raise RunError(failure["msg"])
+    state = session.state
+    return {"run": session.run_name, "phase": state.phase, "plan": state.plan, "lines": planned["lines"]}
+
+
+def status(call: Call) -> dict[str, Any]:
+    """List hardware and runs."""
+    options = StatusOptions.from_variables(call.own(STATUS), call.command)
+    watch = options.interval if options.watch else 0.0
+    return _manage(call, "listed", options.run, watch=watch, hardware=options.hardware)
+
+
+def stop(call: Call) -> dict[str, Any]:
+    """Stop one run, or all."""
+    options = StopOptions.from_variables(call.own(STOP), call.command)
+    if bool(options.run) == options.all:
+        raise UserError("stop: name one run, as in trainyard stop RUN, or set --all for every run")
+    return _manage(call, "stopped", options.run, grace=options.grace, now=options.force, every=options.all)
+
+
+def attach(call: Call) -> dict[str, Any]:
+    """Follow a run that is already running."""
+    options = RunOptions.from_variables(call.own(RUN), call.command)
+    _require_run(call, options.run)
+    return _manage(call, "followed", options.run)
+
+
+def logs(call: Call) -> dict[str, Any]:
+    """Copy the logs of a run from all its hosts."""
+    options = LogsOptions.from_variables(call.own(LOGS), call.command)
+    _require_run(call, options.run)
+    default = call.top / "runs" / options.run / "logs-from"
+    folder = user_path(options.logs_to, "logs_to").absolute() if options.logs_to else default
+    values = {"run": options.run, "logs_to": str(folder), "logs_max_mib": options.logs_max_mib}
+    run_playbook(call, "playbooks/logs.yml", values)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {"run": options.run, "folder": str(folder), "files": files}
+
+
+def distill(call: Call) -> dict[str, Any]:
+    """Ask the teachers, and train students on their answers."""
+    given, inventory, launch = call.everything(), call.inventory, call.launch
+    options = make_distill_options(given)
+    specs = student_specs(launch.spec, given, call.top, call.output.report)
+    machines = candidates(inventory.groups["cluster"], inventory.groups.get("discovered", []), inventory.variables)
+    report = call.output.report
+    return Distillation(options, specs, machines, inventory.hosts, inventory.connect, launch, call.top, report).run(
+        call.check
+    )
+
+
+def merge(call: Call) -> dict[str, Any]:
+    """Merge finished runs."""
+    options, inventory = make_merge_options(call.own(MERGE)), call.inventory
+    how: dict[str, Any] = {"home": call.top, "report": call.output.report, "check": call.check}
+    return merge_runs(options, inventory.hosts, inventory.connect, call.launch, **how)
+
+
+def deploy(call: Call) -> dict[str, Any]:
+    """Deploy a run to every Ollama."""
+    return _deployment(call, DEPLOY, remove=False).deploy()
+
+
+def undeploy(call: Call) -> dict[str, Any]:
+    """Remove a deployed model."""
+    return _deployment(call, UNDEPLOY, remove=True).remove()
+
+
+def preflight(call: Call) -> dict[str, Any]:
+    """Check all hosts before a run."""
+    options, inventory = PreflightOptions.from_variables(call.own(PREFLIGHT), call.command), call.inventory
+    for host in inventory.hosts:
+        host.check()
+    port = call.launch.master_port or PORTS.start
+    how = {"all_reduce": not options.quick, "write": not call.check}
+    report = run_preflight(inventory.hosts, inventory.connect, port, run=options.run, **how)
+    if report.error:
+        raise RunError(report.error, lines=report.lines, **report.as_dict())
+    return {"lines": report.lines, **report.as_dict()}
+
+
+def _playbook(call: Call, playbook: str) -> dict[str, Any]:
+    run_playbook(call, playbook)
+    return {"playbook": playbook, "lines": []}
+
+
+def _manage(call: Call, state: str, run: str, **how: Any) -> dict[str, Any]:
+    inventory = call.inventory
+    report = call.output.report
+    return manage_runs(state, run, inventory.hosts, inventory.connect, call.launch, report, check=call.check, **how)
+
+
+def _deployment(call: Call, group: Group, remove: bool) -> Deployment:
+    options, inventory = make_deploy_options(call.own(group), remove=remove), call.inventory
+    urls = {host.name: server_urls(inventory.variables[host.name]) for host in inventory.hosts}
+    how: dict[str, Any] = {"work": call.top / ".trainyard", "report": call.output.report, "check": call.check}
+    return Deployment(inventory.hosts, inventory.connect, urls, options, **how)
+
+
+def _require_run(call: Call, run: str) -> None:
+    if not run:
+        raise UserError(
+            f"{call.command}: name the run, as in trainyard {call.command} RUN; trainyard status lists them"
+        )
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the program.
+
+    Attributes:
+        summary: one line.
+        playbook: the playbook that does the same.
+        run: does it; returns the result, whose `lines` are printed.
+        groups: the flags, without those of every command.
+        positional: the option that words without a flag set.
+    """
+
+    summary: str
+    playbook: str
+    run: Callable[[Call], dict[str, Any]]
+    groups: tuple[Group, ...]
+    positional: str = ""
+
+    @property
+    def all_groups(self) -> tuple[Group, ...]:
+        """The flags with those of every command."""
+        return (*self.groups, COMMON)
+
+
+def _playbooks(entries: Iterable[tuple[str, str, str]]) -> dict[str, Command]:
+    """Return the commands that run a playbook with roles. Words after `--` go to ansible-playbook."""
+    return {
+        name: Command(summary, path, functools.partial(_playbook, playbook=path), (_launch("limit"),))
+        for name, path, summary in entries
+    }
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("start a run, follow it, and collect its result", "train.yml", train, (SPEC, LAUNCH), "spec"),
+    "plan": Command(
+        "plan ranks, devices and ports of a run, and start nothing",
+        "train.yml --tags plan",
+        plan,
+        (SPEC, LAUNCH),
+        "spec",
+    ),
+    "status": Command(
+        "list the hardware of every host, and the runs",
+        *("playbooks/status.yml", status, (STATUS, _launch("limit", "lost_limit")), "run"),
+    ),
+    "attach": Command(
+        "follow a run that is already running",
+        *("playbooks/attach.yml", attach),
+        (RUN, _launch("limit", "lost_limit", "progress_interval", "stall_limit")),
+        "run",
+    ),
+    "logs": Command(
+        "copy the logs of a run from all its hosts", "playbooks/logs.yml", logs, (LOGS, _launch("limit")), "run"
+    ),
+    "stop": Command(
+        "stop a run after a checkpoint",
+        *("playbooks/stop.yml", stop, (STOP, _launch("limit", "lost_limit")), "run"),
+    ),
+    "distill": Command(
+        "let Ollama servers answer prompts, and train students on the answers",
+        *("playbooks/distill.yml", distill, (DISTILL, SpecGroup(DISTILL_OPTIONS), LAUNCH)),
+    ),
+    "merge": Command(
+        "merge finished runs, or let them vote",
+        *("playbooks/merge.yml", merge, (MERGE, _launch("limit", "lost_limit")), "runs"),
+    ),
+    "deploy": Command(
+        "put a finished run into the Ollama server of every host",
+        *("playbooks/deploy.yml", deploy, (DEPLOY, _launch("limit")), "run"),
+    ),
+    "undeploy": Command(
+        "remove a deployed model from every host",
+        *("playbooks/undeploy.yml", undeploy, (UNDEPLOY, _launch("limit")), "deploy_name"),
+    ),
+    "preflight": Command(
+        "check all hosts before a run",
+        *("playbooks/preflight.yml", preflight, (PREFLIGHT, _launch("limit", "master_port"))),
+    ),
+    **_playbooks(
+        [
+            ("site", "site.yml", "provision the hosts"),
+            ("add-host", "playbooks/add_host.yml", "add a host to a running cluster"),
+            ("remove-host", "playbooks/remove_host.yml", "remove a host from a cluster"),
+            ("check-training", "playbooks/check_training.yml", "let every host train alone, and compare them"),
+            ("reset", "playbooks/reset.yml", "undo site.yml"),
+        ]
+    ),
+}

@@ -1,0 +1,60 @@
+"""Run a playbook of the project, for what only roles do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainyard.cli.call import Call
+
+# Exit codes of ansible-playbook: after Ctrl-C, and for a wrong option.
+_INTERRUPTED, _OPTIONS_ERROR = 99, 5
+
+
+class PlaybookError(Exception):
+    """A playbook failed and has reported why. `code` is the exit code of the program."""
+
+    def __init__(self, playbook: str, code: int) -> None:
+        super().__init__(f"{playbook} failed: see the lines above")
+        self.code = code
+
+
+def run_playbook(call: Call, playbook: str, values: Mapping[str, Any] | None = None) -> None:
+    """Run a playbook; its output is the program's. Raises PlaybookError, and KeyboardInterrupt after Ctrl-C.
+
+    ansible-playbook has the terminal, so that it can ask for passwords and Ctrl-C reaches it.
+
+    Args:
+        playbook: path in the project.
+        values: further values of `-e`; no secrets, because they are arguments.
+    """
+    program = Path(sys.executable).parent / "ansible-playbook"
+    words = [str(program) if program.exists() else "ansible-playbook", str(call.top / playbook)]
+    words += [word for source in call.sources for word in ("-i", source)]
+    words += [word for extra in call.extra_words for word in ("-e", extra)]
+    words += ["--limit", str(call.launch_flags["limit"])] if "limit" in call.launch_flags else []
+    words += ["--check"] if call.check else []
+    words += ["-e", json.dumps(values)] if values else []
+    code = _wait(subprocess.Popen([*words, *call.arguments.rest], stdout=sys.stderr if call.output.as_json else None))
+    if code:
+        if code == _INTERRUPTED:
+            raise KeyboardInterrupt
+        raise PlaybookError(playbook, 2 if code == _OPTIONS_ERROR else 1)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that the terminal interrupts itself; forward SIGTERM to it."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()),
+    }
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""The queue: Slurm leases hosts to runs."""

@@ -1,0 +1,168 @@
+"""The models of a run, its student and its teacher: what the controller checks, creates or fetches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from trainer.config import TINY, RunSpec
+from trainer.data.files import is_hub_id
+from trainer.errors import UserError, first_line
+from trainer.inputs import path_kind, read_regular, user_path
+from trainyard.remote.digests import Digests
+from trainyard.run.file_entries import folder_entry
+from trainyard.run.host_files import HostAccess, HostFiles
+from trainyard.run.hub import fetch_on_controller, fetch_on_host, in_hub_cache, is_offline
+
+Report = Callable[[str], None]
+
+_MODEL_PARTS = (
+    (("config.json",), "config.json"),
+    (("*.safetensors", "*.bin"), "weights (*.safetensors)"),
+    (("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"), "tokenizer"),
+)
+TINY_NEEDS_DATASET = (
+    "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
+    "give a model folder, host:/folder, or a hub id (org/name)"
+)
+_MAX_TOKENIZER = 256 * 1024 * 1024  # bytes of a tokenizer.json
+
+
+def model_settings(spec: RunSpec) -> dict[str, str]:
+    """Return the models of a spec by the field that names them: the student, and the teacher if it has one."""
+    return {"model": spec.model} | ({"teacher": spec.teacher} if spec.teacher else {})
+
+
+def model_entries(
+    spec: RunSpec,
+    datasets: Sequence[Path],
+    on_hosts: dict[str, HostFiles],
+    access: HostAccess | None,
+    digests: Digests,
+    work: Path,
+    report: Report,
+) -> list[dict[str, Any]]:
+    """Return the entries of PreparedRun.files of the student and the teacher.
+
+    Args:
+        datasets: those on the controller, if it has all of them.
+        on_hosts: what the hosts have already, by setting.
+
+    Raises:
+        UserError: a model is missing or damaged, or the two have different vocabularies.
+    """
+    entries: list[dict[str, Any]] = []
+    for setting, name in model_settings(spec).items():
+        if found := on_hosts.get(setting):
+            entry = found.entry("model")
+        elif fetched := hub_model(name, setting, access, report):
+            entry = fetched
+        else:
+            folder = model_folder(spec, datasets, work, report, setting)
+            stem = name.rpartition("/")[2] if is_hub_id(name) else folder.name
+            entry = folder_entry(folder, f"store/models/{stem}", digests, "model")
+        if entry["dest"] in [other["dest"] for other in entries]:
+            entry = entry | {"bytes": 0}  # a model that teaches itself is copied once
+        entries.append(entry | {"kind": setting})
+    check_vocabularies(spec, [Path(entry["src"]) for entry in entries if entry["src"]])
+    return entries
+
+
+def check_vocabularies(spec: RunSpec, folders: Sequence[Path]) -> None:
+    """Compare the vocabularies of student and teacher as far as the controller can read them. The ranks compare them fully.
+
+    Args:
+        folders: of both models; with fewer there is nothing to compare.
+
+    Raises:
+        UserError: they differ.
+    """
+    found = [read_vocabulary(folder) for folder in folders]
+    if len(found) == 2 and None not in found and found[0] != found[1]:
+        raise UserError(
+            f"teacher: {spec.teacher} has another vocabulary than {spec.model}: choose a teacher with the tokenizer of the model"
+        )
+
+
+def read_vocabulary(folder: Path) -> dict[str, Any] | None:
+    """Return {token: id} of the tokenizer.json of a model; None if it has none of the usual form. The ids are unchecked."""
+    try:
+        parsed = json.loads(read_regular(folder / "tokenizer.json", _MAX_TOKENIZER))
+        added = {token["content"]: token["id"] for token in parsed.get("added_tokens") or []}
+        known = parsed["model"]["vocab"]
+        return dict(known) | added if isinstance(known, dict) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def check_names(names: Collection[str], where: str, remedy: str, setting: str) -> None:
+    """Check by the names of its files that a folder holds config, weights and tokenizer. Raises UserError."""
+    for patterns, what in _MODEL_PARTS:
+        if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns if "/" not in name):
+            raise UserError(f"{setting}: {where} has no {what}: {remedy}")
+
+
+def hub_model(name: str, setting: str, access: HostAccess | None, report: Report) -> dict[str, Any] | None:
+    """Return the entry of a model that one host fetches from the hub; None if it is found or fetched elsewhere."""
+    if access is None or is_offline() or not is_hub_id(name) or in_hub_cache(name):
+        return None
+    if entry := fetch_on_host("model", name, access, report):
+        check_names(entry["sha256"], f"{name} on the hub", "choose a model in the format of transformers", setting)
+    return entry
+
+
+def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Report, setting: str = "model") -> Path:
+    """Return the model's folder on the controller; create the tiny model, or fetch a model from the hub, once.
+
+    Args:
+        datasets: the datasets on the controller, if it has all of them.
+        setting: the field that names the model.
+
+    Raises:
+        UserError: the model does not exist or is damaged.
+    """
+    name = model_settings(spec)[setting]
+    if name == TINY:
+        if not datasets and not spec.fake_data:
+            raise UserError(TINY_NEEDS_DATASET)
+        from trainer.data.tiny import tiny_folder
+
+        return tiny_folder(spec.with_dataset_paths(list(map(str, datasets))) if datasets else spec, work, report)
+    folder = user_path(name, setting)
+    if not path_kind(folder):
+        looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if looks_like_path or not (is_hub_id(name) or in_hub_cache(name)):
+            what = "no folder" if looks_like_path else "no such model:"
+            tiny = "'tiny', " if setting == "model" else ""
+            near = f" (did you mean {TINY!r}?)" if get_close_matches(name, [TINY]) else ""
+            raise UserError(f"{setting}: {what} {name}{near}: give {tiny}a local model folder, or a hub id (org/name)")
+        if is_offline() and not in_hub_cache(name):
+            raise UserError(
+                f"{setting}: {name} is not in this machine's hub cache and HF_HUB_OFFLINE is set: fetch it first"
+            )
+        folder = fetch_on_controller("model", name, report)
+    _check_model(folder, setting)
+    return folder.absolute()
+
+
+def _check_model(folder: Path, setting: str) -> None:
+    """Check that a folder holds config, readable weights and tokenizer. Raises UserError."""
+    if path_kind(folder) != "folder":
+        raise UserError(f"{setting}: {folder} is a file: give the folder that holds config.json")
+    for patterns, what in _MODEL_PARTS:
+        if not any(path_kind(file) == "file" for pattern in patterns for file in folder.glob(pattern)):
+            raise UserError(f"{setting}: {folder} has no {what}: give a model folder as transformers saves it")
+    for file in sorted(folder.glob("*.safetensors")):
+        if path_kind(file) != "file":
+            raise UserError(f"{setting}: {file} is not a regular file: copy it again")
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except Exception as error:  # the library's own class, or OSError
+            raise UserError(f"{setting}: {file} is damaged ({first_line(error)}): copy it again") from None
