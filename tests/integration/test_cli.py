@@ -275,7 +275,8 @@ def test_ctrl_c_ends_a_playbook_as_ansible_does(bed: Bed) -> None:
     until(lambda: "TASK [" in output.read_text(), 60, "the first task")
     os.killpg(checking.pid, signal.SIGINT)
     assert checking.wait(60) == INTERRUPTED, output.read_text()
-    assert "User interrupted execution" in output.read_text() and "Traceback" not in output.read_text()
+    # Ansible's own processes may print a traceback of Python's modules if the signal comes while they fork.
+    assert "User interrupted execution" in output.read_text() and "trainyard/cli" not in output.read_text()
 
 
 @pytest.mark.slow
