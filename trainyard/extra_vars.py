@@ -11,7 +11,7 @@ import yaml
 
 from trainer.config import FIELDS, RunSpec, make_spec, read_yaml, resolve_aliases, suggest
 from trainer.config.load import MAX_LISTED, and_more
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.formats import printable
 from trainer.inputs import user_path
 from trainyard.run import options
@@ -48,21 +48,21 @@ def check_pairs(extra_vars: Mapping[str, Any]) -> None:
         )
 
 
-def check_names(names: Iterable[str], top: Path, more: Iterable[str] = ()) -> None:
+def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of_run: bool = True) -> None:
     """Check that the project knows all names given with ``-e``.
 
     Args:
         top: the project's folder.
         more: further known names.
+        of_run: whether the fields of the run spec are known names.
 
     Raises:
         UserError: unknown names, each with the nearest known one.
     """
     known = known_variables(top) | set(more)
-    if strange := unknown(names, FIELDS, known):
-        lines = [
-            f"-e {printable(name, 80)}: unknown name{suggest(name, sorted(known))}" for name in strange[:MAX_LISTED]
-        ]
+    if strange := unknown(names, FIELDS if of_run else (), known):
+        near = suggest if of_run else nearest
+        lines = [f"-e {printable(name, 80)}: unknown name{near(name, sorted(known))}" for name in strange[:MAX_LISTED]]
         raise UserError("; ".join(lines + and_more(strange)))
 
 

@@ -61,25 +61,13 @@ EXAMPLES = r"""
 RETURN = r"""
 """
 
-import hashlib
 from pathlib import Path
 
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.config_digest import digest, read_digest, record_digest
 
-DIGESTS = Path("/var/lib/trainyard/read")
 UNITS = Path("/etc/systemd/system")
-
-
-def digest(files: list[str]) -> str:
-    """Return a digest of the files that exist, or an empty string if none exists."""
-    existing = [path for path in map(Path, files) if path.is_file()]
-    if not existing:
-        return ""
-    total = hashlib.sha256()
-    for path in existing:
-        total.update(f"{path}\0".encode() + path.read_bytes() + b"\0")
-    return total.hexdigest()
 
 
 def run(module: AnsibleModule, argv: list[str], error: str) -> None:
@@ -106,17 +94,12 @@ def reload_unit(module: AnsibleModule) -> None:
 
 def main() -> None:
     module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
-    stored = DIGESTS / module.params["name"]
-    current = digest(module.params["files"])
-    if current == (stored.read_text() if stored.exists() else ""):
+    name, current = module.params["name"], digest(module.params["files"])
+    if current == read_digest(name):
         module.exit_json(changed=False)
     if not module.check_mode:
         reload_unit(module)
-        if current:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            stored.write_text(current)
-        else:
-            stored.unlink(missing_ok=True)
+        record_digest(name, current)
     module.exit_json(changed=True)
 
 

@@ -30,6 +30,10 @@ options:
     description: Login user; settings for this user (C(Match) blocks) are checked too.
     type: str
     default: ""
+  service:
+    description: The name that M(service_reload) uses for sshd.
+    type: str
+    default: ssh
 extends_documentation_fragment: [trainyard, trainyard.files]
 """
 
@@ -44,6 +48,10 @@ up_to_date:
   description: Whether O(path) was as O(state) asks before this task.
   type: bool
   returned: success
+reload_is_due:
+  description: Whether O(path) changed after M(service_reload) last reloaded O(service), also in an earlier play that was killed.
+  type: bool
+  returned: success
 """
 
 import os
@@ -53,6 +61,7 @@ from pathlib import Path
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.atomic_file import write_atomic
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.config_digest import digest, read_digest
 from ansible.module_utils.ssh_session import ssh_session
 from ansible.module_utils.sshd_config import hardening, ineffective, read_settings, with_drop_in
 
@@ -122,10 +131,12 @@ def main() -> None:
                 write_atomic(path, text, 0o644)
             else:
                 path.unlink()
+        reload_is_due = digest([path]) != read_digest(module.params["service"])
     except OSError as error:
         module.fail_json(msg=f"cannot write {path}: {error.strerror}", plain=True)
     diff = {"before_header": str(path), "after_header": str(path), "before": before, "after": text}
-    module.exit_json(changed=changed, up_to_date=not changed, diff=[diff] if changed else [])
+    diffs = [diff] if changed else []
+    module.exit_json(changed=changed, up_to_date=not changed, reload_is_due=reload_is_due, diff=diffs)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from lab_hosts import NEEDS_LAB, REPO, Lab
 from testbed import machine
 from testbed.machine import LabError
 
-pytestmark = NEEDS_LAB
+# These tests compare the mounts, links and firewall of this machine before and after a lab, and measure a start.
+pytestmark = [*NEEDS_LAB, pytest.mark.serial]
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO / "molecule/resources")}
 

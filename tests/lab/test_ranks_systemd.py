@@ -150,6 +150,7 @@ def as_user(lab: Lab, host: Host, command: str) -> str:
     return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout.strip()
 
 
+@pytest.mark.serial
 def test_system_unit_with_sudo(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan(torchrun=True), progress_interval=1)
     worker = site.at_step(1)["pid"]
@@ -225,6 +226,7 @@ def test_controller_reattaches(lab: Lab, site: Site) -> None:
     site.check_no_processes()
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("fault", ["cut", "pause"])
 def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) -> None:
     playbook = site.run(site.plan())
@@ -243,6 +245,7 @@ def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) ->
     site.check_no_processes()
 
 
+@pytest.mark.serial
 def test_power_loss_of_a_host_ends_the_playbook(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan())
     site.at_step(2)

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import RunSpec
-from trainer.errors import UserError, nearest
-from trainer.formats import printable
 from trainyard.cli.flags import COMMON, LAUNCH, Arguments, Group, SpecGroup
 from trainyard.cli.output import Output
-from trainyard.extra_vars import check_pairs, known_variables, read_run_spec, unknown
+from trainyard.extra_vars import check_names, check_pairs, read_run_spec
 from trainyard.run.options import ALIASES, LaunchOptions, make_options, options_from_variables
 from trainyard.run.session import RunSession
 
@@ -69,11 +67,9 @@ class Call:
         found = Inventory(self.sources, limit, self.extra_words)
         check_pairs(found.extra_vars)
         if not any(isinstance(group, SpecGroup) for group in self.groups):  # read_run_spec checks the names
-            known = known_variables(self.top) | {name for group in self.groups for name in group.fields}
             given = [name for name in found.extra_vars if not any(group.knows(name) for group in self.groups)]
-            if strange := unknown(given, (), known):
-                name = strange[0]
-                raise UserError(f"-e {printable(name, 80)}: unknown name{nearest(name, sorted(known))}")
+            fields = [name for group in self.groups for name in group.fields]
+            check_names(given, self.top, fields, of_run=False)
         return found
 
     @functools.cached_property

@@ -227,7 +227,7 @@ def remove_cgroups(top: Path, timeout: float = 10.0) -> None:
 
 # Each systemd takes six of the 128 inotify instances that root has by default: with five hosts or more, some hang.
 INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
-INOTIFY_BEFORE = LABS / "inotify.before"
+INOTIFY_BEFORE = Path("/run/trainyard-inotify.before")  # one file for all caches: the limit is one for the machine
 
 
 def raise_limits() -> None:
@@ -239,8 +239,9 @@ def raise_limits() -> None:
 
 
 def restore_limits() -> None:
-    """Restore what `raise_limits` changed, if no lab is left."""
-    if INOTIFY_BEFORE.exists() and not any(path.is_dir() for path in LABS.iterdir()):
+    """Restore what `raise_limits` changed, if no lab is left, of this cache or of another one."""
+    of_others = any(Path("/sys/class/net").glob("trainyard[0-9]*"))
+    if INOTIFY_BEFORE.exists() and not of_others and not any(path.is_dir() for path in LABS.iterdir()):
         INOTIFY.write_text(INOTIFY_BEFORE.read_text())
         INOTIFY_BEFORE.unlink()
 

@@ -13,7 +13,7 @@ import yaml
 from ansible.inventory.data import InventoryData
 from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import inventory_loader
-from conftest import ROOT
+from run_hosts import TOP
 
 from trainer.config import DEPRECATED
 from trainer.config.run_spec import RunSpec
@@ -80,9 +80,9 @@ def parameters() -> set[str]:
     """Return every variable that an operator can set: of roles, group_vars, launch options and run specs."""
     names = {*LaunchOptions.model_fields, *RunSpec.model_fields, *DEPRECATED}
     for pattern in ("roles/*/defaults/*.yml", "group_vars/*/*.yml", "playbooks/group_vars/*/*.yml"):
-        for path in ROOT.glob(pattern):
+        for path in TOP.glob(pattern):
             names |= set(yaml.safe_load(path.read_text()) or {})
-    for path in ROOT.glob("roles/*/meta/argument_specs.yml"):
+    for path in TOP.glob("roles/*/meta/argument_specs.yml"):
         for spec in yaml.safe_load(path.read_text())["argument_specs"].values():
             names |= set(spec.get("options", {}))
     return names
@@ -91,10 +91,10 @@ def parameters() -> set[str]:
 def other_names() -> set[str]:
     """Return every variable that roles and playbooks set."""
     names: set[str] = set()
-    for path in ROOT.glob("roles/*/vars/*.yml"):
+    for path in TOP.glob("roles/*/vars/*.yml"):
         names |= set(yaml.safe_load(path.read_text()) or {})
     for pattern in ("roles/*/tasks/*.yml", "playbooks/**/*.yml", "*.yml"):
-        for path in ROOT.glob(pattern):
+        for path in TOP.glob(pattern):
             names |= set(declared_names(yaml.safe_load(path.read_text())))
     return names
 
@@ -176,7 +176,7 @@ def test_variables_are_linear_in_models() -> None:
 def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Report], InventoryData]:
     """A function that lets the inventory plugin parse its file, with a given report instead of a scan."""
     (tmp_path / "ollama.yml").write_text("plugin: ollama\n")
-    inventory_loader.add_directory(str(ROOT / "plugins/inventory"))
+    inventory_loader.add_directory(str(TOP / "plugins/inventory"))
     plugin = inventory_loader.get("ollama")
 
     def parsed(found: Report) -> InventoryData:

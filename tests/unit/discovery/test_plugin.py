@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import BIN, ROOT
 from fake_ollama import Server, model, serve
+from run_hosts import TOP
 from test_ssh import sshd
 
+BIN = Path(sys.executable).parent
 PROGRAM = "{{ lookup('pipe', 'id') }}"
 GROUPS = {"discovered", "cluster", "head", "workers", "untrusted"}
 
@@ -33,7 +34,7 @@ class Inventory:
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*self.prefix, str(BIN / command), *self.sources, *arguments],
-            cwd=ROOT,
+            cwd=TOP,
             env=self.environment,
             capture_output=True,
             text=True,
@@ -314,7 +315,7 @@ def test_a_server_does_not_change_the_parameters_of_the_role_ollama(here, tmp_pa
                         {"include_role": {"name": "ollama", "defaults_from": "main", "public": True}},
                         {
                             "template": {
-                                "src": f"{ROOT}/roles/ollama/templates/ollama.service.j2",
+                                "src": f"{TOP}/roles/ollama/templates/ollama.service.j2",
                                 "dest": f"{tmp_path}/ollama.service",
                             }
                         },
@@ -377,7 +378,7 @@ def test_an_invalid_option_is_an_error_with_its_name(here, options, words):
 def documentation() -> dict:
     done = subprocess.run(
         [BIN / "ansible-doc", "-t", "inventory", "--json", "ollama"],
-        cwd=ROOT,
+        cwd=TOP,
         capture_output=True,
         text=True,
         check=True,
@@ -387,7 +388,7 @@ def documentation() -> dict:
 
 def test_every_option_is_documented_and_in_ollama_yml():
     options = documentation()["options"]
-    inventory = yaml.safe_load((ROOT / "inventory/ollama.yml").read_text())
+    inventory = yaml.safe_load((TOP / "inventory/ollama.yml").read_text())
     unsupported = {
         "cache_prefix",
         "use_extra_vars",
@@ -405,7 +406,7 @@ def test_every_option_is_documented_and_in_ollama_yml():
 def test_the_example_is_an_inventory(here):
     done = subprocess.run(
         [BIN / "ansible-inventory", "-i", "inventory/hosts.example.yml", "--graph", "cluster"],
-        cwd=ROOT,
+        cwd=TOP,
         capture_output=True,
         text=True,
         check=True,
