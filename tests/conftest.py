@@ -59,6 +59,7 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move LONGEST to the front, and name the tests that stay on one worker process: those of a file, and those that use `provisioned`."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))

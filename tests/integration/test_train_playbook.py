@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from lab_hosts import Played, run_playbook
-from run_hosts import until
+from run_hosts import free_port, until
 from safetensors.numpy import load_file
 
 from trainer.supervise.environment import run_environment
@@ -46,9 +46,11 @@ def dataset(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def inventory(tmp_path: Path) -> Path:
-    """inventory/local.yml, but with data dirs of the test's own."""
+    """inventory/local.yml, but with data dirs and a port of the test's own: another test process may start a run at the same time."""
     document = yaml.safe_load((Path(__file__).parents[2] / "inventory/local.yml").read_text())
-    children = document["all"]["children"]["cluster"]["children"]
+    cluster = document["all"]["children"]["cluster"]
+    cluster.setdefault("vars", {})["master_port"] = free_port()
+    children = cluster["children"]
     for group, name in (("head", "node1"), ("workers", "node2")):
         children[group]["hosts"][name]["cluster_data_dir"] = str(tmp_path / name)
     path = tmp_path / "inventory.yml"
@@ -319,7 +321,8 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
     said = {"run": "full", "dataset": str(dataset), **SMALL, "max_steps": 400, "epochs": 100}
     playing = Background(inventory, said)
     folder = run_dir(inventory, "node2", "full")
-    until(lambda: step_of(folder, 1) >= 4, 120, "step 4")
+    until(lambda: step_of(folder, 1) >= 4 or playing.played, 120, "step 4")
+    assert not playing.played, playing.played.stdout
     filler = small_disk / "filler"
     # The rank must not run meanwhile: the space that it frees for its error message would be filled again.
     pid = json.loads((folder / "state" / "rank1.json").read_text())["pid"]

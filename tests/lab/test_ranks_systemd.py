@@ -172,6 +172,7 @@ def test_system_unit_with_sudo(lab: Lab, site: Site) -> None:
     site.check_no_processes()
 
 
+@pytest.mark.serial
 def test_user_unit_with_lingering(lab: Lab, site: Site) -> None:
     for host in lab.hosts:
         lab.inside(host, "loginctl enable-linger tester")
@@ -260,6 +261,7 @@ def test_power_loss_of_a_host_ends_the_playbook(lab: Lab, site: Site) -> None:
     assert row[3] == "lost"
 
 
+@pytest.mark.serial
 def test_out_of_memory_kill_is_reported(lab: Lab, site: Site) -> None:
     site.stage("FAKE=1:3:eat\n")
     faults.FAULTS["memory"].inject(lab, lab.hosts[1], "1000")
