@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     provisioned = {item.path for item in items if "provisioned" in getattr(item, "fixturenames", ())}
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("provisioned" if item.path in provisioned else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("provisioned" if item.path in provisioned else item.path.name))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ansible.module_utils import config_digest
 from module_runs import NEEDS_ROOT, run_module
 
 from plugins.module_utils.sshd_config import ALIVE, TARGETS, alive_seconds, read_settings, strictness, with_drop_in
-from plugins.modules import sshd_hardening
+from plugins.modules import service_reload, sshd_hardening
 
 SSHD = "/usr/sbin/sshd"
 pytestmark = [NEEDS_ROOT, pytest.mark.skipif(not Path(SSHD).exists(), reason="needs sshd (package openssh-server)")]
@@ -150,3 +151,19 @@ def test_includes_name_their_files_in_order(tmp_path: Path) -> None:
     assert "trainyard" not in with_drop_in(main, drop_in, None)[0]
     shutil.rmtree(folder)
     assert with_drop_in(main, drop_in, None)[0].splitlines() == ["", "Port 22", "Match all", ""]
+
+
+def test_a_reload_is_due_until_sshd_has_read_the_drop_in(
+    etc: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_digest, "DIGESTS", etc / "read")
+    reload = {"name": "ssh", "files": [str(etc / "conf.d/10-trainyard.conf")], "command": ["true"]}
+    write(etc, STOCK)
+    assert harden(etc, capsys)["reload_is_due"]
+    killed = harden(etc, capsys)
+    assert killed["up_to_date"] and killed["reload_is_due"], "a play that ended between the drop-in and the reload"
+    assert run_module(service_reload, capsys, **reload)["changed"]
+    assert not harden(etc, capsys)["reload_is_due"] and not run_module(service_reload, capsys, **reload)["changed"]
+    assert harden(etc, capsys, state="absent")["reload_is_due"]
+    assert run_module(service_reload, capsys, **reload)["changed"]
+    assert not harden(etc, capsys, state="absent")["reload_is_due"]
