@@ -59,13 +59,9 @@ LONGEST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move LONGEST to the front, and name the tests that stay on one worker process: those of a file, and those that use `provisioned`."""
+    """Move LONGEST to the front."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    provisioned = {item.path for item in items if "provisioned" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("provisioned" if item.path in provisioned else item.path.name))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
