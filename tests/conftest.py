@@ -39,7 +39,6 @@ SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests pri
 # The files that take longest, which begin first, so that no worker process is left alone with one at the end.
 LONGEST = (
     "test_train.py",
-    "test_session.py",
     "test_train_torchft.py",
     "test_cold.py",
     "test_torchrun.py",
@@ -54,7 +53,6 @@ LONGEST = (
     "test_login.py",
     "test_metal.py",
     "test_firewall.py",
-    "test_preflight.py",
     "test_isolation_hosts.py",
 )
 

@@ -14,7 +14,8 @@ import pytest
 from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, inventory_with
 from testbed import faults, machine
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+# These tests measure loads and links of the machine.
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.serial]
 
 TORCHRUN = f"exec -a python {VENV}/bin/python -c 'import time; time.sleep(600)' -m torch.distributed.run train.py"
 

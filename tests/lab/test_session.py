@@ -12,7 +12,8 @@ import pytest
 from fault_trial import Trial, questions, run_variables
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+# A host that does not answer for 10 s is lost: other tests must not delay its answers.
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.serial]
 
 
 @pytest.fixture
