@@ -95,6 +95,7 @@ def test_the_rank_that_raised_is_named_not_those_that_lost_it(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_a_plain_error_has_no_traceback(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=0:2:plain\n")
     assert bed.ranks(bed.plan(2)).wait(60) == 2
@@ -103,6 +104,7 @@ def test_a_plain_error_has_no_traceback(bed: Bed) -> None:
     assert "fatal" not in bed.output_text()
 
 
+@pytest.mark.slow
 def test_when_all_only_lost_their_peers_that_is_said(bed: Bed) -> None:
     bed.make_run(2, environment=f"PEERS={bed.folder}/broken\n")
     playbook = bed.ranks(bed.plan(2))
@@ -121,6 +123,7 @@ def test_a_hung_rank_is_noticed(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_a_halted_rank_is_named(bed: Bed) -> None:
     bed.make_run(2)
     playbook = bed.ranks(bed.plan(2, steps=20, pause=0.05), stall_limit=2)
@@ -130,6 +133,7 @@ def test_a_halted_rank_is_named(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_a_rank_that_lags_is_worth_a_word(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=1:3:hang\n")
     bed.write_env(0, "")
@@ -139,6 +143,7 @@ def test_a_rank_that_lags_is_worth_a_word(bed: Bed) -> None:
     assert playbook.poll() is None
 
 
+@pytest.mark.slow
 def test_if_one_host_refuses_nothing_runs(bed: Bed) -> None:
     bed.make_run(3)
     bed.make_run(3, run="other")
@@ -162,6 +167,7 @@ def test_a_busy_host_is_refused_by_name(bed: Bed) -> None:
     assert first.poll() is None, "and the first goes on"
 
 
+@pytest.mark.slow
 def test_runs_on_disjoint_hosts_do_not_mind_each_other(bed: Bed) -> None:
     bed.make_run(2)
     bed.make_run(2, run="other")
@@ -204,6 +210,7 @@ def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
     assert "ok: [node1]" in bed.output_text(), "nothing is left to stop"
 
 
+@pytest.mark.slow
 def test_who_follows_ends_with_the_playbook_and_the_run_does_not(bed: Bed) -> None:
     """Ansible's workers are in sessions of their own: the terminal's SIGHUP does not come to them."""
     bed.make_run(1)

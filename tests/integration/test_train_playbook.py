@@ -82,37 +82,34 @@ BROKEN = '{"text": "good"}\n{"text": oops}\n'
 SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
 
 
+BAD_INPUT: list[tuple[dict[str, Any], list[str]]] = [
+    ({"lrr": 1}, ["-e lrr", "'lr'"]),
+    ({"learning_rate": "1e-3", "lr": "1e-4"}, ["lr and learning_rate set lr to different values"]),
+    ({"rank": 8}, ["-e rank", "'lora_r'"]),
+    ({"master_prt": 29500}, ["-e master_prt", "'master_port'"]),
+    ({"lr": "fast"}, ["lr: expected a number > 0", "got 'fast'"]),
+    ({"batch_size": 0}, ["batch_size: expected an integer", "got 0"]),
+    ({"precision": "bf16"}, ["precision: expected one of", "got 'bf16'", "bf16-mixed"]),
+    ({"model": "./no-such-model"}, ["./no-such-model", "local model folder"]),
+    ({"model": "tinny"}, ["tinny", "did you mean 'tiny'"]),
+    ({"model": "some-org/some-model"}, ["some-org/some-model", "HF_HUB_OFFLINE"]),
+    ({"dataset": "no-such.jsonl"}, ["no-such.jsonl"]),
+    ({"dataset": "@empty"}, ["empty"]),
+    ({"dataset": "@broken"}, ["broken.jsonl:2:", "not JSON"]),
+    ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "expected messages"]),
+    ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
+    ({"hosts": "nobody"}, ["no host matches nobody", "node1"]),
+    ({"dataset": "~nosuchuser/x"}, ["dataset: '~nosuchuser/x'", "unknown user"]),
+    ({"collective_timeout": 1e300}, ["collective_timeout: expected a number of seconds", "got 1e+300"]),
+    ({"run_env": {"TOKEN": "secret\nA=b"}}, ["run_env: the value of TOKEN has a line break"]),
+    ({"dataset": "@escapes"}, ["escapes.jsonl:1", r"\x1b[2J", "expected messages"]),
+    ({"spec": "@bomb"}, ["bomb.yml:2", "an alias"]),
+]
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
-    [
-        ({"lrr": 1}, ["-e lrr", "'lr'"]),
-        ({"learning_rate": "1e-3", "lr": "1e-4"}, ["lr and learning_rate set lr to different values"]),
-        ({"rank": 8}, ["-e rank", "'lora_r'"]),
-        ({"master_prt": 29500}, ["-e master_prt", "'master_port'"]),
-        ({"lr": "fast"}, ["lr: expected a number > 0", "got 'fast'"]),
-        ({"batch_size": 0}, ["batch_size: expected an integer", "got 0"]),
-        ({"precision": "bf16"}, ["precision: expected one of", "got 'bf16'", "bf16-mixed"]),
-        ({"model": "./no-such-model"}, ["./no-such-model", "local model folder"]),
-        ({"model": "tinny"}, ["tinny", "did you mean 'tiny'"]),
-        ({"model": "some-org/some-model"}, ["some-org/some-model", "HF_HUB_OFFLINE"]),
-        ({"dataset": "no-such.jsonl"}, ["no-such.jsonl"]),
-        ({"dataset": "@empty"}, ["empty"]),
-        ({"dataset": "@broken"}, ["broken.jsonl:2:", "not JSON"]),
-        ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "expected messages"]),
-        ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
-        ({"hosts": "nobody"}, ["no host matches nobody", "node1"]),
-        ({"dataset": "~nosuchuser/x"}, ["dataset: '~nosuchuser/x'", "unknown user"]),
-        pytest.param(
-            {"collective_timeout": 1e300},
-            ["collective_timeout: expected a number of seconds", "got 1e+300"],
-            marks=pytest.mark.slow,
-        ),
-        ({"run_env": {"TOKEN": "secret\nA=b"}}, ["run_env: the value of TOKEN has a line break"]),
-        pytest.param(
-            {"dataset": "@escapes"}, ["escapes.jsonl:1", r"\x1b[2J", "expected messages"], marks=pytest.mark.slow
-        ),
-        pytest.param({"spec": "@bomb"}, ["bomb.yml:2", "an alias"], marks=pytest.mark.slow),
-    ],
+    [*BAD_INPUT[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in BAD_INPUT[2:])],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
 def test_bad_input_is_one_line_before_any_host(

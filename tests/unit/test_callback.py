@@ -140,6 +140,7 @@ def test_the_documentation_is_readable() -> None:
     assert b"display_failed_stderr" in shown.stdout
 
 
+@pytest.mark.slow
 def test_site_ends_with_the_roles_that_changed_something(tmp_path: Path) -> None:
     tasks = tmp_path / "roles/packages/tasks/main.yml"
     tasks.parent.mkdir(parents=True)

@@ -258,6 +258,7 @@ def check(path: Path, host: str, strings: list[str]) -> None:
                 assert parse(rendered) == expected, f"{place} is {text!r}:\n{rendered}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "host"), CASES, ids=IDS)
 def test_a_value_never_becomes_a_directive(path: Path, host: str) -> None:
     check(path, host, INJECTIONS)

@@ -46,6 +46,7 @@ def error(here: Here) -> str:
     return errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"packing": False}, {"train_on": "all"}], ids=str)
 def test_log_probabilities_change_the_loss_and_not_its_evaluation(
     fields: dict[str, Any], here: Here, taught: Path

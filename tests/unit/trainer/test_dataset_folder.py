@@ -174,6 +174,7 @@ def test_a_readme_cannot_name_files_outside_of_its_folder(tmp_path: Path) -> Non
     assert str(folder) in str(caught.value) and "outside of the folder" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_but_temporary_files(folder: dict[str, Path], tmp_path: Path) -> None:
     """A run of another user, or with a full home, reads its data."""
     environment = os.environ | {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(Path.cwd())}
