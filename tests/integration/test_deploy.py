@@ -206,10 +206,19 @@ def test_missing_runs_and_servers_are_reported(site: Site) -> None:
     [
         ({"run": "r"}, "deploy_name is missing"),
         ({"deploy_name": "m"}, "run is missing"),
-        ({"run": "../r", "deploy_name": "m"}, "expected the name of a run"),
-        ({"run": "r", "deploy_name": "a b"}, "expected the name of a model"),
+        ({"run": "../r", "deploy_name": "m"}, r"deploy: run: expected letters, .* got '\.\./r'"),
+        (
+            {"run": "r", "deploy_name": "a b"},
+            "deploy_name: expected the name of a model, such as mine:latest, got 'a b'",
+        ),
         ({"run": "r", "deploy_name": 'm"\nFROM x'}, "expected the name of a model"),
-        ({"run": "r", "deploy_name": "m", "deploy_quantize": "q2"}, "deploy_quantize is 'q2'"),
+        ({"run": "r", "deploy_name": "m\n"}, "expected the name of a model"),
+        ({"run": "r", "deploy_name": "m", "deploy_base": "a:b:c"}, "deploy_base: expected the name of a model"),
+        (
+            {"run": "r", "deploy_name": "m", "deploy_quantize": "q2"},
+            "deploy_quantize: expected one of f16, q8_0, got 'q2'",
+        ),
+        ({"run": "r", "deploy_name": "m", "deploy_replace": "maybe"}, "deploy_replace: expected true or false"),
         ({"run": "r", "deploy_name": "m", "deploy_as": "adapter"}, "needs the name of the base"),
     ],
 )
