@@ -20,8 +20,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
 from trainer.gguf_fields import adds_bos, is_byte_level
@@ -89,6 +87,8 @@ def _target(run_dir: Path, request: dict[str, Any], writer: str) -> Path:
 
 def _write_plain(run_dir: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     """Write the model without torch; return the description of the file, or None if it is not a plain Llama model."""
+    import yaml
+
     try:
         from trainer.gguf_llama import UnsupportedModelError, write_llama
     except ImportError:  # an environment that an older trainyard has made has no gguf

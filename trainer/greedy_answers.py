@@ -196,7 +196,7 @@ def answer(
 
 
 def _encode(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
-    from trainer.data.encode import PLAIN_TEMPLATE
+    from trainer.data.plain_template import PLAIN_TEMPLATE
 
     if "messages" in prompt:
         template = tokenizer.chat_template or PLAIN_TEMPLATE

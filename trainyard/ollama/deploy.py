@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.data.encode import PLAIN_TEMPLATE
+from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.formats import mib, printable, quoted
 from trainer.gguf_fields import adds_bos
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
-from trainyard.ollama.adapter_gguf import ARCHITECTURES, AdapterError, write_adapter
 from trainyard.ollama.chat_template import derive_apart
 from trainyard.ollama.converter import SHA256 as CONVERTER
 from trainyard.ollama.converter import converter_folder
@@ -37,7 +36,7 @@ from trainyard.remote.ollama import equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file
 from trainyard.run.errors import RunError
-from trainyard.run.spec_files import Report, trainer_archive
+from trainyard.run.trainer_archive import trainer_archive
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
 EXPORT_LIMIT = 3600.0  # s for the head to convert and to answer
@@ -46,6 +45,7 @@ CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
 MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
 _SHOWN = 160  # characters of an answer in a message
 _PORT = 11434
+Report = Callable[[str], None]
 
 
 @dataclass
@@ -246,13 +246,13 @@ class Deployment:
 
     def _misfit(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> str:
         """Return why a node cannot take the adapter; empty if it can."""
+        from trainyard.ollama.adapter_gguf import ARCHITECTURES  # imports numpy; a merged model does without
+
         base, name = state["base"], self.options.deploy_base
         names = run.base.get("architectures")
         arch = str(names[0]) if isinstance(names, list) and names else ""
         if run.kind != "adapter":
             return "the run has no adapter"
-        if not name:
-            return "deploy_base is not set"
         if not state["adapters"]:
             return f"Ollama {'.'.join(map(str, state['version']))} takes no adapters"
         if base is None:
@@ -267,8 +267,10 @@ class Deployment:
 
     def _artifact(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> Artifact:
         """Return what a node gets. Raises UserError, RemoteError."""
-        why = self._misfit(run, state, tokens) if self.options.deploy_as != "merged" else "merged"
+        why = self._misfit(run, state, tokens) if self._base_name() else "the run has no base on the hosts"
         if not why:
+            from trainer.plain_adapter import AdapterError
+
             try:
                 return self._adapter(run, state["base"])
             except AdapterError as error:
@@ -279,6 +281,8 @@ class Deployment:
 
     @functools.cache  # noqa: B019
     def _adapter_file(self, run_folder: str, config: str) -> Path:
+        from trainyard.ollama.adapter_gguf import write_adapter
+
         target = self.work / self.options.run / "adapter.gguf"
         write_adapter(self._local, json.loads(config), target)
         return target
@@ -315,7 +319,7 @@ class Deployment:
 
     @functools.cache  # noqa: B019
     def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
-        return derive_apart(source, json.loads(special), today, added)
+        return derive_apart(source, json.loads(special), today, added, self._local.parent / "template.json")
 
     def _notes(self, artifacts: Any) -> list[str]:
         return list(dict.fromkeys(f"note: {note}" for artifact in artifacts for note in artifact.notes))
