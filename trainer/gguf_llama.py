@@ -221,10 +221,10 @@ def _tokens(parsed: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     if not ids or max(ids) >= size:
         raise UnsupportedModelError("the tokenizer has more tokens than the model")
     tokens = [ids.get(number, f"[PAD{number}]") for number in range(size)]
-    types = [
-        gguf.TokenType.UNUSED if number not in ids else gguf.TokenType.CONTROL if ids[number] in control else gguf.TokenType.NORMAL
-        for number in range(size)
-    ]  # fmt: skip
+    kinds = {
+        number: gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for number, token in ids.items()
+    }
+    types = [int(kinds.get(number, gguf.TokenType.UNUSED)) for number in range(size)]
     return tokens, types
 
 
