@@ -6,6 +6,9 @@ Needs a real `ollama` on PATH. The benchmark trains a tiny model on short texts 
 an adapter of it on others. Half of the 60 prompts are chats, half are raw text; the adapter answers 40. Each model is deployed as
 playbooks/deploy.yml does. The trained models are kept in .trainyard/bench/deploy; --fresh trains them again. Exits with 1 if a
 count is below its limit: f16 59 of 60, q8_0 58 of 60, adapter 39 of 40.
+
+--time measures instead how long playbooks/deploy.yml takes on three nodes of this machine, with a real server each, above a playbook
+that does nothing: the first deployment of a run, that of a converted run, and one that changes nothing. Exits with 1 above 5 s.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 
 from netlab import daemon
 
+from benchmarks.deploy_time import time_deployments
 from benchmarks.inputs import TOP, build_inputs
 from trainer.config import make_spec, read_yaml
 from trainer.data.samples import read_samples
@@ -119,6 +123,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=180, help="of the training of all weights")
     parser.add_argument("--adapter-steps", type=int, default=60)
     parser.add_argument("--fresh", action="store_true", help="train again")
+    parser.add_argument("--time", action="store_true", help="measure the time of deployments to three nodes")
+    parser.add_argument("--rounds", type=int, default=3, help="of --time")
     a = parser.parse_args()
     folder = TOP / ".trainyard/bench/deploy"
     if a.fresh:
@@ -142,6 +148,9 @@ def main() -> int:
     )
     for run_dir in (full, adapter):
         print(f"{run_dir.name}: loss {json.loads((run_dir / 'result.json').read_text())['loss_last']:.3f}")
+    if a.time:
+        with tempfile.TemporaryDirectory() as aside:
+            return time_deployments([full, adapter], lambda copy: keep_answers(copy, 20), Path(aside), a.rounds)
     keep_answers(full, 60)
     keep_answers(adapter, 40)
     counts = {}

@@ -1,7 +1,8 @@
 """Prepare a finished run for Ollama on a host: its greedy answers, and the merged model as GGUF.
 
 `python -P -m trainer.gguf_export` with a request as JSON on standard input; the last line of standard output is the reply.
-What is there already is returned without torch. One child process does the rest: the imports take longer than a small model.
+What is there already is returned, and a plain Llama model is written, without torch: the imports of torch, transformers and peft
+take longer than a small model. One child process does what needs them.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import pkgutil
 import runpy
 import subprocess
 import sys
@@ -18,10 +20,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RunSpec, make_spec, read_yaml
 from trainer.errors import UserError, first_line
-from trainer.export import merge_adapter
 from trainer.files import sha256_file, write_atomic
+from trainer.gguf_fields import adds_bos, is_byte_level
 from trainer.greedy_answers import greedy_answers, known_answers
 
 QUANTIZATIONS = ("f16", "q8_0")
@@ -33,44 +34,86 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answers of a run and, where asked, its merged model as GGUF.
 
     Args:
-        request: `run_dir`; `weights`, digest of the adapter or model; `converter`, path of the converter as a zip file, or
-            an empty string if no GGUF is wanted; `quantize`, one of `QUANTIZATIONS`.
+        request: `run_dir`; `weights`, digest of the adapter or model; `quantize`, one of `QUANTIZATIONS`, or an empty string if no
+            GGUF is wanted; `converter_id`, which names the version of the converter; `converter`, its path as a zip file, or an
+            empty string if the host does not have it yet.
 
     Returns:
-        `answers` as greedy_answers returns them; `gguf`: `path`, `bytes`, `sha256` and `adds_bos` of the file, or None.
+        `answers` as greedy_answers returns them; `gguf`: `path`, `bytes`, `sha256` and `adds_bos` of the file, or None;
+        `needs_converter`: nothing was done, because the model needs the converter.
 
     Raises:
         UserError: the model cannot be converted.
     """
-    if request["quantize"] not in ("", *QUANTIZATIONS):
-        raise UserError(f"quantize is {request['quantize']!r}, expected {' or '.join(QUANTIZATIONS)}")
+    quantize = request["quantize"]
+    if quantize not in ("", *QUANTIZATIONS):
+        raise UserError(f"quantize is {quantize!r}, expected {' or '.join(QUANTIZATIONS)}")
     run_dir = Path(request["run_dir"])
     (run_dir / "deploy").mkdir(exist_ok=True)
     with (run_dir / "deploy" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_stale_archives()
-        answers, gguf = _known(run_dir, request)
-        if answers is None or (gguf is None and request["converter"]):
+        gguf = _known_gguf(run_dir, request) or (_write_plain(run_dir, request) if quantize else None)
+        if quantize and gguf is None and not request["converter"]:
+            return {"answers": None, "gguf": None, "needs_converter": True}
+        answers = known_answers(run_dir, request["weights"])
+        if answers is None or (quantize and gguf is None):
             _compute(run_dir, request)
-            answers, gguf = _known(run_dir, request)
-        return {"answers": answers, "gguf": gguf}
+            answers, gguf = known_answers(run_dir, request["weights"]), _known_gguf(run_dir, request)
+        return {"answers": answers, "gguf": gguf, "needs_converter": False}
 
 
-def _known(run_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the answers and the description of the GGUF file; None for what is not there."""
-    gguf = None
-    if request["converter"]:
-        target = _target(run_dir, request)
+def _known_gguf(run_dir: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the description of the GGUF file that was written before; None if there is none."""
+    for writer in (_plain_writer(), request["converter_id"]) if request["quantize"] else ():
+        target = _target(run_dir, request, writer)
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
-            gguf = found if target.stat().st_size == found["bytes"] else None
-    return known_answers(run_dir, request["weights"]), gguf
+            if target.stat().st_size == found["bytes"]:
+                return found
+    return None
 
 
-def _target(run_dir: Path, request: dict[str, Any]) -> Path:
-    """Return the GGUF file of these weights, this converter and this quantization."""
-    key = hashlib.sha256(f"{request['weights']} {Path(request['converter']).name}".encode()).hexdigest()[:16]
+def _plain_writer() -> str:
+    """Return what names the version of trainer/gguf_llama.py."""
+    return hashlib.sha256(pkgutil.get_data("trainer", "gguf_llama.py") or b"").hexdigest()
+
+
+def _target(run_dir: Path, request: dict[str, Any], writer: str) -> Path:
+    """Return the GGUF file of these weights, this writer and this quantization."""
+    key = hashlib.sha256(f"{request['weights']} {writer}".encode()).hexdigest()[:16]
     return run_dir / "deploy" / f"{key}-{request['quantize']}.gguf"
+
+
+def _write_plain(run_dir: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+    """Write the model without torch; return the description of the file, or None if it is not a plain Llama model."""
+    import yaml
+
+    try:
+        from trainer.gguf_llama import UnsupportedModelError, write_llama
+    except ImportError:  # an environment that an older trainyard has made has no gguf
+        return None
+    spec = yaml.safe_load((run_dir / "spec.yml").read_text(encoding="utf-8"))
+    adapter = run_dir / "adapter" if spec.get("lora_r") else None
+    own = adapter or run_dir / "model"
+    with tempfile.TemporaryDirectory(dir=run_dir / "deploy") as work:
+        aside = Path(work) / "model.gguf"
+        try:
+            fields = write_llama(Path(spec["model"]) if adapter else own, own, adapter, aside, request["quantize"])
+        except UnsupportedModelError:
+            return None
+        return _keep(aside, _target(run_dir, request, _plain_writer()), adds_bos(fields))
+
+
+def _keep(aside: Path, target: Path, first: bool) -> dict[str, Any]:
+    """Move a GGUF file to its place, remove those of other weights or writers, and return its description."""
+    described = {"path": str(target), "bytes": aside.stat().st_size, "sha256": sha256_file(aside), "adds_bos": first}
+    for old in [*target.parent.glob("*.gguf"), *target.parent.glob("*-*.json")]:
+        if old.name.partition("-")[0] != target.name.partition("-")[0]:
+            old.unlink()
+    aside.replace(target)
+    write_atomic(target.with_suffix(".json"), json.dumps(described))
+    return described
 
 
 def _remove_stale_archives() -> None:
@@ -98,26 +141,22 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
 
 def compute(request: dict[str, Any], work: Path) -> None:
     """Compute what is not there, in this process. Raises UserError, and what the converter raises."""
+    from trainer.config import RunSpec, make_spec, read_yaml
+    from trainer.export import merge_adapter
+
     run_dir = Path(request["run_dir"])
     values = read_yaml(run_dir / "spec.yml")
     spec = make_spec({name: value for name, value in values.items() if name in RunSpec.model_fields}, "spec.yml")
-    answers, gguf = _known(run_dir, request)
-    if answers is None:
-        greedy_answers(spec, run_dir, request["weights"])
-    if gguf is not None or not request["converter"]:
+    greedy_answers(spec, run_dir, request["weights"])
+    if not request["quantize"] or _known_gguf(run_dir, request):
         return
     model = run_dir / ("merged" if spec.lora_r else "model")
     if spec.lora_r and not model.exists():
         merge_adapter(spec, run_dir)
     zipfile.ZipFile(request["converter"]).extractall(work / "converter")
-    aside, target = work / "model.gguf", _target(run_dir, request)
+    aside = work / "model.gguf"
     first = convert(str(work / "converter"), str(model), str(aside), request["quantize"])
-    described = {"path": str(target), "bytes": aside.stat().st_size, "sha256": sha256_file(aside), "adds_bos": first}
-    for old in [*target.parent.glob("*.gguf"), *target.parent.glob("*-*.json")]:
-        if old.name.partition("-")[0] != target.name.partition("-")[0]:  # of other weights or another converter
-            old.unlink()
-    aside.replace(target)
-    write_atomic(target.with_suffix(".json"), json.dumps(described))
+    _keep(aside, _target(run_dir, request, request["converter_id"]), first)
 
 
 def convert(converter: str, model: str, target: str, quantize: str) -> bool:
@@ -133,9 +172,10 @@ def convert(converter: str, model: str, target: str, quantize: str) -> bool:
         try:
             return str(original(self, tokenizer))
         except NotImplementedError:
-            if not _is_byte_level(Path(model)):
-                raise
-            return "gpt-2"
+            with contextlib.suppress(OSError, ValueError):
+                if is_byte_level(json.loads((Path(model) / "tokenizer.json").read_text())):
+                    return "gpt-2"
+            raise
 
     def only_with_its_file(self: Any) -> Any:  # the original imports its package even where the file is missing
         if not (Path(model) / "tokenizer.model").is_file():
@@ -152,25 +192,6 @@ def convert(converter: str, model: str, target: str, quantize: str) -> bool:
         if name.startswith("tokenizer.ggml.") and "tokens" not in name
     }
     return adds_bos(values)
-
-
-def adds_bos(fields: dict[str, Any]) -> bool:
-    """Return whether llama.cpp puts the first token before each prompt, from the fields of a GGUF file."""
-    said = fields.get("tokenizer.ggml.add_bos_token")
-    if isinstance(said, bool):
-        return said
-    if fields.get("tokenizer.ggml.model") == "gpt2":
-        return fields.get("tokenizer.ggml.pre") in ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "chameleon")
-    return True
-
-
-def _is_byte_level(model: Path) -> bool:
-    """Return whether the tokenizer splits text as GPT-2's does, and in no other way."""
-    try:
-        pre: Any = json.loads((model / "tokenizer.json").read_text())["pre_tokenizer"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    return isinstance(pre, dict) and pre.get("type") == "ByteLevel" and pre.get("use_regex", True) is True
 
 
 def main() -> None:

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import RunSpec
-from trainer.data.samples import iter_source
-from trainer.data.shapes import Sample
 from trainer.errors import first_line
 from trainer.files import to_json, write_atomic
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from trainer.config import RunSpec
+    from trainer.data.shapes import Sample
 
 COUNT = 20  # prompts
 MAX_TOKENS = 28  # tokens of an answer; Ollama aborts an answer that repeats one token 30 times
@@ -31,7 +31,7 @@ _TEXT_WORDS = 12  # of a sample of plain text
 _ROLES = ("system", "user", "assistant")
 
 
-def greedy_answers(spec: RunSpec, run_dir: Path, weights: str, count: int = COUNT) -> dict[str, Any]:
+def greedy_answers(spec: "RunSpec", run_dir: Path, weights: str, count: int = COUNT) -> dict[str, Any]:
     """Return the prompts and answers of a run; compute them if they are not there.
 
     Args:
@@ -60,7 +60,7 @@ def known_answers(run_dir: Path, weights: str) -> dict[str, Any] | None:
         return None
 
 
-def keep_answers(spec: RunSpec, model: "nn.Module", run_dir: Path, weights: str) -> None:
+def keep_answers(spec: "RunSpec", model: "nn.Module", run_dir: Path, weights: str) -> None:
     """Write the answers at the end of a run. Never fails; a failure is printed. A large model is left to the first deployment.
 
     The model is read again from its files: in this process, its weights may be quantized or rounded to 16 bits.
@@ -83,8 +83,10 @@ def _file(run_dir: Path) -> Path:
     return run_dir / "deploy" / "answers.json"
 
 
-def _samples(spec: RunSpec) -> Iterable[Sample]:
+def _samples(spec: "RunSpec") -> "Iterable[Sample]":
     """Yield the first samples of every dataset."""
+    from trainer.data.samples import iter_source  # its imports take longer than all else where the answers are known
+
     for source in spec.sources:
         yield from itertools.islice(iter_source(source), MAX_SAMPLES)
 
@@ -110,7 +112,7 @@ def _write(
     return record
 
 
-def choose_prompts(samples: Iterable[Sample], count: int = COUNT) -> list[dict[str, Any]]:
+def choose_prompts(samples: "Iterable[Sample]", count: int = COUNT) -> list[dict[str, Any]]:
     """Return up to `count` different prompts, spread evenly over the samples."""
     found: dict[str, dict[str, Any]] = {}
     for sample in samples:
@@ -122,7 +124,7 @@ def choose_prompts(samples: Iterable[Sample], count: int = COUNT) -> list[dict[s
     return prompts[::step][:count]
 
 
-def _prompt(sample: Sample) -> dict[str, Any]:
+def _prompt(sample: "Sample") -> dict[str, Any]:
     """Return the messages before the last answer of a chat, or the first words of a text; empty if there is no prompt."""
     if sample.messages:
         messages: list[Mapping[str, str]] = list(sample.messages)
@@ -138,7 +140,7 @@ def _prompt(sample: Sample) -> dict[str, Any]:
     return {"prompt": text} if text.strip() and len(text) <= MAX_PROMPT else {}
 
 
-def _load(spec: RunSpec, run_dir: Path) -> tuple[Any, Any]:
+def _load(spec: "RunSpec", run_dir: Path) -> tuple[Any, Any]:
     """Return the model and the tokenizer of a finished run, on the CPU."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -194,7 +196,7 @@ def answer(
 
 
 def _encode(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
-    from trainer.data.encode import PLAIN_TEMPLATE
+    from trainer.data.plain_template import PLAIN_TEMPLATE
 
     if "messages" in prompt:
         template = tokenizer.chat_template or PLAIN_TEMPLATE

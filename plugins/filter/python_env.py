@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainyard.python_env.plan import consistency_error
-
 
 def python_environments(hostvars: Any, hosts: Sequence[str], built: bool = False) -> dict[str, Any]:
     """Return for each host what M(python_env_info) registered before the build, or with `built` after it.
@@ -20,8 +18,16 @@ def python_environments(hostvars: Any, hosts: Sequence[str], built: bool = False
     return environments
 
 
+def python_env_error(infos: Any, check_mode: bool = False) -> str:
+    """See trainyard.python_env.plan.consistency_error."""
+    # Every worker of Ansible that renders a template loads all filter plugins; this import takes a quarter of a second.
+    from trainyard.python_env.plan import consistency_error
+
+    return consistency_error(infos, check_mode)
+
+
 class FilterModule:
     """For Ansible."""
 
     def filters(self) -> dict[str, Any]:
-        return {"python_environments": python_environments, "python_env_error": consistency_error}
+        return {"python_environments": python_environments, "python_env_error": python_env_error}

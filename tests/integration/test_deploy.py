@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 import urllib.request
@@ -26,6 +24,7 @@ from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainer.files import sha256_file
+from trainer.gguf_llama import write_llama
 from trainyard.connection import Host, HostConnection
 from trainyard.ollama import converter
 from trainyard.ollama.client import OllamaClient
@@ -206,10 +205,19 @@ def test_missing_runs_and_servers_are_reported(site: Site) -> None:
     [
         ({"run": "r"}, "deploy_name is missing"),
         ({"deploy_name": "m"}, "run is missing"),
-        ({"run": "../r", "deploy_name": "m"}, "expected the name of a run"),
-        ({"run": "r", "deploy_name": "a b"}, "expected the name of a model"),
+        ({"run": "../r", "deploy_name": "m"}, r"deploy: run: expected letters, .* got '\.\./r'"),
+        (
+            {"run": "r", "deploy_name": "a b"},
+            "deploy_name: expected the name of a model, such as mine:latest, got 'a b'",
+        ),
         ({"run": "r", "deploy_name": 'm"\nFROM x'}, "expected the name of a model"),
-        ({"run": "r", "deploy_name": "m", "deploy_quantize": "q2"}, "deploy_quantize is 'q2'"),
+        ({"run": "r", "deploy_name": "m\n"}, "expected the name of a model"),
+        ({"run": "r", "deploy_name": "m", "deploy_base": "a:b:c"}, "deploy_base: expected the name of a model"),
+        (
+            {"run": "r", "deploy_name": "m", "deploy_quantize": "q2"},
+            "deploy_quantize: expected one of f16, q8_0, got 'q2'",
+        ),
+        ({"run": "r", "deploy_name": "m", "deploy_replace": "maybe"}, "deploy_replace: expected true or false"),
         ({"run": "r", "deploy_name": "m", "deploy_as": "adapter"}, "needs the name of the base"),
     ],
 )
@@ -242,17 +250,26 @@ def real_ollama(folder: Path, address: str) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
 def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged as f16, then as an adapter on a deployed base; a wrong adapter leaves the old model."""
+    """Merged by llama.cpp's converter, then without torch, then as an adapter; a wrong adapter leaves the old model."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     try:
         converter.converter_folder()
     except UserError as error:
         pytest.skip(str(error))
     printable_answers_only(site)
+    config = site.base / "config.json"
+    plain = config.read_text()
+    config.write_text(json.dumps(json.loads(plain) | {"rope_scaling": {"rope_type": "default"}}))
     with real_ollama(site.folder / "ollama", "127.0.11.9") as url:
         done = site.deployment([url], deploy_as="merged").deploy()
         assert done["changed"] and "merged, f16" in done["lines"][-1], done
+        assert len(list((site.folder / "node1/store/deploy").glob("*.zip"))) == 2, "trainer and converter"
         assert not site.deployment([url], deploy_as="merged").deploy()["changed"]
+        config.write_text(plain)
+        for file in site.run_dir.glob("deploy/*-f16.json"):
+            file.unlink()
+        done = site.deployment([url], deploy_as="merged").deploy()
+        assert done["changed"] and "merged, f16" in done["lines"][-1], done
         create_base(site, url)
         done = site.deployment([url], deploy_base="base").deploy()
         assert "adapter on base" in done["lines"][-1]
@@ -279,17 +296,11 @@ def printable_answers_only(site: Site) -> None:
 
 
 def create_base(site: Site, url: str) -> None:
-    """Convert the base model and create it as `base`."""
-    work = site.folder / "base"
-    program = "import sys; from trainer.gguf_export import convert; convert(*sys.argv[1:])"
-    words = [sys.executable, "-P", "-c", program, converter.converter_folder(), site.base, f"{work}.gguf", "f16"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(words, check=True, capture_output=True, env=environment)
-    Path(f"{work}.modelfile").write_text(f"FROM {work}.gguf\n")
-    environment["OLLAMA_HOST"] = url
-    subprocess.run(
-        [str(OLLAMA), "create", "base", "-f", f"{work}.modelfile"], check=True, capture_output=True, env=environment
-    )
+    """Create the base model as `base`."""
+    target = site.folder / "base.gguf"
+    write_llama(site.base, site.base, None, target, "f16")
+    client = OllamaClient(url)
+    client.create({"model": "base", "modelfile": f"FROM @sha256:{client.put_blob(target)}"})
 
 
 def ask(url: str, messages: list[dict[str, str]]) -> str:

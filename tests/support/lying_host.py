@@ -199,7 +199,8 @@ def gguf_export(host: Host) -> dict[str, Any]:
     answers = {"created": "2026-01-02T03:04:05", "max_tokens": 28, "bos": "<s>", "prompts": prompts, "answers": ANSWERS}
     path = f"{host.data_dir}/runs/{RUN}/deploy/model.gguf"
     digest = hashlib.sha256(GGUF).hexdigest()
-    return {"answers": answers, "gguf": {"path": path, "bytes": len(GGUF), "sha256": digest, "adds_bos": False}}
+    gguf = {"path": path, "bytes": len(GGUF), "sha256": digest, "adds_bos": False}
+    return {"answers": answers, "gguf": gguf, "needs_converter": False}
 
 
 def ollama_state() -> dict[str, Any]:

@@ -19,20 +19,13 @@ from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.files import dataset_digest
 from trainer.data.logprobs import COLUMN, TOP, Targets, Vocabulary, join_targets
+from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample
 from trainer.errors import UserError, first_line
 from trainer.files import write_atomic
 from trainer.inputs import path_kind
 
-# The default for tokenizers without a chat template: it needs no special tokens and marks the answer for the loss.
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m['role'] == 'assistant' %}### Response:\n{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{{ '\\n' }}"
-    "{% elif m['role'] == 'system' %}{{ m['content'] }}\n\n"
-    "{% else %}### Instruction:\n{{ m['content'] }}\n\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
-)
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 _FORMAT = 2  # version of the cached encoding: increment it when the encoding of a sample changes
 

@@ -6,10 +6,7 @@ it permutes the wrong factor of the query and key projections.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +15,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-import safetensors
 
-from trainer.errors import UserError, first_line
 from trainer.formats import quoted
+from trainer.plain_adapter import AdapterError, read_plain_adapter
 
 # Architectures of transformers: that of GGUF, and whether llama.cpp stores the rows of q and k in another order.
 ARCHITECTURES = {
@@ -36,17 +32,6 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": (gguf.MODEL_ARCH.STARCODER2, False),
     "StableLmForCausalLM": (gguf.MODEL_ARCH.STABLELM, False),
 }
-_TENSOR = re.compile(r"base_model\.model\.([A-Za-z0-9_.]{1,200})\.lora_([AB])\.weight")
-_TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-# Settings of peft that GGUF adapters cannot express. The merged model expresses all of them.
-_UNSUPPORTED = (
-    "use_dora", "alpha_pattern", "modules_to_save", "lora_bias", "fan_in_fan_out", "target_parameters",
-    "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication",
-)  # fmt: skip
-
-
-class AdapterError(UserError):
-    """An adapter cannot be written as GGUF; the merged model can be deployed instead."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +57,10 @@ def write_adapter(folder: Path, config: Mapping[str, Any], target: Path) -> None
         AdapterError: the files are not valid, or GGUF cannot express the adapter.
     """
     base = _read_base(config)
-    alpha, tensors = _read_adapter(folder)
+    alpha, factors = read_plain_adapter(folder)
     names = gguf.get_tensor_name_map(base.arch, base.layers)
     out: dict[str, np.ndarray] = {}
-    for name in sorted({name for name, _ in tensors}):
-        if (name, "A") not in tensors or (name, "B") not in tensors:
-            raise AdapterError(f"{folder}: {quoted(name)} has one of lora_A and lora_B only")
-        a, b = tensors[name, "A"], tensors[name, "B"]
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            raise AdapterError(
-                f"{folder}: {quoted(name)} has the shapes A {a.shape} and B {b.shape}; expected [r, in] and [out, r]"
-            )
+    for name, (a, b) in factors.items():
         key = names.get_name(name)
         if key is None or (name == "lm_head" and config.get("tie_word_embeddings")):
             raise AdapterError(
@@ -111,51 +89,6 @@ def _read_base(config: Mapping[str, Any]) -> _Base:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10_000:
             raise AdapterError(f"config.json of the base model: {key} is {quoted(value)}, expected 1 to 9999")
     return _Base(arch, permute, *numbers.values())  # type: ignore[arg-type]
-
-
-def _read_adapter(folder: Path) -> tuple[float, dict[tuple[str, str], np.ndarray]]:
-    """Return the scale's numerator and the float32 tensors by (module, A or B). Raises AdapterError."""
-    path = folder / "adapter_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        raw = safetensors.deserialize((folder / "adapter_model.safetensors").read_bytes())
-    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
-        raise AdapterError(f"{folder}: {first_line(error)}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise AdapterError(f"{path}: it is no configuration of a LoRA adapter")
-    for key in _UNSUPPORTED:
-        if config.get(key):
-            raise AdapterError(f"{path}: GGUF cannot express {key}; set deploy_as=merged")
-    if config.get("bias", "none") != "none":
-        raise AdapterError(f"{path}: GGUF cannot express trained biases; set deploy_as=merged")
-    alpha, rank = config.get("lora_alpha"), config.get("r")
-    if not isinstance(alpha, int | float) or not isinstance(rank, int) or not math.isfinite(alpha) or rank < 1:
-        raise AdapterError(f"{path}: lora_alpha is {quoted(alpha)} and r is {quoted(rank)}; expected numbers")
-    if config.get("use_rslora"):  # the scale is alpha / sqrt(r); llama.cpp divides by r
-        if config.get("rank_pattern"):
-            raise AdapterError(f"{path}: GGUF cannot express use_rslora with rank_pattern; set deploy_as=merged")
-        alpha = alpha * math.sqrt(rank)
-    tensors = {}
-    for name, entry in raw:
-        match = _TENSOR.fullmatch(name)
-        if not match:
-            raise AdapterError(f"{folder}: GGUF cannot express the tensor {quoted(name)}; set deploy_as=merged")
-        tensors[match[1], match[2]] = _array(entry)
-    if not tensors:
-        raise AdapterError(f"{folder}: adapter_model.safetensors has no tensors")
-    return float(alpha), tensors
-
-
-def _array(entry: Mapping[str, Any]) -> np.ndarray:
-    """Return a tensor of a safetensors file as float32."""
-    kind, data = entry["dtype"], entry["data"]
-    if kind == "BF16":
-        values = (np.frombuffer(data, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    elif kind in _TYPES:
-        values = np.frombuffer(data, _TYPES[kind]).astype(np.float32)
-    else:
-        raise AdapterError(f"adapter_model.safetensors: tensors of type {quoted(kind)} are not supported")
-    return values.reshape(entry["shape"])
 
 
 def _permute(b: np.ndarray, heads: int, name: str) -> np.ndarray:

@@ -8,8 +8,11 @@ becomes a Go template. The proof renders other conversations with both templates
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -21,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.files import write_atomic
 from trainer.formats import quoted
 from trainyard.ollama.go_template import RANGE, go_string, render
 from trainyard.ollama.hf_template import HfTemplate, Message, TemplateError
@@ -246,22 +250,30 @@ def _differences(template: HfTemplate, go: str, added_bos: str) -> list[str]:
     return notes
 
 
-def derive_apart(source: str, tokens: Mapping[str, str], today: datetime.datetime, added_bos: str = "") -> Derived:
+def derive_apart(
+    source: str, tokens: Mapping[str, str], today: datetime.datetime, added_bos: str, known: Path
+) -> Derived:
     """Derive a template in a process of its own with limits, because the template is a program of the model.
 
     Args:
         source, tokens, today: of HfTemplate.
         added_bos: of `derive`.
+        known: file of the last derivation, which is read if it was the same, and replaced.
 
     Raises:
         TemplateError: see `derive`, or the template takes too much time or memory.
     """
-    request = {"source": source, "tokens": dict(tokens), "today": today.isoformat(), "added_bos": added_bos}
+    request = json.dumps({"source": source, "tokens": dict(tokens), "today": today.isoformat(), "added_bos": added_bos})
+    identity = hashlib.sha256(f"{_version()} {request}".encode()).hexdigest()
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        last = json.loads(known.read_text())
+        if last["identity"] == identity:
+            return Derived(**last["derived"])
     words = [sys.executable, "-P", "-m", "trainyard.ollama.chat_template"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     try:
         done = subprocess.run(
-            words, input=json.dumps(request), capture_output=True, text=True, timeout=_TIME_LIMIT, env=environment
+            words, input=request, capture_output=True, text=True, timeout=_TIME_LIMIT, env=environment
         )
         reply = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
@@ -270,7 +282,17 @@ def derive_apart(source: str, tokens: Mapping[str, str], today: datetime.datetim
         ) from None
     if "error" in reply:
         raise TemplateError(reply["error"])
+    with contextlib.suppress(OSError):
+        write_atomic(known, json.dumps({"identity": identity, "derived": reply}))
     return Derived(**reply)
+
+
+def _version() -> str:
+    """Return the digest of the code that derives a template, and the version of jinja2."""
+    files = [Path(__file__).with_name(f"{name}.py") for name in ("chat_template", "go_template", "hf_template")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() + importlib.metadata.version(
+        "jinja2"
+    )
 
 
 def main() -> None:

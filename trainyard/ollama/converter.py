@@ -14,8 +14,6 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
-import requests
-
 from trainer.errors import UserError, first_line
 
 VERSION = "0.3.36"
@@ -57,6 +55,8 @@ def converter_folder() -> Path:
 
 def download(target: Path) -> None:
     """Download the pinned package. Raises UserError."""
+    import requests  # takes a third of a second, and the package is downloaded once
+
     index = os.environ.get("PIP_INDEX_URL") or _INDEX
     page = f"{index.rstrip('/')}/llama-cpp-python/"
     digest, size = hashlib.sha256(), 0

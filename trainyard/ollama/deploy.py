@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.data.encode import PLAIN_TEMPLATE
+from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.formats import mib, printable, quoted
-from trainer.gguf_export import adds_bos
+from trainer.gguf_fields import adds_bos
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
-from trainyard.ollama.adapter_gguf import ARCHITECTURES, AdapterError, write_adapter
 from trainyard.ollama.chat_template import derive_apart
 from trainyard.ollama.converter import SHA256 as CONVERTER
 from trainyard.ollama.converter import converter_folder
@@ -37,7 +36,7 @@ from trainyard.remote.ollama import equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file
 from trainyard.run.errors import RunError
-from trainyard.run.spec_files import Report, trainer_archive
+from trainyard.run.trainer_archive import trainer_archive
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
 EXPORT_LIMIT = 3600.0  # s for the head to convert and to answer
@@ -46,6 +45,7 @@ CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
 MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
 _SHOWN = 160  # characters of an answer in a message
 _PORT = 11434
+Report = Callable[[str], None]
 
 
 @dataclass
@@ -143,19 +143,23 @@ class Deployment:
         return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
 
     def _start_export(self, run: TrainedRun, quantize: str) -> None:
-        """Start trainer.gguf_export on the run's host, over a connection of its own: imports there take seconds."""
+        """Start trainer.gguf_export on the run's host, over a connection of its own: imports there may take seconds."""
         what = "convert the model and answer" if quantize else "answer"
         self.report(f"{run.host.name}: {what} {self.options.run}")
         connection = self._connect(run.host)
 
-        def work() -> dict[str, Any]:
-            files = {"trainer": trainer_archive(self.work.parent)}
-            files |= {"converter": self._converter_archive()} if quantize else {}
-            paths = self._put(connection, files)
+        def ask(trainer: str, converter: str = "") -> dict[str, Any]:
             request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
-            request["converter"] = paths.get("converter", "")
-            command = f"PYTHONPATH={shlex.quote(paths['trainer'])} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
+            request |= {"converter": converter, "converter_id": CONVERTER}
+            command = f"PYTHONPATH={shlex.quote(trainer)} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
             return connection.run(command, json.dumps(request).encode(), "gguf_export")
+
+        def work() -> dict[str, Any]:
+            trainer = self._put(connection, trainer_archive(self.work.parent))
+            reply = ask(trainer)
+            if reply["needs_converter"]:
+                reply = ask(trainer, self._put(connection, self._converter_archive()))
+            return reply
 
         self._exports[quantize] = FanOut({run.host.name: work})
 
@@ -169,7 +173,9 @@ class Deployment:
         return done.answers[name]
 
     def _answers(self, run: TrainedRun) -> dict[str, Any]:
-        answers: dict[str, Any] = self._export(run, next(iter(self._exports), ""))["answers"]
+        answers: dict[str, Any] | None = self._export(run, next(iter(self._exports), ""))["answers"]
+        if answers is None:
+            raise RemoteError(f"{run.host.name} has not computed the answers")
         if not answers["prompts"] or len(answers["prompts"]) != len(answers["answers"]):
             raise RemoteError("the run's dataset has no prompt to compare answers with")
         return answers
@@ -240,13 +246,13 @@ class Deployment:
 
     def _misfit(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> str:
         """Return why a node cannot take the adapter; empty if it can."""
+        from trainyard.ollama.adapter_gguf import ARCHITECTURES  # imports numpy; a merged model does without
+
         base, name = state["base"], self.options.deploy_base
         names = run.base.get("architectures")
         arch = str(names[0]) if isinstance(names, list) and names else ""
         if run.kind != "adapter":
             return "the run has no adapter"
-        if not name:
-            return "deploy_base is not set"
         if not state["adapters"]:
             return f"Ollama {'.'.join(map(str, state['version']))} takes no adapters"
         if base is None:
@@ -261,8 +267,10 @@ class Deployment:
 
     def _artifact(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> Artifact:
         """Return what a node gets. Raises UserError, RemoteError."""
-        why = self._misfit(run, state, tokens) if self.options.deploy_as != "merged" else "merged"
+        why = self._misfit(run, state, tokens) if self._base_name() else "the run has no base on the hosts"
         if not why:
+            from trainer.plain_adapter import AdapterError
+
             try:
                 return self._adapter(run, state["base"])
             except AdapterError as error:
@@ -273,6 +281,8 @@ class Deployment:
 
     @functools.cache  # noqa: B019
     def _adapter_file(self, run_folder: str, config: str) -> Path:
+        from trainyard.ollama.adapter_gguf import write_adapter
+
         target = self.work / self.options.run / "adapter.gguf"
         write_adapter(self._local, json.loads(config), target)
         return target
@@ -309,7 +319,7 @@ class Deployment:
 
     @functools.cache  # noqa: B019
     def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
-        return derive_apart(source, json.loads(special), today, added)
+        return derive_apart(source, json.loads(special), today, added, self._local.parent / "template.json")
 
     def _notes(self, artifacts: Any) -> list[str]:
         return list(dict.fromkeys(f"note: {note}" for artifact in artifacts for note in artifact.notes))
@@ -394,28 +404,24 @@ class Deployment:
             raise RemoteError("sent an incomplete reply to create")
         return reply
 
-    def _put(self, connection: HostConnection, sources: Mapping[str, Path]) -> dict[str, str]:
-        """Copy files to the store of a host unless they are there; return their paths on the host. Raises RemoteError."""
-        store = f"{connection.host.data_dir}/store"
-        digests = {kind: sha256_file(source) for kind, source in sources.items()}
-        targets = {kind: f"{store}/deploy/{digests[kind]}{source.suffix}" for kind, source in sources.items()}
+    def _put(self, connection: HostConnection, source: Path) -> str:
+        """Copy a file to the store of a host unless it is there; return its path on the host. Raises RemoteError."""
+        store, digest = f"{connection.host.data_dir}/store", sha256_file(source)
+        target = f"{store}/deploy/{digest}{source.suffix}"
         request = {
-            "files": {targets[kind]: digest for kind, digest in digests.items()},
+            "files": {target: digest},
             "arrived": {},
             "contents": {},
             "cache": f"{store}/digests-deploy.json",
             "incoming": f"{store}/incoming",
             "check": False,
         }
-        lacking = connection.call("receive", request)["lacking"]
-        arrived = {}
-        for kind, source in sources.items():
-            if targets[kind] in lacking:
-                arrived[targets[kind]] = f"{store}/incoming/{digests[kind]}-deploy"
-                connection.put(str(source), arrived[targets[kind]])
-        if arrived and connection.call("receive", request | {"arrived": arrived})["lacking"]:
-            raise RemoteError("a file that was copied is missing afterwards; run the same command again")
-        return targets
+        if connection.call("receive", request)["lacking"]:
+            arrived = f"{store}/incoming/{digest}-deploy"
+            connection.put(str(source), arrived)
+            if connection.call("receive", request | {"arrived": {target: arrived}})["lacking"]:
+                raise RemoteError("a file that was copied is missing afterwards; run the same command again")
+        return target
 
 
 def server_urls(variables: Mapping[str, Any]) -> list[str]:

@@ -65,8 +65,9 @@ class GgufFile(OpenReply):
 
 
 class GgufExport(OpenReply):
-    answers: GreedyAnswers
+    answers: GreedyAnswers | None
     gguf: GgufFile | None
+    needs_converter: Flag
 
 
 OLLAMA_REPLY_TYPES: dict[str, Any] = {

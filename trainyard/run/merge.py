@@ -26,8 +26,8 @@ from trainyard.run.copy_files import copy_artifacts, in_time
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import trainer_archive
 from trainyard.run.status import find_parts, no_such_run
+from trainyard.run.trainer_archive import trainer_archive
 from trainyard.run.transfer import copy_to_hosts
 
 MERGE_LIMIT = 24 * 3600.0  # s

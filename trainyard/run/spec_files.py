@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import io
 import itertools
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import trainer
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.data.files import all_files, data_suffix, is_hub_id
 from trainer.data.samples import check_source
 from trainer.errors import UserError
-from trainer.files import sha256_file, write_atomic
+from trainer.files import sha256_file
 from trainer.inputs import host_path, path_kind, user_path
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests
@@ -29,6 +26,7 @@ from trainyard.run.file_entries import file_entry, folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles, describe_files
 from trainyard.run.hub import fetch_on_controller, fetch_on_host, is_offline
 from trainyard.run.model_files import TINY_NEEDS_DATASET, check_names, model_entries, model_settings
+from trainyard.run.trainer_archive import trainer_archive
 
 Report = Callable[[str], None]
 
@@ -257,19 +255,3 @@ def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: boo
         check_source(source, logprobs=logprobs)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-
-
-def trainer_archive(work: Path) -> Path:
-    """Return the trainer as one zip file. Equal sources give equal bytes, so it is staged only when it changed."""
-    package = Path(trainer.__file__).parent
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(package.rglob("*.py")):
-            entry = zipfile.ZipInfo(str(path.relative_to(package.parent)), date_time=(1980, 1, 1, 0, 0, 0))
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    target = work / "stage" / f"trainer-{hashlib.sha256(buffer.getvalue()).hexdigest()[:16]}.zip"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, buffer.getvalue())
-    return target

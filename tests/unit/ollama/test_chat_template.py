@@ -2,11 +2,14 @@
 
 import datetime
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 import transformers.utils.chat_template_utils as reference
 
-from trainyard.ollama.chat_template import derive, prove
+from trainyard.ollama import chat_template
+from trainyard.ollama.chat_template import derive, derive_apart, prove
 from trainyard.ollama.go_template import go_string, render
 from trainyard.ollama.hf_template import HfTemplate, TemplateError, read_template
 
@@ -137,3 +140,28 @@ def test_template_of_a_model_folder(tmp_path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(TemplateError, match=r"tokenizer_config\.json"):
         read_template(tmp_path)
+
+
+def test_the_same_template_is_derived_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = tmp_path / "template.json"
+    first = derive_apart(CHATML, TOKENS, TODAY, "", known)
+    with pytest.raises(TemplateError, match="0 times"):
+        derive_apart("{{ messages | length }}", TOKENS, TODAY, "", tmp_path / "other.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["template.json"]
+    started = []
+
+    def record(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        started.append(1)
+        raise subprocess.TimeoutExpired("derive", 1)
+
+    monkeypatch.setattr(subprocess, "run", record)
+    assert derive_apart(CHATML, TOKENS, TODAY, "", known) == first and not started
+    for source, tokens, added in ((CHATML + " ", TOKENS, ""), (CHATML, {}, ""), (CHATML, TOKENS, "<s>")):
+        with pytest.raises(TemplateError, match="too much time"):
+            derive_apart(source, tokens, TODAY, added, known)
+    monkeypatch.setattr(chat_template, "_version", lambda: "of other code")
+    with pytest.raises(TemplateError, match="too much time"):
+        derive_apart(CHATML, TOKENS, TODAY, "", known)
+    known.write_text("[")
+    with pytest.raises(TemplateError, match="too much time"):
+        derive_apart(CHATML, TOKENS, TODAY, "", known)

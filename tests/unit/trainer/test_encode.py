@@ -14,7 +14,6 @@ from trainer_runs import chat, records, write_jsonl
 
 from trainer.config import make_spec
 from trainer.data.encode import (
-    PLAIN_TEMPLATE,
     Corpus,
     Encoder,
     encode_all,
@@ -24,6 +23,7 @@ from trainer.data.encode import (
     split,
 )
 from trainer.data.packing import collate
+from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.samples import Sample, to_sample
 from trainer.data.tiny import TEMPLATE
 from trainer.errors import UserError
