@@ -24,7 +24,7 @@ from typing import Any
 
 from trainer.config import parse_mapping
 from trainer.config.yaml_text import MAX_YAML
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 from trainer.formats import printable, quoted
 from trainer.inputs import read_regular
 from trainyard.queue.request import MAX_RUNS, is_run_name
@@ -175,8 +175,3 @@ def in_order(after: Mapping[str, tuple[str, ...]]) -> list[str]:
         found += ready
         left = [run for run in left if run not in ready]
     return found
-
-
-def unknown_run(name: str, known: list[str]) -> str:
-    """Return the message for a run of `after` that does not exist."""
-    return f"after: there is no run {quoted(name)}{nearest(name, known)}: playbooks/queue.yml -e do=history lists them"
