@@ -418,6 +418,14 @@ class AllReduce(OpenReply):
     torch: Line
 
 
+class Lease(OpenReply):
+    held: Flag
+    restart: Integer
+    gpus: Annotated[list[Annotated[str, Field(pattern=r"^\d{1,3}$")]], Field(max_length=RANKS_LIMIT)]
+    ending: Flag
+    alive: Flag
+
+
 REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
@@ -430,6 +438,7 @@ REPLY_TYPES: dict[str, Any] = {
     "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
+    "lease": Lease,
     "run_status": RunStatus,
     "run_stop": RunStop,
     "run_list": RunList,
