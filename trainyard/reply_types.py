@@ -451,6 +451,14 @@ class AllReduce(OpenReply):
     torch: Line
 
 
+class Lease(OpenReply):
+    held: Flag
+    restart: Integer
+    gpus: Annotated[list[Annotated[str, Field(pattern=r"^\d{1,3}$")]], Field(max_length=RANKS_LIMIT)]
+    ending: Flag
+    alive: Flag
+
+
 REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
@@ -466,6 +474,7 @@ REPLY_TYPES: dict[str, Any] = {
     "queue_info": QueueInfo,
     "queue_add": QueueAdd,
     "queue_change": QueueChange,
+    "lease": Lease,
     "run_status": RunStatus,
     "run_stop": RunStop,
     "run_list": RunList,

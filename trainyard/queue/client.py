@@ -114,20 +114,24 @@ class QueueClient:
         """
         return parse_state(self._call("queue_info", {"folder": self.folder, "specs": list(specs)}))
 
-    def add(self, request: Request, session: bytes, arguments: Sequence[str]) -> int:
+    def add(
+        self, request: Request, contents: Mapping[str, bytes], links: Mapping[str, str], arguments: Sequence[str]
+    ) -> int:
         """Write the folder of a run and submit its job; return the id of the job.
 
         Args:
-            session: content of `session.json`, which may hold secrets.
+            contents: of the files of the folder besides `request.json`; they may hold secrets.
+            links: {name in the folder: path on the queue host} of its other files.
             arguments: of sbatch.
 
         Raises:
             RunError: Slurm refuses the job, or a job of this name waits or runs.
         """
-        files = {"request.json": (0o600, request.model_dump_json(indent=1).encode()), "session.json": (0o600, session)}
-        contents = {name: (mode, base64.b64encode(content).decode()) for name, (mode, content) in files.items()}
+        files = {"request.json": request.model_dump_json(indent=1).encode(), **contents}
+        encoded = {name: (0o600, base64.b64encode(content).decode()) for name, content in files.items()}
         folder = f"{self.folder}/{request.run}"
-        answer = self._call("queue_add", {"folder": folder, "contents": contents, "arguments": list(arguments)})
+        wanted = {"contents": encoded, "links": dict(links), "arguments": list(arguments)}
+        answer = self._call("queue_add", {"folder": folder, **wanted})
         if "job" not in answer:
             raise RunError(
                 f"run {request.run} was added by another controller meanwhile, as job {answer.get('exists')}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import getpass
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from trainyard.queue.client import Node, QueueClient, QueueState
 from trainyard.queue.history import run_state
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, OPTIONS, QueueOptions, Request, host_cores, slurm_options
+from trainyard.queue.run_folder import Session, program_archive
 from trainyard.queue.sweep import in_order, read_sweep
 from trainyard.run import options as launch_options
 from trainyard.run.choose_strategy import spec_here
@@ -35,13 +35,13 @@ from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.transfer import copy_to_hosts
 
 OWN_NAMES = ("do", "file")
+FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate
 MIN_LIMIT = 10  # minutes of a derived time limit: a start takes a minute or two, whatever the estimate says
 COUNTED_BYTES = 1 << 28  # of datasets whose samples are counted for the estimate
 FACTS_LIMIT = 30.0  # s for a host to say which runs it has
-# Options that make no sense where Slurm chooses the hosts and this machine does not follow the run.
+# Options that make no sense where this machine neither starts nor follows the run.
 _EXCLUDED = {
-    "head": "Slurm chooses the hosts of the run",
     "render_only": "the queue host starts the run",
     "render_to": "the queue host starts the run",
     "collect_to": "the queue host follows the run, not this machine: once it has finished, call train.yml with the same "
@@ -304,48 +304,42 @@ def _add(
     what = f"run {request.run}, priority {request.priority}, {counted(request.nodes, 'host')}{waits}; {why}"
     if site.check:
         return answer | {"job": None, "line": f"would add {what}"}
-    staged = stage(prepared, site, run.launch.transfer)
+    staged, links = stage(prepared, site, run.launch.transfer)
     excluded = sorted(set(queue.nodes) - set(allowed)) if allowed else []
     arguments = slurm_options(request, excluded)
     if after:
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
-    job = jobs[request.run] = site.queue.add(request, session_file(run.launch, staged, site.hosts), arguments)
+    options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
+    contents = {
+        "session.json": Session(list(site.hosts), options, staged.as_dict()).as_json(),
+        "program.zip": program_archive(),
+    }
+    job = jobs[request.run] = site.queue.add(request, contents, links, arguments)
     return answer | {"job": job, "line": f"added {what} (job {job})"}
 
 
-def stage(prepared: PreparedRun, site: Site, transfer: str) -> PreparedRun:
-    """Copy the files of a run to the store of the queue host; return the run with the paths there. Raises RunError.
+def stage(prepared: PreparedRun, site: Site, transfer: str) -> tuple[PreparedRun, dict[str, str]]:
+    """Copy the files of a run to the store of the queue host, which the runs share. Raises RunError.
 
     What every host has already (`host:/path`) is not copied.
+
+    Returns:
+        The run with paths below its folder as `src`; and the path in the store of each file, by the name there.
     """
     holders = {str(file.get("fetched_by") or "") for file in prepared.files} - {""}
-    members = [site.queue.host, *(host for host in site.hosts if host.name in holders)]
-    entries = [
-        {"host": host.name, "address": host.address, "data_dir": host.data_dir}
-        for host in {host.name: host for host in members}.values()
-    ]
+    members = [site.queue.host, *(host for host in site.hosts if host.name in holders and host != site.queue.host)]
+    entries = [{"host": host.name, "address": host.address, "data_dir": host.data_dir} for host in members]
     copy_to_hosts(entries, prepared.files, site.connect, site.token, transfer=transfer, report=site.report)
-    there = site.queue.host.data_dir
-    files = [
-        file if file.get("on_hosts") else {**file, "src": f"{there}/{file['dest']}", "fetched_by": ""}
-        for file in prepared.files
-    ]
-    return dataclasses.replace(prepared, files=files)
-
-
-def session_file(launch: LaunchOptions, prepared: PreparedRun, hosts: Sequence[Host]) -> bytes:
-    """Return the content of `session.json`: what the driver on the queue host needs to start the run.
-
-    How this machine logs in to the hosts is not in it: the queue host has neither its keys nor its files.
-    """
-    plain = []
-    for host in hosts:
-        fields = asdict(host)
-        plain.append(fields | {"login": {"user": host.login.user}})
-    options = launch.model_dump(mode="json") | {"spec": "", "limit": LaunchOptions.model_fields["limit"].default}
-    return json.dumps(
-        {"hosts": plain, "options": options, "state": {"prepared": prepared.as_dict()}}, indent=1
-    ).encode()
+    staged, links = [], {}
+    for file in prepared.files:
+        if file.get("on_hosts"):
+            staged.append(file)
+            continue
+        for name in file["sha256"]:
+            path = f"{file['dest']}/{name}" if name else file["dest"]
+            links[f"{FILES}/{path}"] = f"{site.queue.host.data_dir}/{path}"
+        staged.append({**file, "src": f"{FILES}/{file['dest']}", "fetched_by": ""})
+    return dataclasses.replace(prepared, files=staged), links
 
 
 # Time limits ------------------------------------------------------------------------------------------------------------

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import os
-import re
 import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import hold_lock, write_atomic
+from trainer.supervise.files import SupervisorError, hold_lock, write_atomic
+from trainyard.remote.queue_job import command, submit
 
 JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
 NODE_FORMAT = "%N|%T|%c|%m|%G"
@@ -27,14 +27,9 @@ LOG_LIMIT = 1 << 20  # bytes of the completion log, from its end
 RUNS_LIMIT = 2000  # folders of runs, the newest first
 LINES_LIMIT = 10_000
 TEXT_LIMIT = 1 << 18  # bytes of request.json and state.json
-COMMAND_LIMIT = 60.0  # s for an answer of Slurm
 LOCK_LIMIT = 20.0  # s to wait for another controller that adds a run
 LOCK = ".lock"
 _COMMANDS = {"cancel": ["scancel"], "hold": ["scontrol", "hold"], "release": ["scontrol", "release"]}
-
-
-class QueueError(ValueError):
-    """Slurm refused a request, or does not answer; the message is one line."""
 
 
 def info(request: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +44,7 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
         prepared run without paths; `completed`: lines of the completion log, in local time, which is `offset` seconds
         ahead of UTC; `now`.
     """
-    if shutil.which("squeue") is None:
-        return {"error": "Slurm is not installed: run site.yml with queue_state=present"}
+    os.environ["SLURM_TIME_FORMAT"] = "%s"  # of this process, which answers one request
     jobs = _lines(["squeue", "--noheader", "--all", f"--format={JOB_FORMAT}"])
     nodes = _lines(["sinfo", "--noheader", "--Node", "--partition=normal", f"--format={NODE_FORMAT}"])
     lists = {line.split("|")[7] for line in jobs if line.count("|") >= 8} - {""}
@@ -73,7 +67,8 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
     """Write the folder of a run, and submit its job. Nothing is left if Slurm refuses the job.
 
     Args:
-        request: `folder` of the run; `contents`, {name: [mode, content in base64]}; `arguments` of sbatch.
+        request: `folder` of the run; `contents`, {name: [mode, content in base64]}; `links`, {name: path of a file that the
+            run needs in its folder}; `arguments` of sbatch.
 
     Returns:
         `job`, its id; or `exists`, the id of a job of this name that waits or runs.
@@ -90,20 +85,13 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
         try:
             for name, (mode, content) in request["contents"].items():
                 write_atomic(folder / name, base64.b64decode(content), mode)
+            for name, path in request["links"].items():
+                _link(folder / name, Path(path))
             return {"job": submit(folder, request["arguments"])}
-        except (OSError, QueueError):
+        except (OSError, SupervisorError):
             if new:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-def submit(folder: Path, arguments: Sequence[str]) -> int:
-    """Submit the job of a run's folder; return its id. Raises QueueError."""
-    words = ["sbatch", "--parsable", *arguments, "--chdir=/", "--output=/dev/null", "--wrap=sleep 86400"]
-    answer = _command(words).strip()
-    if not re.fullmatch(r"\d{1,10}(;\w+)?", answer):
-        raise QueueError(f"sbatch: unexpected answer {answer[:80]!r}")
-    return int(answer.partition(";")[0])
 
 
 def change(request: dict[str, Any]) -> dict[str, Any]:
@@ -120,37 +108,28 @@ def change(request: dict[str, Any]) -> dict[str, Any]:
         words = [*_COMMANDS[request["do"]], str(int(job))] if request["do"] in _COMMANDS else []
         words = words or ["scontrol", "update", f"JobId={int(job)}", f"Partition={request['priority']}"]
         try:
-            _command(words)
+            command(words)
             changed.append(int(job))
-        except QueueError as error:
+        except SupervisorError as error:
             refused[str(job)] = str(error)
     return {"changed": changed, "refused": refused}
 
 
-def _command(words: Sequence[str]) -> str:
-    """Return the output of a program of Slurm. Raises QueueError."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-    try:
-        done = subprocess.run(
-            words,
-            env=environment | {"SLURM_TIME_FORMAT": "%s"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=COMMAND_LIMIT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise QueueError(
-            f"Slurm does not answer within {COMMAND_LIMIT:.0f} s: see `systemctl status slurmctld`"
-        ) from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise QueueError(f"{words[0]}: {said[-1].removeprefix(f'{words[0]}: ').removeprefix('error: ')[:500]}")
-    return done.stdout.decode(errors="replace")
-
-
 def _lines(words: Sequence[str]) -> list[str]:
-    return [line for line in _command(words).split("\n") if line][:LINES_LIMIT]
+    """Return the output of a program of Slurm by line. Raises SupervisorError."""
+    return [line for line in command(words).split("\n") if line][:LINES_LIMIT]
+
+
+def _link(target: Path, source: Path) -> None:
+    """Give a file a second name, so that runs share its content; copy it to another file system. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copyfile(source, target)
 
 
 def _runs(folder: Path) -> list[Path]:
