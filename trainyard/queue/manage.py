@@ -39,6 +39,7 @@ class ChangeOptions(PlaybookOptions):
     )
 
 
+FILE = FieldInfo.from_annotated_attribute(str, declare("", "YAML file of several runs, or of a grid of values"))
 CHANGE_OPTIONS: dict[str, FieldInfo] = dict(ChangeOptions.model_fields)
 
 
