@@ -21,7 +21,7 @@ PACKAGES = {"ansible": "controller", "tyro": "cli"}  # and the extra that instal
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    words = _with_verb(list(sys.argv[1:] if argv is None else argv))
+    words = with_verb(list(sys.argv[1:] if argv is None else argv))
     if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
         extras = ",".join(PACKAGES.values())
         command = f"{sys.executable} -m pip install 'trainyard[{extras}]'"
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _with_verb(words: list[str]) -> list[str]:
+def with_verb(words: list[str]) -> list[str]:
     """Join the two words of a command such as `queue add`."""
     if words[:1] == ["queue"] and len(words) > 1 and not words[1].startswith("-"):
         return [f"queue {words[1]}", *words[2:]]

@@ -12,6 +12,7 @@ from trainyard.queue.slurm import PRIORITIES
 _SHOWN = 3  # hosts or runs that a reason names
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING")
 _HELD = ("JobHeldUser", "JobHeldAdmin")
+_NOT_NOW = ("JobHeld", "Dependency", "BeginTime", "Partition")  # of a job that would not start on an idle host
 
 
 def needs(request: Request) -> list[tuple[str, str, int]]:
@@ -104,14 +105,16 @@ def _why_no_host(request: Request, job: Job, queue: QueueState) -> str:
         down = [f"{node.name} is {node.state}" for node in able if not node.is_up][:_SHOWN]
         return f"waits for {wanted}: {', '.join(down) or 'too few hosts have that'}"
     busy = {node.name: runs for node in up if (runs := _on(node.name, queue.jobs.values()))}
-    earlier = [other.name for other in _before(job, queue.jobs.values())]
-    if len(up) - len(busy) >= request.nodes:
+    free = [node for node in up if node.name not in busy]
+    earlier = [other.name for other in _before(job, queue.jobs.values()) if _competes(other, free, queue)]
+    if len(free) >= request.nodes:
         if earlier:
             return f"waits for {wanted}: {_and(earlier)} {'comes' if len(earlier) == 1 else 'come'} first"
         return f"waits for {wanted}: Slurm says {job.reason or 'nothing'}"
     shown = sorted(busy, key=lambda name: max(run.end or 4e9 for run in busy[name]))[:_SHOWN]
     more = "" if len(busy) <= _SHOWN else f" and {len(busy) - _SHOWN} more"
-    return f"waits for {wanted}: {'; '.join(_busy(name, busy[name], queue.now) for name in shown)}{more}"
+    verb = "has it," if any(name != "cores" for name, _, _ in needs(request)) else "is"
+    return f"waits for {wanted}: {'; '.join(_busy(name, verb, busy[name], queue.now) for name in shown)}{more}"
 
 
 def _wanted(request: Request) -> str:
@@ -123,15 +126,21 @@ def _wanted(request: Request) -> str:
     return what or ("a whole host" if request.whole_host else "a core")
 
 
-def _busy(host: str, runs: Sequence[Job], now: float) -> str:
-    """Return that a host has what is wanted, and until when which runs use it."""
+def _busy(host: str, verb: str, runs: Sequence[Job], now: float) -> str:
+    """Return until when which runs use a host."""
     ends = [run.end for run in runs]
     until = f"until about {clock_time(max(ends), now)}" if all(ends) else "without a time limit"
-    return f"{host} has it, busy with {_and([run.name for run in runs])} {until}"
+    return f"{host} {verb} busy with {_and([run.name for run in runs])} {until}"
 
 
 def _on(host: str, jobs: Collection[Job]) -> list[Job]:
     return [job for job in jobs if job.state in RUNNING and host in job.hosts]
+
+
+def _competes(other: Job, free: Sequence[Node], queue: QueueState) -> bool:
+    """Return whether a pending job may want one of these hosts."""
+    request = queue.requests.get(other.name)
+    return request is None or any(can_run(request, node) for node in free)
 
 
 def _before(job: Job, jobs: Collection[Job]) -> list[Job]:
@@ -140,7 +149,7 @@ def _before(job: Job, jobs: Collection[Job]) -> list[Job]:
     def place(other: Job) -> tuple[int, int]:
         return (-PRIORITIES.index(other.priority) if other.priority in PRIORITIES else 0, other.number)
 
-    waiting = [other for other in jobs if other.state == "PENDING" and other.reason not in (*_HELD, "Dependency")]
+    waiting = [other for other in jobs if other.state == "PENDING" and not other.reason.startswith(_NOT_NOW)]
     return sorted((other for other in waiting if place(other) < place(job)), key=place)
 
 
