@@ -39,6 +39,9 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
     attempts = _attempts(queue.states.get(run, {}))
     begun = [attempt["begin"] for attempt in attempts if attempt["begin"]]
     start = begun[0] if begun else last.start if last and (not job or job.state in RUNNING) else 0.0
+    end = last.end if last else 0.0
+    if not job and attempts and attempts[-1]["end"]:
+        end = attempts[-1]["end"]
     return {
         "run": run,
         "job": last.number if last else None,
@@ -48,7 +51,7 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
         "submitted": request.submitted,
         "user": request.user,
         "start": start,
-        "end": last.end if last else 0.0,
+        "end": end,
         "attempts": attempts,
         "reason": _reason(request, queue, state, attempts),
     }

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, hold_lock, write_atomic
+from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_atomic
 from trainyard.remote.queue_job import command, submit
 
 JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
@@ -29,6 +29,7 @@ LINES_LIMIT = 10_000
 TEXT_LIMIT = 1 << 18  # bytes of request.json and state.json
 LOCK_LIMIT = 20.0  # s to wait for another controller that adds a run
 LOCK = ".lock"
+LIVE = ("waiting", "running")  # phases in which the driver of a run has not recorded its end
 _COMMANDS = {"cancel": ["scancel"], "hold": ["scontrol", "hold"], "release": ["scontrol", "release"]}
 
 
@@ -80,6 +81,9 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
             return {"error": f"another controller has not finished adding a run within {LOCK_LIMIT:.0f} s"}
         if ids := _lines(["squeue", "--noheader", f"--name={folder.name}", "--format=%i"]):
             return {"exists": int(ids[0])}
+        if (read_json(folder / "state.json") or {}).get("phase") in LIVE:
+            service = "systemctl status trainyard-queue"
+            return {"error": f"run {folder.name} is still ending: try again in a few seconds, or see `{service}`"}
         new = not folder.exists()
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
