@@ -88,7 +88,7 @@ def test_a_sweep_is_added_listed_and_changed(queue: tuple[Lab, Path], tmp_path: 
     folder = f"{DATA_DIR}/queue"
     assert lab.inside(lab.hosts[0], f"stat -c %a {folder}/busy/session.json").strip() == "600"
     inodes = lab.inside(lab.hosts[0], f"stat -c %i {folder}/*/files/store/models/*/model.safetensors").split()
-    assert len(inodes) == 5 and len(set(inodes)) == 1
+    assert len(inodes) >= 5 and len(set(inodes)) == 1
 
     assert trainyard(inventory, "hold", "wants")["changed"]
     assert not trainyard(inventory, "hold", "wants")["changed"]

@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 VALUES = st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(max_size=30), st.lists(st.text()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(
         st.from_regex(r"[a-z_]{1,20}", fullmatch=True).filter(

@@ -251,8 +251,11 @@ def _object(text: str | None) -> dict[str, Any]:
 
 
 def _request(name: str, text: str | None) -> Request | None:
+    fields = {
+        key: value for key, value in _object(text).items() if key in Request.model_fields
+    }  # of other versions, too
     try:
-        request = Request.model_validate(_object(text))
+        request = Request.model_validate(fields)
     except (ValidationError, UserError):
         return None
     return request if request.run == name else None

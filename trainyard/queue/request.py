@@ -46,7 +46,6 @@ class QueueOptions(PlaybookOptions):
     time_limit: int = declare(
         0, "time after which the run is stopped; 0: twice the plan's estimate", unit="minutes", ge=0, le=MAX_MINUTES
     )
-    script: str = declare("", "Python program that runs on every host instead of the trainer")
 
     @property
     def whole_host(self) -> bool:
