@@ -5,10 +5,9 @@ The service that drives the runs is stopped, so that a job keeps its hosts and n
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,19 @@ from lab_hosts import NEEDS_LAB, REPO, Lab, Played, inventory_with, run_playbook
 from test_queue import as_user, cluster, site
 from testbed.root import DATA_DIR
 
+from trainyard.cli import __main__ as program
+
 __all__ = ["cluster", "site"]
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 SERVICE = "trainyard-queue.service"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ANSIBLE_CONFIG", str(REPO / "ansible.cfg"))
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +41,13 @@ def queue(cluster: tuple[Lab, Path], site: Played) -> Iterator[tuple[Lab, Path]]
     yield lab, inventory
 
 
-def trainyard(inventory: Path, *words: str, check: bool = True) -> dict[str, Any]:
-    """Call `trainyard queue ... --json` and return its answer."""
-    done = subprocess.run(
-        [sys.executable, "-m", "trainyard.cli", "queue", *words, "--json", "-i", str(inventory)],
-        cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode == 0) == check and "Traceback" not in done.stderr, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+def trainyard(inventory: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    """Call `trainyard queue ... --json` in this process, which saves its imports, and return its answer."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        found = program.main(["queue", *words, "--json", "-i", str(inventory)])
+    assert found == code, err.getvalue()
+    answer: dict[str, Any] = json.loads(out.getvalue())
     return answer
 
 
@@ -123,7 +124,7 @@ def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_pa
         (("cancel", "want"), "the queue has no run want; did you mean 'wants'?"),
         (("priority", "next"), "priority: set the new one with priority=low|normal|high|critical"),
     ):
-        error = trainyard(inventory, *words, check=False)["error"]
+        error = trainyard(inventory, *words, code=2)["error"]
         assert said in error and "\n" not in error, error
     would = trainyard(inventory, "add", "--model=tiny", "--run=b", "--check")
     assert would["lines"][0].startswith("would add run b") and would["runs"][0]["job"] is None
@@ -131,7 +132,7 @@ def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_pa
     without = inventory_with(lab, tmp_path)
     hint = "the queue is not installed on node1: set queue_state: present for the group cluster in the inventory"
     for verb in ("list", "history"):
-        assert hint in trainyard(without, verb, check=False)["error"]
+        assert hint in trainyard(without, verb, code=2)["error"]
     played = run_playbook("playbooks/queue.yml", without, {"do": "add", "model": "tiny"})
     assert played.rc != 0 and hint in " ".join(played.stdout.split()) and played.count("changed") == 0
 
@@ -140,7 +141,7 @@ def test_slurm_that_does_not_answer_is_one_line(queue: tuple[Lab, Path]) -> None
     lab, inventory = queue
     lab.inside(lab.hosts[0], "systemctl stop slurmctld")
     try:
-        error = trainyard(inventory, "list", check=False)["error"]
+        error = trainyard(inventory, "list", code=1)["error"]
     finally:
         lab.inside(lab.hosts[0], "systemctl start slurmctld")
     assert error.startswith("queue host node1: squeue: ") and "\n" not in error

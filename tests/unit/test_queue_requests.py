@@ -156,4 +156,3 @@ def test_the_time_limit_is_twice_the_estimate(prepared: tuple[NewRun, PreparedRu
     others = [file for file in files.files if file["kind"] != "model"]
     minutes, why = time_limit(run, PreparedRun(files.run, files.spec | {"model": "org/x"}, others + unknown, {}), queue)
     assert minutes == 0 and why.startswith("no time limit, because the plan has no estimate (") and "mamba" in why
-
