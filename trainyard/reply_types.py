@@ -418,6 +418,10 @@ class AllReduce(OpenReply):
     torch: Line
 
 
+class Checkpoints(OpenReply):
+    steps: Annotated[dict[Line, Annotated[dict[Line, Count], Field(max_length=1000)]], Field(max_length=1000)]
+
+
 class Lease(OpenReply):
     held: Flag
     restart: Integer
@@ -438,6 +442,7 @@ REPLY_TYPES: dict[str, Any] = {
     "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
+    "checkpoints": Checkpoints,
     "lease": Lease,
     "run_status": RunStatus,
     "run_stop": RunStop,

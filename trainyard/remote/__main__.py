@@ -29,6 +29,7 @@ VERBS = {
     "commit": ("trainyard.remote.commit", "commit"),
     "ollama": ("trainyard.remote.ollama", "ollama"),
     "read_files": ("trainyard.remote.read_files", "read_files"),
+    "checkpoints": ("trainyard.remote.checkpoints", "checkpoints"),
     "lease": ("trainyard.remote.lease", "lease"),
     "run_status": ("trainer.supervise.status", "status"),
     "run_stop": ("trainer.supervise.stop", "stop"),
