@@ -451,6 +451,10 @@ class AllReduce(OpenReply):
     torch: Line
 
 
+class Checkpoints(OpenReply):
+    steps: Annotated[dict[Line, Annotated[dict[Line, Count], Field(max_length=1000)]], Field(max_length=1000)]
+
+
 class Lease(OpenReply):
     held: Flag
     restart: Integer
@@ -474,6 +478,7 @@ REPLY_TYPES: dict[str, Any] = {
     "queue_info": QueueInfo,
     "queue_add": QueueAdd,
     "queue_change": QueueChange,
+    "checkpoints": Checkpoints,
     "lease": Lease,
     "run_status": RunStatus,
     "run_stop": RunStop,

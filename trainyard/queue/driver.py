@@ -17,8 +17,9 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_json
-from trainyard.connection import Host, HostConnection, InventoryError
+from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.openssh import OpenSSHTransport
+from trainyard.queue.carry import Copy, Keeper
 from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, Job, Leases, leased_hosts, read_job
 from trainyard.queue.run_folder import Session, read_session
 from trainyard.remote.queue_job import command
@@ -47,6 +48,7 @@ class Driver:
             raise UserError(f"{folder / 'state.json'} is missing: add the run again")
         self.state: dict[str, Any] = state
         self.run = str(self.session.prepared["run"])
+        self.copy = Copy(folder, self.run, self.connect, self.report)
 
     def drive(self) -> None:
         """Drive the run until its job waits or has ended."""
@@ -136,6 +138,11 @@ class Driver:
         prepared = self.session.prepared
         if len(self.state["attempts"]) > 1:  # resume=never refuses only what was there before the run was added
             prepared = prepared | {"spec": prepared["spec"] | {"resume": "auto"}}
+            try:
+                if step := self.copy.carry(hosts, self.session.hosts):
+                    self.report(f"copied the checkpoint {step} to {hosts[0].name}")
+            except RemoteError as error:
+                raise RunError(f"cannot carry the checkpoint: {error}") from None
         here = {host.name: host for host in hosts}
         session = RunSession(
             hosts,
@@ -146,8 +153,16 @@ class Driver:
             state=SessionState(prepared=prepared),
             veto=lambda failure: describe(leases.lost()),
         )
-        session.run()
-        return session.state.status
+        keeper = Keeper(self.copy, hosts[0]) if len(hosts) == 1 else None
+        if keeper:
+            keeper.start()
+        try:
+            session.run()
+        finally:
+            if keeper:
+                keeper.stop()
+        # A driver that finds the run finished has nothing to follow.
+        return "finished" if session.state.phase == "finished" else session.state.status
 
     def head(self, hosts: list[Host]) -> str:
         """Return the launch option `head` if the run has that host, else an empty string."""

@@ -40,9 +40,22 @@ def main() -> int:
 
 
 def leased() -> dict[int, Path]:
-    """Return the file of the lease of every process that has one."""
+    """Return the file of the lease of every process that has one, but for processes of containers: they have other files."""
     found = {pid: environ(pid).get(LEASE_VARIABLE, "") for pid in all_pids()}
-    return {pid: Path(text) for pid, text in found.items() if text.startswith("/") and is_running(pid)}
+    here = namespace("self")
+    return {
+        pid: Path(text)
+        for pid, text in found.items()
+        if text.startswith("/") and namespace(pid) == here and is_running(pid)
+    }
+
+
+def namespace(pid: int | str) -> str:
+    """Return the PID namespace of a process; empty if it has ended."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def leftovers(job: str, uid: int) -> set[int]:

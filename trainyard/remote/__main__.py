@@ -32,6 +32,7 @@ VERBS = {
     "queue_info": ("trainyard.remote.queue", "info"),
     "queue_add": ("trainyard.remote.queue", "add"),
     "queue_change": ("trainyard.remote.queue", "change"),
+    "checkpoints": ("trainyard.remote.checkpoints", "checkpoints"),
     "lease": ("trainyard.remote.lease", "lease"),
     "run_status": ("trainer.supervise.status", "status"),
     "run_stop": ("trainer.supervise.stop", "stop"),

@@ -129,9 +129,9 @@ class RunSession:
         return self.prepared.run if self.state.prepared else Path(self.state.plan[0]["run_dir"]).name
 
     def run(self) -> dict[str, Any]:
-        """Do all steps; return the result of `collect`. Reports the lines of each step."""
+        """Do all steps; return the result of `collect`. Reports the lines of each step. A run that is prepared stays so."""
         result: dict[str, Any] = {}
-        for step in (self.prepare, self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
+        for step in (self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
             result = step()
             for line in result.get("lines", [result["msg"]] if "msg" in result else []):
                 self.report(line)
