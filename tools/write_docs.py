@@ -20,6 +20,8 @@ from trainyard.cli.flags import COMMON
 from trainyard.cli.options import SHORT, LogsOptions, PreflightOptions, StatusOptions, StopOptions
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
+from trainyard.queue.manage import CHANGE_OPTIONS, FILE
+from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 from trainyard.run.options import table as launch_options_table
 
@@ -263,6 +265,11 @@ def distill(text: str) -> str:
     return text
 
 
+def queue(text: str) -> str:
+    """Return docs/queue.md with the current table of options."""
+    return with_block(text, "queue options", option_table({"file": FILE, **QUEUE_OPTIONS}))
+
+
 def with_block(text: str, name: str, content: str) -> str:
     """Return a page with the current content of one of its generated blocks."""
     block = re.compile(rf"(<!-- generated: {re.escape(name)} -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -279,6 +286,8 @@ def command_line(text: str) -> str:
     short = "\n".join(f"| `-{letter}` | `--{name.replace('_', '-')}` |" for letter, name in SHORT.items())
     single = {"status": StatusOptions, "stop": StopOptions, "logs": LogsOptions, "preflight": PreflightOptions}
     tables = [f"`trainyard {name}`:\n\n{option_table(options.model_fields)}" for name, options in single.items()]
+    verbs = "`trainyard queue list`, `history`, `cancel`, `hold`, `release` and `priority`"
+    tables.append(f"{verbs}:\n\n{option_table(CHANGE_OPTIONS)}")
     text = with_block(text, "commands", "\n".join(rows))
     text = with_block(text, "common", f"{option_table(COMMON.fields)}\n\n| short | flag |\n| --- | --- |\n{short}")
     return with_block(text, "commands of their own", "\n\n".join(tables))
@@ -294,6 +303,7 @@ def pages() -> dict[Path, str]:
         docs / "strategies.md": strategies((docs / "strategies.md").read_text()),
         docs / "command-line.md": command_line((docs / "command-line.md").read_text()),
         docs / "distill.md": distill((docs / "distill.md").read_text()),
+        docs / "queue.md": queue((docs / "queue.md").read_text()),
         docs / "roles.md": roles_page(roles),
         **{role / "README.md": role_readme(role) for role in roles},
     }

@@ -301,6 +301,10 @@ class Inventory:
             "another inventory with -i"
         )
 
+    def connect_name(self, name: str) -> HostConnection:
+        """Make the connection to any host of the inventory by its name, whatever the limit. As `connect`."""
+        return self.connect(make_host(name, self.variables[name]))
+
     def connect(self, host: Host) -> HostConnection:
         """Make the connection to a host: a local process, OpenSSH, or Ansible's plugin where that does more.
 

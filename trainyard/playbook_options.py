@@ -49,6 +49,6 @@ def option_table(fields: Mapping[str, FieldInfo]) -> str:
     """Return the options of a playbook as a Markdown table for the documentation."""
     lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
     for name, info in fields.items():
-        shown = "" if info.default in ("", ()) else f"`{str(info.default).lower()}`"
+        shown = "" if info.default in ("", (), None) else f"`{str(info.default).lower()}`"
         lines.append(f"| `{name}` | {expected_value(info)} | {shown} | {info.description} |")
     return "\n".join(lines)

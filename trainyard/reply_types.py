@@ -412,10 +412,55 @@ class Health(OpenReply):
     clock: Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
+class QueueFolder(OpenReply):
+    """The texts of a run's folder, which `trainyard.queue` parses"""
+
+    request: Text | None
+    state: Text | None
+
+
+class QueueSpec(OpenReply):
+    spec: dict[str, Any]
+    digests: Annotated[list[tuple[Line, Digest]], Field(max_length=1000)]
+
+
+class QueueInfo(OpenReply):
+    jobs: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
+    nodes: Lines
+    hosts: Annotated[dict[Line, Lines], Field(max_length=FILES_LIMIT)]
+    runs: Annotated[dict[str, QueueFolder], Field(max_length=FILES_LIMIT)]
+    specs: Annotated[dict[str, QueueSpec], Field(max_length=1000)]
+    completed: Annotated[list[Annotated[str, Field(max_length=1 << 16)]], Field(max_length=FILES_LIMIT)]
+    offset: Integer
+    now: Number
+
+
+class QueueAdd(OpenReply):
+    job: NotRequired[Count]
+    exists: NotRequired[Count]
+
+
+class QueueChange(OpenReply):
+    changed: Annotated[list[Count], Field(max_length=FILES_LIMIT)]
+    refused: Annotated[dict[Line, Line], Field(max_length=FILES_LIMIT)]
+
+
 class AllReduce(OpenReply):
     mbit: Number
     latency_ms: Number
     torch: Line
+
+
+class Checkpoints(OpenReply):
+    steps: Annotated[dict[Line, Annotated[dict[Line, Count], Field(max_length=1000)]], Field(max_length=1000)]
+
+
+class Lease(OpenReply):
+    held: Flag
+    restart: Integer
+    gpus: Annotated[list[Annotated[str, Field(pattern=r"^\d{1,3}$")]], Field(max_length=RANKS_LIMIT)]
+    ending: Flag
+    alive: Flag
 
 
 REPLY_TYPES: dict[str, Any] = {
@@ -430,6 +475,11 @@ REPLY_TYPES: dict[str, Any] = {
     "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
+    "queue_info": QueueInfo,
+    "queue_add": QueueAdd,
+    "queue_change": QueueChange,
+    "checkpoints": Checkpoints,
+    "lease": Lease,
     "run_status": RunStatus,
     "run_stop": RunStop,
     "run_list": RunList,

@@ -21,7 +21,9 @@ KEY = "/etc/munge/munge.key"
 # What reset.yml leaves of the role: nothing.
 LEFT = r"""
 ls -d /etc/slurm /etc/munge /var/lib/slurm /var/log/slurm /var/lib/munge /var/log/munge /run/munge /run/slurm* \
-    /etc/systemd/system/slurm* /var/lib/trainyard 2>/dev/null || :
+    /etc/systemd/system/slurm* /etc/systemd/system/trainyard-queue.service /etc/systemd/system/*.wants/trainyard-queue.service \
+    /usr/local/lib/trainyard /home/*/.ssh/trainyard_queue* /var/lib/trainyard 2>/dev/null || :
+grep -s "trainyard queue\|(queue)" /home/*/.ssh/authorized_keys || :
 dpkg-query --show --showformat '${Package} ${db:Status-Status}\n' 'slurm*' 'munge*' 'libmunge*' 2>/dev/null | grep -v not-installed || :
 ps -e -o comm= | grep -E '^(slurm|munge)' || :
 systemctl list-unit-files --no-legend 'slurm*' 'munge*' || :

@@ -15,7 +15,7 @@ from trainer.planner.cost import Layout, Memory, Rows, row_flops
 from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.teacher import teacher_flops, teacher_shape
-from trainer.strategy import DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
+from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
 
 ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
@@ -223,6 +223,14 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
         teacher_shape(spec)
     except UserError as error:
         return DEFAULT_STRATEGY, f"auto selected {DEFAULT_STRATEGY}: {error}"
+    setting, linked = _nominal_setting(spec, hosts, shape)
+    advice = recommend(spec, options(spec, setting), setting)
+    assumed = "" if linked or len(hosts) == 1 else " (link assumed, not measured)"
+    return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{assumed}"
+
+
+def _nominal_setting(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape) -> tuple[Setting, bool]:
+    """Return the setting of these hosts (see `choose`) with nominal speeds, and whether the speed of a link is known."""
     layout = Layout(tuple(host["processes"] for host in hosts))
     cuda = all(host["gpu_mib"] for host in hosts)
     if cuda:
@@ -233,10 +241,27 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
     link = min(links) if links else LINK
     rows = Rows.full(spec)
     speed = Speed.nominal(spec, shape, rows, "cuda" if cuda else "cpu", min(host["threads"] for host in hosts))
-    setting = Setting(shape, layout, rows, speed, link, room, gloo=not cuda)
-    advice = recommend(spec, options(spec, setting), setting)
-    assumed = "" if links or len(hosts) == 1 else " (link assumed, not measured)"
-    return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{assumed}"
+    return Setting(shape, layout, rows, speed, link, room, gloo=not cuda), bool(links)
+
+
+def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: int) -> float:
+    """Return the time that the steps of a run take, within a factor of a few: by nominal speeds, with full rows.
+
+    Args:
+        hosts: as for `choose`.
+        samples: of the dataset. A row holds one sample at least.
+
+    Raises:
+        UserError: the planner does not know the model, or no strategy fits in memory.
+    """
+    setting, _ = _nominal_setting(spec, hosts, shape_of(spec))
+    found = options(spec, setting)
+    strategy = recommend(spec, found, setting).strategy if spec.strategy == AUTO else spec.strategy
+    # With one process, the list has only this process alone.
+    option = next((option for option in found if option.strategy == strategy), found[0])
+    epoch = math.ceil(samples / spec.rows_per_step)
+    steps = min(spec.max_steps or math.inf, max(1, epoch * spec.epochs)) if samples else spec.max_steps
+    return steps * (option.compute_seconds + option.comm_seconds)
 
 
 def choose_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, str]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from trainer.supervise.files import SupervisorError
-from trainer.supervise.processes import RUN_VARIABLE
+from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE
 
 IMPORT_ROOT = Path(__file__).parents[2]  # the archive or folder that holds the package `trainer`
 
@@ -23,9 +23,9 @@ def clean_environment() -> dict[str, str]:
     return {**kept, **identity, "PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8")}
 
 
-def import_environment(run_dir: Path) -> dict[str, str]:
+def import_environment(run_dir: Path, lease: str = "") -> dict[str, str]:
     """Return the variables that mark a process of the run and make this trainer importable."""
-    return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(IMPORT_ROOT)}
+    return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(IMPORT_ROOT)} | ({LEASE_VARIABLE: lease} if lease else {})
 
 
 def run_environment(run_dir: Path) -> dict[str, str]:

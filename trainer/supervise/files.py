@@ -86,8 +86,13 @@ def hold_lock(path: Path, wait: float = 0.0) -> Iterator[bool]:
 
 def is_alive(run_dir: Path) -> bool:
     """Return whether a supervisor of this run folder is alive on this host. Raises OSError if that cannot be found out."""
+    return is_locked(run_dir / "lock")
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file. Raises OSError if that cannot be found out."""
     try:
-        handle = open_regular(run_dir / "lock")
+        handle = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
@@ -116,6 +121,12 @@ def run_devices(run_dir: Path) -> list[str]:
     """Return the UUIDs of the GPUs that the newest start of a run uses on this host; empty if there are none."""
     found = (read_json(run_dir / "state/node.json") or {}).get("devices")
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def run_lease(run_dir: Path) -> str:
+    """Return the file of the lease under which the newest start of a run was made on this host; empty without a queue."""
+    found = (read_json(run_dir / "state/node.json") or {}).get("lease")
+    return found if isinstance(found, str) else ""
 
 
 def read_log(path: Path, since: int) -> dict[str, Any]:

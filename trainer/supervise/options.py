@@ -28,6 +28,7 @@ class StartRequest:
     lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
+    lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
     unit: str = ""  # the systemd unit, set by `start`
 
     @classmethod
@@ -47,6 +48,7 @@ class StartRequest:
         words += ["--hold"] if self.hold else []
         words += ["--replica", str(self.replica)] if self.replica is not None else []
         words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
+        words += ["--lease", self.lease] if self.lease else []
         return [*words, "--", *self.command]
 
 
@@ -63,6 +65,7 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--replica", type=int, help="the replica of this host, if each has its own torchrun")
     parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")
     parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to run the lighthouse")
+    parser.add_argument("--lease", default="", help="file whose lock permits the run to use this host")
     parser.add_argument("--unit", default="", help="the systemd unit of this process")
     parser.add_argument("command", nargs="+")
     values = vars(parser.parse_args(arguments))

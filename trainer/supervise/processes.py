@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
+LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the lease
 
 
 def process_stat(pid: int) -> tuple[str, int, int] | None:

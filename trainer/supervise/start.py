@@ -20,7 +20,8 @@ from trainer.supervise.environment import (
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.files import SupervisorError, hold_lock, is_alive, other_runs, read_json, run_devices
+from trainer.supervise.files import SupervisorError, hold_lock, is_alive, other_runs, read_json, run_devices, run_lease
+from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes
 from trainer.supervise.sandbox import unit_properties
@@ -53,7 +54,8 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
         if not locked:
             raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
-        check_idle(run_dir, wanted.devices)
+        check_lease(wanted.lease)
+        check_idle(run_dir, wanted.devices, wanted.lease)
         consume_claim(run_dir, wanted.claim)
         last = read_json(run_dir / "state/node.json") or {}
         wanted.run_dir = str(run_dir)
@@ -63,13 +65,17 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         return launch(wanted, run_dir)
 
 
-def check_idle(run_dir: Path, devices: Collection[str] = ()) -> None:
-    """Check that no run is alive on this host, except on GPUs other than `devices`. Raises SupervisorError."""
+def check_idle(run_dir: Path, devices: Collection[str] = (), lease: str = "") -> None:
+    """Check that no run is alive on this host, except on GPUs other than `devices`. Raises SupervisorError.
+
+    Runs with a `lease` may share the processors: Slurm has assigned different ones to them.
+    """
     if is_alive(run_dir):
         raise SupervisorError(f"run {run_dir.name} is already running here")
     for name in other_runs(run_dir)[0]:
         taken = run_devices(run_dir.parent / name)
-        if not (devices and taken):
+        apart = lease and run_lease(run_dir.parent / name)
+        if not (devices and taken) and not apart:
             raise SupervisorError(f"busy: run {name} is running here")
         if same := set(devices) & set(taken):
             raise SupervisorError(f"busy: run {name} is running here and uses {', '.join(sorted(same))}")
@@ -96,7 +102,7 @@ def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
                 stdout=sink,
                 stderr=sink,
                 cwd=run_dir,
-                env={**clean_environment(), **import_environment(run_dir)},
+                env={**clean_environment(), **import_environment(run_dir, wanted.lease)},
                 start_new_session=True,
             )
     deadline = time.monotonic() + START_LIMIT
@@ -125,7 +131,7 @@ def start_unit(systemd: list[str], wanted: StartRequest, run_dir: Path, command:
     settings += wanted.properties
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
     options += [f"--property={setting}" for setting in settings]
-    options += [f"--setenv={key}={value}" for key, value in import_environment(run_dir).items()]
+    options += [f"--setenv={key}={value}" for key, value in import_environment(run_dir, wanted.lease).items()]
     done = subprocess.run(
         [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment
     )

@@ -15,8 +15,9 @@ from typing import Any
 
 from trainer.supervise.environment import run_environment
 from trainer.supervise.files import SupervisorError, hold_lock, write_json
+from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest, parse_flags
-from trainer.supervise.processes import descendants, process_stat, send_signal
+from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor
 from trainer.supervise.status import ENDED_WELL
 
@@ -39,6 +40,8 @@ def run_supervisor(arguments: list[str]) -> None:
     with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open("ab", buffering=0) as sink:
         if not locked:
             raise SupervisorError(f"run {run_dir.name} is already running here")
+        # Again, now that the Epilog of the node sees this process: either it ends the process, or the lease has ended before.
+        check_lease(request.lease)
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
         Supervisor(request, run_dir, log).run()
@@ -69,6 +72,7 @@ class Supervisor:
             "replica": request.replica,
             "backend": "systemd" if request.unit else "process",
             "unit": request.unit or None,
+            "lease": request.lease or None,
             "pid": os.getpid(),
             "pid_start": stat[2] if stat else None,
             "started": time.time(),
@@ -134,6 +138,8 @@ class Supervisor:
                 os._exit(1)
 
         environment = run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
+        if self.request.lease:
+            environment[LEASE_VARIABLE] = self.request.lease
         with log.open("ab") if log else contextlib.nullcontext() as sink:
             return subprocess.Popen(
                 command,

@@ -21,7 +21,7 @@ PACKAGES = {"ansible": "controller", "tyro": "cli"}  # and the extra that instal
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = with_verb(list(sys.argv[1:] if argv is None else argv))
     if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
         extras = ",".join(PACKAGES.values())
         command = f"{sys.executable} -m pip install 'trainyard[{extras}]'"
@@ -41,13 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def with_verb(words: list[str]) -> list[str]:
+    """Join the two words of a command such as `queue add`."""
+    if words[:1] == ["queue"] and len(words) > 1 and not words[1].startswith("-"):
+        return [f"queue {words[1]}", *words[2:]]
+    return words
+
+
 def _dispatch(words: list[str]) -> int:
     before = words[: words.index("--")] if "--" in words else words
     if words[:1] == ["completion"] and not {"-h", "--help"} & set(before):
         return _completion(words[1:])
     if {"-h", "--help"} & set(before) or words[:1] == ["--tyro-print-completion"]:
         # The name of the command, if there is one: flags of the parser are more than those that tyro knows.
-        named = [] if words[0].startswith("-") else [words[0]]
+        named = [] if words[0].startswith("-") else words[0].split(" ", 1)
         return _help([*named, "--help"] if words[0] != "--tyro-print-completion" else words)
     from trainyard.cli.commands import COMMANDS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,8 +75,12 @@ class Call:
     @functools.cached_property
     def launch(self) -> LaunchOptions:
         """The launch options of the flags, `-e` and the inventory. Raises UserError for a bad value."""
+        return self.launch_with({})
+
+    def launch_with(self, values: Mapping[str, Any]) -> LaunchOptions:
+        """Return the launch options with these values of one run on top. Raises UserError for a bad value."""
         first = self.inventory.variables[self.inventory.hosts[0].name]
-        return options_from_variables(first, lambda value: value, self.launch_flags)
+        return options_from_variables(first, lambda value: value, self.launch_flags | dict(values))
 
     def own(self, group: Group) -> dict[str, Any]:
         """Return the values of the command's own options: those of `-e`, and the flags, which take precedence."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,12 @@ from trainyard.ollama.distill import Distillation, make_distill_options, student
 from trainyard.ollama.options import DeployOptions, make_deploy_options
 from trainyard.ollama.teachers import candidates
 from trainyard.preflight.runner import run_preflight
+from trainyard.queue.manage import CHANGE_OPTIONS, FILE, Cluster, manage_queue
+from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 from trainyard.run.merge import make_merge_options, merge_runs
+from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
 from trainyard.run.runs import manage_runs
 
@@ -47,6 +50,9 @@ DISTILL = Group("command options", DISTILL_OPTIONS)
 MERGE = Group("command options", MERGE_OPTIONS)
 DEPLOY = Group("command options", DeployOptions.model_fields)
 UNDEPLOY = Group("command options", {"deploy_name": DeployOptions.model_fields["deploy_name"]})
+QUEUE_ADD = Group("queue options", {"file": FILE, **QUEUE_OPTIONS})
+QUEUE_CHANGE = Group("command options", CHANGE_OPTIONS)
+QUEUE_RUNS = Group("command options", {"run": CHANGE_OPTIONS["run"]})
 COMPLETION = Group("command options", CompletionOptions.model_fields)
 
 
@@ -144,6 +150,21 @@ def preflight(call: Call) -> dict[str, Any]:
     return {"lines": report.lines, **report.as_dict()}
 
 
+def queue(call: Call, verb: str) -> dict[str, Any]:
+    """Add runs to the queue, list or change them."""
+    values = {name: value for name, value in call.everything().items() if name != "limit"} | {"do": verb}
+    inventory = call.inventory
+
+    def variable(host: str, name: str) -> Any:
+        return inventory.variables[host].get(name)
+
+    def launch_of(given: Mapping[str, Any]) -> LaunchOptions:
+        return call.launch_with(given)
+
+    cluster = Cluster(inventory.hosts, inventory.groups, variable, inventory.connect_name, launch_of)
+    return manage_queue(values, cluster, call.top, call.output.report, call.check)
+
+
 def _playbook(call: Call, playbook: str) -> dict[str, Any]:
     run_playbook(call, playbook)
     return {"playbook": playbook, "lines": []}
@@ -201,6 +222,30 @@ def _playbooks(entries: Iterable[tuple[str, str, str]]) -> dict[str, Command]:
     }
 
 
+def _queue_commands() -> dict[str, Command]:
+    """Return `queue add`, `queue list` and so on."""
+    summaries = {
+        "add": "add runs to the queue",
+        "list": "list the runs that wait or run, with the reason",
+        "history": "list all runs of the queue, with those that have ended",
+        "cancel": "take runs out of the queue; those that run save a checkpoint first",
+        "hold": "let waiting runs wait until they are released",
+        "release": "let held runs start",
+        "priority": "give waiting runs another priority",
+    }
+    found = {}
+    for verb, summary in summaries.items():
+        groups: tuple[Group, ...] = (QUEUE_RUNS, _launch("limit"))
+        if verb == "add":
+            groups = (QUEUE_ADD, SPEC, LAUNCH)
+        elif verb == "priority":
+            groups = (QUEUE_CHANGE, _launch("limit"))
+        run = functools.partial(queue, verb=verb)
+        positional = "spec" if verb == "add" else "run"
+        found[f"queue {verb}"] = Command(summary, f"playbooks/queue.yml -e do={verb}", run, groups, positional)
+    return found
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command("start a run, follow it, and collect its result", "train.yml", train, (SPEC, LAUNCH), "spec"),
     "plan": Command(
@@ -247,6 +292,7 @@ COMMANDS: dict[str, Command] = {
         "check all hosts before a run",
         *("playbooks/preflight.yml", preflight, (PREFLIGHT, _launch("limit", "master_port"))),
     ),
+    **_queue_commands(),
     **_playbooks(
         [
             ("site", "site.yml", "provision the hosts"),

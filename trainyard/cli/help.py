@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_origin
 
@@ -16,12 +17,14 @@ from trainyard.cli.flags import Group, SpecGroup
 from trainyard.cli.options import SHORT
 
 PROGRAM = "trainyard"
+QUEUE_SUMMARY = "add runs to the queue, list or change them"
 COMPLETION_SUMMARY = "print the script that completes commands and flags in a shell"
 
 
 def show(words: Sequence[str]) -> None:
     """Let tyro answer `--help` or `--tyro-print-completion`, and exit."""
-    commands: list[Any] = [_subcommand(name, command) for name, command in COMMANDS.items()]
+    commands: list[Any] = [_subcommand(name, command) for name, command in COMMANDS.items() if " " not in name]
+    commands.append(_queue())
     completion = dataclasses.make_dataclass("completion", _group_fields([COMPLETION]))
     commands.append(
         Annotated[completion, tyro.conf.subcommand("completion", description=COMPLETION_SUMMARY, prefix_name=False)]
@@ -36,11 +39,19 @@ def show(words: Sequence[str]) -> None:
     )
 
 
+def _queue() -> Any:
+    """Return the command `queue`, whose verbs are commands of their own."""
+    verbs: list[Any] = [_subcommand(name, command) for name, command in COMMANDS.items() if " " in name]
+    fields: list[Any] = [("verb", Union[tuple(verbs)])]  # noqa: UP007
+    queue = dataclasses.make_dataclass("queue", fields)
+    return Annotated[queue, tyro.conf.subcommand("queue", description=QUEUE_SUMMARY, prefix_name=False)]
+
+
 def _subcommand(name: str, command: Command) -> Any:
-    flags = dataclasses.make_dataclass(name.replace("-", "_"), _group_fields(command.all_groups))
+    flags = dataclasses.make_dataclass(re.sub("[- ]", "_", name), _group_fields(command.all_groups))
     usage = f"{PROGRAM} {name} [{command.positional.upper()}]: " if command.positional else ""
     text = f"{usage}{command.summary}. The same as {command.playbook}."
-    return Annotated[flags, tyro.conf.subcommand(name, description=text, prefix_name=False)]
+    return Annotated[flags, tyro.conf.subcommand(name.split(" ")[-1], description=text, prefix_name=False)]
 
 
 def _group_fields(groups: Sequence[Group]) -> list[Any]:

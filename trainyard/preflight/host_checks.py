@@ -65,7 +65,7 @@ def environment(state: HostState) -> list[Finding]:
         out.failure("torch", f"{python} has no torch", "run site.yml, or correct cluster_python")
     if not facts["may_write"]:
         out.failure("disk", f"cannot write to {data_dir}", "correct its permissions, or set cluster_data_dir")
-    if facts.get("busy_with"):
+    if facts.get("busy_with") and not state.host.lease:  # Slurm has leased other processors to that run
         text = f"run {facts['busy_with']} is in progress on this host"
         out.failure("busy", text, "stop that run, or select other hosts with --limit")
     return out.found

@@ -75,6 +75,8 @@ def gather_facts(
     asked = FanOut(requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
     for host in hosts:
         host.facts = asked.answers.get(host.name, {})
+        if host.facts and host.host.cpus:
+            host.facts["cpus"] = len(host.host.cpus)
     return {host.name: _missing_answer(host, asked.errors[host.name]) for host in hosts if host.name in asked.errors}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trainer.distributed import SHARED_GPUS
@@ -46,6 +47,7 @@ class Node:
         gpu_numbers: their numbers in the order of nvidia-smi.
         hide_gpus: whether the ranks use the CPU of a host with GPUs.
         shared_gpus: whether ranks of two hosts of the run, which are one machine, use the same GPU.
+        lease: under the queue, the file on the host that is locked while the run may use it; else empty.
     """
 
     host: str
@@ -72,6 +74,7 @@ class Node:
     gpu_numbers: list[int] = field(default_factory=list)
     hide_gpus: bool = False
     shared_gpus: bool = False
+    lease: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -83,8 +86,10 @@ class Node:
         return cls(**{name: entry[name] for name in cls.__dataclass_fields__ if name in entry})
 
 
-def choose_port(requested: int | None, free: list[int], head: str) -> int:
+def choose_port(requested: int | None, free: list[int], head: str, lease: str = "") -> int:
     """Return the rendezvous port on the head: the requested one, or the first free one.
+
+    The queue may start several runs on one host at the same time: with a `lease`, its job selects the port.
 
     Raises:
         PlanError: it is in use, or none is free.
@@ -97,7 +102,8 @@ def choose_port(requested: int | None, free: list[int], head: str) -> int:
         return requested
     if not free:
         raise PlanError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on the head {head}: set master_port")
-    return free[0]
+    job = Path(lease).name
+    return free[int(job) % len(free)] if job.isdecimal() else free[0]
 
 
 def head_first(hosts: list[HostState], head: str) -> list[HostState]:
@@ -216,6 +222,7 @@ def plan_nodes(
                 data_dir=host.host.data_dir,
                 command=_command(host.host, run_dir, meeting, count),
                 backend=host.host.backend,
+                properties=[f"CPUAffinity={' '.join(map(str, host.host.cpus))}"] if host.host.cpus else [],
                 attempt=attempt,
                 replica=meeting.replica,
                 restarts=restarts if replica_hosts else 0,
@@ -230,6 +237,7 @@ def plan_nodes(
                 gpu_numbers=numbers(host),
                 hide_gpus=bool(facts["gpus"]) and not host.gpus,
                 shared_gpus=shared_gpus,
+                lease=host.host.lease,
             )
         )
     return nodes

@@ -98,7 +98,8 @@ def plan_run(
     members = _running_members(hosts, run, last_attempt, options, previous)
     port = 0
     if not members:
-        port = choose_port(options.master_port, hosts[0].facts["free_ports"], hosts[0].name)
+        head = hosts[0]
+        port = choose_port(options.master_port, head.facts["free_ports"], head.name, head.host.lease)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     hosts = members or hosts

@@ -85,6 +85,7 @@ class RunSession:
         report: receives lines while a step runs.
         check: change nothing; say what would change.
         state: what earlier steps left.
+        veto: returns why a run that failed must not be restarted, or an empty string.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class RunSession:
         report: Report = print,
         check: bool = False,
         state: SessionState | None = None,
+        veto: Callable[[dict[str, Any]], str] = lambda failure: "",
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connect_host = connect
@@ -106,6 +108,7 @@ class RunSession:
         self.home = home or Path.cwd()
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
+        self.veto = veto
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
 
@@ -126,9 +129,9 @@ class RunSession:
         return self.prepared.run if self.state.prepared else Path(self.state.plan[0]["run_dir"]).name
 
     def run(self) -> dict[str, Any]:
-        """Do all steps; return the result of `collect`. Reports the lines of each step."""
+        """Do all steps; return the result of `collect`. Reports the lines of each step. A run that is prepared stays so."""
         result: dict[str, Any] = {}
-        for step in (self.prepare, self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
+        for step in (self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
             result = step()
             for line in result.get("lines", [result["msg"]] if "msg" in result else []):
                 self.report(line)
@@ -212,7 +215,7 @@ class RunSession:
                     return self._result
             while failure is not None:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
-                if why := policy.record(failure, len(self.hosts)):
+                if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
                     raise self._final(failure, why)
                 self._report_restart(failure, policy)
                 time.sleep(policy.wait())

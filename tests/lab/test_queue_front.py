@@ -1,0 +1,149 @@
+"""Adding, listing and changing queued runs, with playbooks/queue.yml and `trainyard queue`, on the Slurm of the role queue.
+
+The service that drives the runs is stopped, so that a job keeps its hosts and nothing trains, except in the last test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lab_hosts import NEEDS_LAB, REPO, Lab, Played, inventory_with, run_playbook
+from test_queue import as_user, cluster, site
+from testbed.root import DATA_DIR
+
+from trainyard.cli import __main__ as program
+
+__all__ = ["cluster", "site"]
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+SERVICE = "trainyard-queue.service"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ANSIBLE_CONFIG", str(REPO / "ansible.cfg"))
+
+
+@pytest.fixture(scope="module")
+def queue(cluster: tuple[Lab, Path], site: Played) -> Iterator[tuple[Lab, Path]]:
+    """The cluster with its queue, on which no driver runs."""
+    lab, inventory = cluster
+    lab.inside(lab.hosts[0], f"systemctl stop {SERVICE}")
+    yield lab, inventory
+
+
+def trainyard(inventory: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    """Call `trainyard queue ... --json` in this process, which saves its imports, and return its answer."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        found = program.main(["queue", *words, "--json", "-i", str(inventory)])
+    assert found == code, err.getvalue()
+    answer: dict[str, Any] = json.loads(out.getvalue())
+    return answer
+
+
+def listed(inventory: Path) -> dict[str, dict[str, Any]]:
+    return {run["run"]: run for run in trainyard(inventory, "list")["runs"]}
+
+
+def test_a_sweep_is_added_listed_and_changed(queue: tuple[Lab, Path], tmp_path: Path) -> None:
+    lab, inventory = queue
+    sweep = {
+        "model": "tiny",
+        "max_steps": 5,
+        "runs": [
+            {"run": "busy", "gpus": 2, "gpu_memory": 16, "time_limit": 30},
+            {"run": "wants", "gpus": 1, "gpu_memory": 16, "priority": "low"},
+            {"run": "next", "after": "busy", "cores": 1},
+            {"run": "grid", "grid": {"lr": ["1e-4", "3e-4"]}, "gpus": 1, "gpu_memory": 16},
+        ],
+    }
+    (tmp_path / "sweep.yml").write_text(yaml.safe_dump(sweep))
+    added = run_playbook("playbooks/queue.yml", inventory, {"do": "add", "file": str(tmp_path / "sweep.yml")})
+    assert added.rc == 0, added.stdout
+    text = " ".join(added.stdout.split())
+    assert "added run busy, priority normal, 1 host; time limit 30 minutes (job" in text
+    assert (
+        "added run next, priority normal, 1 host after busy; time limit 10 minutes: twice the plan's estimate" in text
+    )
+
+    lab.wait(lambda: listed(inventory)["busy"]["state"] == "running", "the run does not start", 60)
+    runs = listed(inventory)
+    assert set(runs) == {"busy", "wants", "next", "grid-lr1e-4", "grid-lr3e-4"} and runs["busy"]["hosts"] == ["node2"]
+    said = "waits for 16 GB of GPU memory and 1 GPU: node2 has it, busy with run busy until about "
+    assert runs["grid-lr1e-4"]["reason"].startswith(said), runs
+    assert runs["next"]["reason"] == "waits for the end of run busy"
+    again = trainyard(inventory, "add", f"--file={tmp_path / 'sweep.yml'}")
+    assert not again["changed"] and {run["state"] for run in again["runs"]} == {"running", "waiting"}
+
+    # The files of the runs share the store, and what may hold secrets is private.
+    folder = f"{DATA_DIR}/queue"
+    assert lab.inside(lab.hosts[0], f"stat -c %a {folder}/busy/session.json").strip() == "600"
+    inodes = lab.inside(lab.hosts[0], f"stat -c %i {folder}/*/files/store/models/*/model.safetensors").split()
+    assert len(inodes) >= 5 and len(set(inodes)) == 1
+
+    assert trainyard(inventory, "hold", "wants")["changed"]
+    assert not trainyard(inventory, "hold", "wants")["changed"]
+    assert listed(inventory)["wants"]["reason"] == "is held: release it with do=release run=wants"
+    trainyard(inventory, "release", "wants")
+    moved = run_playbook("playbooks/queue.yml", inventory, {"do": "priority", "run": "wants", "priority": "critical"})
+    assert moved.rc == 0 and moved.count("changed") == 1, moved.stdout
+    found = listed(inventory)["wants"]
+    assert (found["priority"], found["state"]) == ("critical", "waiting")
+    cancelled = trainyard(inventory, "cancel", "busy", "grid-lr3e-4")
+    assert cancelled["changed"] and "run busy, which is running, cancelled" in cancelled["lines"]
+    lab.wait(lambda: listed(inventory)["wants"]["state"] == "running", "the critical run does not start", 60)
+    lab.wait(lambda: "never starts" in listed(inventory)["next"]["reason"], "the reason does not change", 60)
+    past = {run["run"]: run["state"] for run in trainyard(inventory, "history")["runs"]}
+    assert past["busy"] == past["grid-lr3e-4"] == "cancelled" and past["wants"] == "running"
+
+
+def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_path: Path) -> None:
+    lab, inventory = queue
+    head = lab.hosts[0]
+    before = lab.inside(head, f"ls {DATA_DIR}/queue; squeue -h -o %i")
+    for words, said in (
+        (("add", "--model=tiny", "--gpu-memory=32", "--run=a"), "run a: no host has 32 GB of GPU memory, 1 GPU"),
+        (("add", "--model=tiny", "--nodes=4"), "the run: it needs 4 hosts, and the queue has 3"),
+        (("add", "--model=tiny", "--after=nobody"), "after: the queue has no run nobody"),
+        (("add", "--model=tiny", "--after=busy"), "after: run busy is cancelled"),
+        (("add", "--model=tiny", "--run=wants", "--seed=7"), "run wants is in the queue with another spec"),
+        (("add", "--model=tiny", "--collect-to=x"), "collect_to: cannot be set for the queue"),
+        (("add", "--dataset=none.jsonl"), "dataset: no file"),
+        (("hold", "busy"), "run busy is cancelled: only a run that waits or runs can be held"),
+        (("hold", "wants"), "run wants is running: only a run that waits can be held"),
+        (("cancel", "want"), "the queue has no run want; did you mean 'wants'?"),
+        (("priority", "next"), "priority: set the new one with priority=low|normal|high|critical"),
+    ):
+        error = trainyard(inventory, *words, code=2)["error"]
+        assert said in error and "\n" not in error, error
+    would = trainyard(inventory, "add", "--model=tiny", "--run=b", "--check")
+    assert would["lines"][0].startswith("would add run b") and would["runs"][0]["job"] is None
+    assert lab.inside(head, f"ls {DATA_DIR}/queue; squeue -h -o %i") == before
+    without = inventory_with(lab, tmp_path)
+    hint = "the queue is not installed on node1: set queue_state: present for the group cluster in the inventory"
+    for verb in ("list", "history"):
+        assert hint in trainyard(without, verb, code=2)["error"]
+    played = run_playbook("playbooks/queue.yml", without, {"do": "add", "model": "tiny"})
+    assert played.rc != 0 and hint in " ".join(played.stdout.split()) and played.count("changed") == 0
+
+
+def test_slurm_that_does_not_answer_is_one_line(queue: tuple[Lab, Path]) -> None:
+    lab, inventory = queue
+    lab.inside(lab.hosts[0], "systemctl stop slurmctld")
+    try:
+        error = trainyard(inventory, "list", code=1)["error"]
+    finally:
+        lab.inside(lab.hosts[0], "systemctl start slurmctld")
+    assert error.startswith("queue host node1: squeue: ") and "\n" not in error
+    lab.wait(lambda: "UP" in as_user(lab, lab.hosts[0], "scontrol ping", check=False), "slurmctld does not start", 60)
+    assert "wants" in listed(inventory)

@@ -1,0 +1,134 @@
+"""Queued runs on three lab hosts: leases, preemption, crashes, a reboot of the queue host and a lost host."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvidia_smi import write_nvidia_smi
+from fault_trial import questions
+from lab_hosts import NEEDS_LAB, VENV, Host, Lab, inventory_with, run_playbook
+from queued_runs import QueuedRun, add_run
+from testbed import faults
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+LEFT = "grep -lsaz TRAINYARD_LEASE= /proc/[0-9]*/environ || :"
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path, Path]]:
+    """Three hosts with the queue, their inventory and a folder; node2 has two stand-in GPUs."""
+    lab, folder = Lab(f"leases-{os.getpid()}"), tmp_path_factory.mktemp("leases")
+    lab.up(hosts=3, venv=VENV, persistent=False)
+    write_nvidia_smi(folder, 2)
+    program = (folder / "nvidia-smi").read_text()
+    lab.inside(lab.hosts[1], f"cat >/usr/local/bin/nvidia-smi <<'P'\n{program}\nP\nchmod 755 /usr/local/bin/nvidia-smi")
+    inventory = inventory_with(lab, folder, queue_state="present", queue_preempt=["low"])
+    played = run_playbook("site.yml", inventory, {}, timeout=900)
+    assert played.rc == 0, played.stdout
+    yield lab, inventory, folder
+    lab.down()
+
+
+def add(queue: tuple[Lab, Path, Path], run: str, steps: int, **asked: Any) -> QueuedRun:
+    """Add a run of the model `tiny` with one thread per rank."""
+    lab, inventory, folder = queue
+    spec = {
+        "run": run, "model": "tiny", "dataset": str(questions(folder)), "seq_length": 32, "total_batch_size": 2,
+        "batch_size": 2, "max_steps": steps, "epochs": 1000, "lr": 2e-4, "checkpoint_interval": 5, "eval_interval": 0,
+        "loggers": ["none"],
+    }  # fmt: skip
+    options = {"run_env": {"OMP_NUM_THREADS": "1"}} | asked.pop("options", {})
+    return add_run(lab, inventory, folder, spec, options=options, **asked)
+
+
+def node(lab: Lab, run: QueuedRun, host: Host) -> dict[str, Any]:
+    """Return the supervisor's state of a run on a host."""
+    return json.loads(lab.inside(host, f"cat {run.run_dir}/state/node.json"))
+
+
+def pids(lab: Lab, host: Host, words: str) -> str:
+    """Return the processes of a lab host whose command line has these words."""
+    return " ".join(lab.inside(host, f"pgrep -f '{words}' || :").split())
+
+
+def test_two_runs_share_a_host_and_survive_crashes(queue: tuple[Lab, Path, Path]) -> None:
+    """Different GPUs and cores; the driver, Slurm's daemons and a lease step are killed; the queue host reboots."""
+    lab = queue[0]
+    head, host = lab.hosts[:2]
+    one, two = (add(queue, name, 400, gpus=1, hosts=["node2"]) for name in ("one1", "two1"))
+    for run in (one, two):
+        run.wait_step(1, 300)
+    states = [node(lab, run, host) for run in (one, two)]
+    assert sorted(states[0]["devices"] + states[1]["devices"]) == ["GPU-00000000", "GPU-00000001"]
+    affinity = [lab.inside(host, f"grep Cpus_allowed_list /proc/{state['pid']}/status").split()[1] for state in states]
+    assert sorted(affinity) == ["0", "1"]
+
+    lab.inside(head, f"kill -9 {pids(lab, head, 'trainyard.queue.driver.*/one1$')} $(pidof slurmctld)")
+    lab.inside(host, f"kill -9 $(pidof slurmd); kill -9 {pids(lab, host, '^/usr/bin/python3.*lease_step two1')}")
+    two.wait(lambda state: len(state["attempts"]) == 2, "started again", 200)
+    assert len(one.state()["attempts"]) == 1 and "monitors the run again" in one.log()
+    two.wait_step(1, 300, attempt=2)
+    lab.reboot(head)
+    one.wait_phase("finished", 400)
+    two.wait_phase("finished", 400)
+    assert "resum" in lab.inside(host, f"cat {two.run_dir}/logs/rank0.log")
+    assert [len(run.state()["attempts"]) for run in (one, two)] == [1, 2]
+    assert lab.inside(host, LEFT) == ""
+
+
+def test_preempted_run_resumes_on_another_host(queue: tuple[Lab, Path, Path]) -> None:
+    straight = add(queue, "straight", 60, hosts=["node1"], cores=1)
+    low = add(queue, "low", 60, priority="low", hosts=["node2", "node3"])
+    first = low.wait_step(3, 300)
+    critical = add(queue, "critical", 2, priority="critical", hosts=[first.name])
+    submitted = time.time()
+    critical.wait(lambda state: bool(state["attempts"]), "running", 60)
+    began, ended = critical.state()["attempts"][0]["begin"], low.state()["attempts"][0]["end"]
+    print(f"critical has its host {began - submitted:.1f} s after it was added")
+    low.wait_phase("finished", 400)
+    attempts = low.state()["attempts"]
+    assert len(attempts) == 2 and attempts[0]["order"] == 75 and ended is not None
+    assert list(attempts[0]["hosts"]) == [first.name] and list(attempts[1]["hosts"]) != [first.name]
+    assert "copied the checkpoint step-" in low.log()
+    straight.wait_phase("finished", 300)
+    critical.wait_phase("finished", 300)
+    results = [run.result(run.on()[0]) for run in (straight, low)]
+    assert results[1]["loss_last"] == pytest.approx(results[0]["loss_last"], abs=1e-6)
+
+
+def test_run_of_a_lost_host_continues_elsewhere(queue: tuple[Lab, Path, Path]) -> None:
+    lab = queue[0]
+    run = add(queue, "lost", 300, hosts=["node3", "node1"], cores=2, memory=1)
+    host = run.wait_step(6, 300)
+    lab.wait(lambda: "step-" in lab.inside(run.head, f"ls {run.folder}/checkpoint 2>/dev/null || :"), "no copy", 60)
+    if host is run.head:
+        pytest.fail("the run is on the queue host")
+    began = time.time()
+    faults.inject(lab, host, "crash")
+    try:
+        run.wait(lambda state: len(state["attempts"]) == 2 and state["phase"] == "running", "elsewhere", 150)
+        print(f"the run has another host {time.time() - began:.1f} s after the loss of the first one")
+        run.wait_phase("finished", 400)
+    finally:
+        faults.undo(lab, host, "crash")
+    assert list(run.state()["attempts"][1]["hosts"]) == ["node1"]
+    assert "copied the checkpoint step-" in run.log()
+
+
+def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: tuple[Lab, Path, Path]) -> None:
+    lab = queue[0]
+    wrong = add(queue, "wrong", 5, hosts=["node2"], options={"master_port": 22})
+    long = add(queue, "long", 100_000, hosts=["node1"], cores=1)
+    wrong.wait_phase("failed", 120)
+    assert "port 22 is in use" in wrong.state()["exit"]["reason"] and len(wrong.state()["attempts"]) == 1
+    long.wait(lambda state: state["phase"] == "running", "running", 120)
+    lab.inside(lab.hosts[0], f"scancel {long.job}")
+    long.wait_phase("cancelled", 120)
+    lab.wait(lambda: lab.inside(lab.hosts[0], LEFT) == "", "ranks are left", 60)

@@ -1,0 +1,142 @@
+"""Runs in the queue of lab hosts: add one as a controller does, and look at it from the queue host."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab_hosts import Host, Lab
+from testbed.root import DATA_DIR, USER
+
+from trainer.config import make_spec
+from trainyard.ansible_adapter import Inventory
+from trainyard.queue.request import Request, slurm_options
+from trainyard.queue.run_folder import Session, program_archive
+from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import prepare
+
+SUBMIT = (
+    "import sys; from pathlib import Path; from trainyard.remote.queue_job import submit; "
+    "print(submit(Path(sys.argv[1]), sys.argv[2:]))"
+)
+
+
+@dataclass
+class QueuedRun:
+    """A run in the queue.
+
+    Attributes:
+        head: the queue host.
+        job: its job.
+    """
+
+    lab: Lab
+    head: Host
+    name: str
+    job: int
+
+    @property
+    def folder(self) -> str:
+        return f"{DATA_DIR}/queue/{self.name}"
+
+    @property
+    def run_dir(self) -> str:
+        return f"{DATA_DIR}/runs/{self.name}"
+
+    def state(self) -> dict[str, Any]:
+        """Return `state.json`."""
+        return json.loads(self.lab.inside(self.head, f"cat {self.folder}/state.json"))
+
+    def log(self) -> str:
+        """Return the log of the driver; empty if there is none yet."""
+        return self.lab.inside(self.head, f"cat {self.folder}/driver.log 2>/dev/null || :")
+
+    def on(self) -> list[Host]:
+        """Return the hosts of the newest attempt."""
+        attempts = self.state()["attempts"]
+        return [self.lab.host(name) for name in attempts[-1]["hosts"]] if attempts else []
+
+    def step(self, host: Host, rank: int = 0) -> int:
+        """Return the step of a rank on a host; -1 if it has not reported one."""
+        text = self.lab.inside(host, f"cat {self.run_dir}/state/rank{rank}.json 2>/dev/null || :")
+        return int((json.loads(text) if text else {}).get("step") or -1)
+
+    def result(self, host: Host) -> dict[str, Any]:
+        """Return `result.json` of a host."""
+        return json.loads(self.lab.inside(host, f"cat {self.run_dir}/result.json"))
+
+    def wait(self, condition: Callable[[dict[str, Any]], bool], what: str, seconds: float = 120) -> None:
+        """Wait until a condition of `state.json` holds. If it cannot any more, the log of the driver is in the error."""
+        deadline = time.monotonic() + seconds
+        while not condition(state := self.state()):
+            if time.monotonic() > deadline or state["phase"] in ("finished", "failed", "stopped", "cancelled"):
+                raise AssertionError(f"{self.name}: not {what}\n{state}\n{self.log()[-4000:]}")
+            time.sleep(0.1)
+
+    def wait_phase(self, phase: str, seconds: float = 120) -> None:
+        """Wait for a phase of the run."""
+        self.wait(lambda state: state["phase"] == phase, phase, seconds)
+
+    def wait_step(self, step: int, seconds: float = 120, attempt: int = 1) -> Host:
+        """Wait until rank 0 of an attempt has done a step; return its host."""
+
+        def reached(state: dict[str, Any]) -> bool:
+            if state["phase"] != "running" or len(state["attempts"]) < attempt:
+                return False
+            return self.step(self.lab.host(next(iter(state["attempts"][-1]["hosts"])))) >= step
+
+        self.wait(reached, f"at step {step} of attempt {attempt}", seconds)
+        return self.on()[0]
+
+
+def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked: Any) -> QueuedRun:
+    """Add a run to the queue of node1.
+
+    Args:
+        work: folder on this machine for created files.
+        spec: fields of the run spec, `run` among them.
+        asked: fields of the request, and `options`, launch options.
+    """
+    options = LaunchOptions(**asked.pop("options", {}))
+    request = Request(run=spec["run"], max_restarts=options.max_restarts, **asked)
+    prepared = prepare(make_spec(spec, "the test"), work, lambda line: None).as_dict()
+    hosts = Inventory([str(inventory)]).hosts
+    excluded = [host.name for host in hosts if request.hosts and host.name not in request.hosts]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+
+        def write(name: str, content: bytes) -> None:
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o600
+            archive.addfile(entry, io.BytesIO(content))
+
+        for number, entry in enumerate(prepared["files"]):
+            if entry["src"]:
+                archive.add(entry["src"], arcname=f"files/{number}")
+                entry["src"] = f"files/{number}"
+        write("request.json", request.model_dump_json().encode())
+        write("session.json", Session(hosts, options, prepared).as_json())
+        write("program.zip", program_archive())
+    head = lab.hosts[0]
+    folder = f"{DATA_DIR}/queue/{request.run}"
+    (work / f"{request.run}.tar").write_bytes(buffer.getvalue())
+    make = f"rm -rf {folder}; mkdir -p -m 700 {folder} && tar -C {folder} -x"
+    lab_copy(lab, head, work / f"{request.run}.tar", make)
+    words = ["env", f"PYTHONPATH={folder}/program.zip", "/usr/bin/python3", "-c", SUBMIT, folder]
+    job = lab.inside(head, f"cd /; runuser -u {USER} -- {shlex.join([*words, *slurm_options(request, excluded)])}")
+    return QueuedRun(lab, head, request.run, int(job))
+
+
+def lab_copy(lab: Lab, host: Host, source: Path, command: str) -> None:
+    """Run a command as the user of a host, with a file of this machine on its standard input."""
+    import subprocess
+
+    with source.open("rb") as file:
+        subprocess.run([*map(str, lab.ssh(host)), command], stdin=file, check=True, capture_output=True)

@@ -1,0 +1,168 @@
+"""The driver of a queued run: how an allocation ends, and what becomes of the run. Slurm and the hosts are scripted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.connection import Host, Login
+from trainyard.queue import driver as module
+from trainyard.queue.lease import AGAIN, FAILED, FINISHED, Job
+from trainyard.queue.run_folder import Session
+from trainyard.run.errors import RunError
+from trainyard.run.options import LaunchOptions
+
+
+class World:
+    """Slurm and the hosts of one run.
+
+    Attributes:
+        jobs: what Slurm says next; the last answer is repeated.
+        lost: what the leases say after the session.
+        outcome: what the session does: the status of the run, or an error.
+        orders: exit codes with which leases were ended.
+        commands: commands for Slurm.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Job | None] = []
+        self.lost: dict[str, str] = {}
+        self.outcome: list[str | Exception] = []
+        self.orders: list[int] = []
+        self.commands: list[list[str]] = []
+
+    def job(self, _: int = 0) -> Job | None:
+        return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
+
+
+def running(restart: int = 0) -> Job:
+    return Job(5, "RUNNING", restart, ("node1",), {"node1": (0,)})
+
+
+def ended(state: str, restart: int = 0) -> Job:
+    return Job(5, state, restart, ("node1",))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world whose job has node1, and the folder of its run."""
+    one = World()
+    host = Host("node1", "10.0.0.1", "/srv/t", "/usr/bin/python3", login=Login("10.0.0.1"))
+    prepared = {"run": "r", "spec": {"resume": "never"}, "files": [], "origin": {}}
+    (tmp_path / "session.json").write_bytes(Session([host], LaunchOptions(), prepared).as_json())
+    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [], "exit": None}))
+
+    class Leases:
+        def __init__(self, hosts: list[Host], *_: Any) -> None:
+            self.hosts = hosts
+
+        def grants(self) -> dict[str, list[str]]:
+            return {"node1": []}
+
+        def lost(self) -> dict[str, str]:
+            return one.lost
+
+        def end(self, code: int) -> None:
+            one.orders.append(code)
+
+    def follow(self: module.Driver, leases: Any, hosts: list[Host]) -> str:
+        found = one.outcome.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(module, "Leases", Leases)
+    monkeypatch.setattr(module, "read_job", one.job)
+    monkeypatch.setattr(module, "command", lambda words: one.commands.append(words) or "")
+    monkeypatch.setattr(module.Driver, "follow", follow)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    return one
+
+
+def drive(folder: Path) -> dict[str, Any]:
+    """Drive the run of a folder; return its state."""
+    module.Driver(folder).drive()
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    return state
+
+
+@pytest.mark.parametrize(
+    ("outcome", "order", "phase"),
+    [("finished", FINISHED, "finished"), ("stopped", FAILED, "stopped"), (RunError("no such model"), FAILED, "failed")],
+)
+def test_the_run_ends(world: World, tmp_path: Path, outcome: str | Exception, order: int, phase: str) -> None:
+    world.jobs, world.outcome = [running(), ended("COMPLETED")], [outcome]
+    state = drive(tmp_path)
+    assert (state["phase"], world.orders, state["exit"]["code"]) == (phase, [order], order)
+    assert state["attempts"][0]["order"] == order and len(state["attempts"]) == 1
+    if phase == "failed":
+        assert state["exit"]["reason"] == "no such model"
+
+
+@pytest.mark.parametrize("outcome", ["stopped", RunError("rank 0 on node1 was killed by SIGKILL")])
+def test_a_run_that_loses_its_lease_waits_again(world: World, tmp_path: Path, outcome: str | Exception) -> None:
+    world.lost = {"node1": "the lease has ended"}
+    world.jobs, world.outcome = [running(), Job(5, "PENDING", 1)], [outcome]
+    state = drive(tmp_path)
+    assert state["phase"] == "waiting" and world.orders == [] and world.commands == []
+    assert state["attempts"][0]["reason"] == "node1: the lease has ended" and state["attempts"][0]["order"] == AGAIN
+
+    world.lost = {}
+    world.jobs, world.outcome = [running(1), ended("COMPLETED", 1)], ["finished"]
+    state = drive(tmp_path)
+    assert state["phase"] == "finished" and [a["order"] for a in state["attempts"]] == [AGAIN, FINISHED]
+
+
+def test_slurm_that_does_not_see_a_loss_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.lost = {"node1": "does not answer"}
+    monkeypatch.setattr(module, "LOST_LIMIT", 0.0)
+    left: list[Job | None] = [running(), running(), running(), Job(5, "PENDING", 1)]
+    world.jobs, world.outcome = left, [RunError("node1 has not answered")]
+    assert drive(tmp_path)["phase"] == "waiting"
+    assert world.commands == [["scontrol", "requeue", "5"]]
+
+
+def test_a_killed_driver_monitors_again(world: World, tmp_path: Path) -> None:
+    before = {"restart": 0, "begin": 1.0, "end": None, "hosts": {"node1": {}}, "order": None}
+    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "running", "attempts": [before], "exit": None}))
+    world.jobs, world.outcome = [running(), ended("COMPLETED")], ["finished"]
+    state = drive(tmp_path)
+    assert len(state["attempts"]) == 1 and state["attempts"][0]["begin"] == 1.0
+
+
+@pytest.mark.parametrize("order", [FINISHED, FAILED])
+def test_a_driver_killed_after_its_order_records_the_end(world: World, tmp_path: Path, order: int) -> None:
+    before = {"restart": 0, "begin": 1.0, "hosts": {}, "order": order, "reason": ""}
+    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "running", "attempts": [before], "exit": None}))
+    world.jobs = [running(), ended("COMPLETED" if order == FINISHED else "FAILED")]
+    assert drive(tmp_path)["phase"] == {FINISHED: "finished", FAILED: "failed"}[order]
+
+
+@pytest.mark.parametrize(
+    ("job", "phase", "reason"),
+    [
+        (ended("CANCELLED"), "cancelled", "it was cancelled"),
+        (ended("TIMEOUT"), "failed", "its time limit"),
+        (None, "failed", "its job ended: no trace in Slurm"),
+    ],
+)
+def test_slurm_ends_the_run(world: World, tmp_path: Path, job: Job | None, phase: str, reason: str) -> None:
+    world.jobs = [job]
+    state = drive(tmp_path)
+    assert state["phase"] == phase and state["exit"]["reason"] == reason and world.commands == []
+
+
+@pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL"])
+def test_a_job_that_ends_without_an_order_is_repeated(world: World, tmp_path: Path, state: str) -> None:
+    world.jobs = [ended(state), Job(5, "PENDING", 1)]
+    assert drive(tmp_path)["phase"] == "waiting"
+    assert world.commands == [["scontrol", "requeue", "5"]]
+
+
+def test_a_job_on_a_host_that_left_the_run_fails(world: World, tmp_path: Path) -> None:
+    world.jobs = [Job(5, "RUNNING", 0, ("node1", "new")), ended("FAILED")]
+    state = drive(tmp_path)
+    assert state["phase"] == "failed" and state["exit"]["reason"].startswith("new is not a host of the run")

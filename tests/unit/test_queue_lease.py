@@ -1,0 +1,260 @@
+"""Leases of the queue: Slurm's words for a job, the step that holds a host, and the release of the host."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.supervise.files import SupervisorError, is_locked, write_json
+from trainer.supervise.lease import check_lease
+from trainer.supervise.processes import LEASE_VARIABLE, is_running
+from trainer.supervise.start import check_idle
+from trainyard.connection import Host, Login
+from trainyard.queue import lease, service
+from trainyard.queue.run_folder import Session, program_archive, read_session
+from trainyard.remote import lease as remote_lease
+from trainyard.remote.queue_job import submit
+from trainyard.run.options import LaunchOptions
+
+REPO = Path(__file__).resolve().parents[2]
+# Slurm 22.05 on three lab hosts, with names that a user chose.
+RUNNING = (
+    "JobId=7 JobName=a=b UserId=tester(1000) GroupId=tester(1000) MCS_label=N/A Priority=1 Partition=low Requeue=1 "
+    "Restarts=2 BatchFlag=1 JobState=RUNNING Reason=None Dependency=(null) ExitCode=0:0 ReqNodeList=(null) "
+    "ExcNodeList=node9 NodeList=node[1-2] BatchHost=node1 NumNodes=2 NumCPUs=3 CPUs/Task=1 OverSubscribe=OK "
+    "Nodes=node1 CPU_IDs=0-1 Mem=100 GRES=gpu:standingpu:1(IDX:0) Nodes=node2 CPU_IDs=1 Mem=100 GRES= Comment=x"
+)
+
+
+def names(text: str) -> list[str]:
+    """Expand the only list of hosts of these tests."""
+    return ["node1", "node2"] if text == "node[1-2]" else text.split(",")
+
+
+def host(name: str, **more: object) -> Host:
+    """Return a host of the inventory."""
+    return Host(name=name, address="10.0.0.1", data_dir="/srv/t", python="/srv/t/venv/bin/python", **more)  # type: ignore[arg-type]
+
+
+def test_a_job_is_read() -> None:
+    job = lease.parse_job(RUNNING, names)
+    assert (job.number, job.state, job.restart, job.whole) == (7, "RUNNING", 2, False)
+    assert job.hosts == ("node1", "node2") and job.cpus == {"node1": (0, 1), "node2": (1,)}
+    waits = lease.parse_job(
+        "JobId=8 JobState=PENDING Reason=Resources NodeList=(null) OverSubscribe=NO Restarts=0", names
+    )
+    assert waits.hosts == () and waits.whole and waits.reason == "Resources"
+
+
+@pytest.mark.parametrize("text", ["a", "3-1", "-1", "0-99999999", ""])
+def test_a_wrong_list_of_processors_is_refused(text: str) -> None:
+    assert lease.number_list("0-2,7") == (0, 1, 2, 7)
+    with pytest.raises(ValueError):
+        lease.number_list(text)
+
+
+def test_hosts_keep_to_what_slurm_granted() -> None:
+    job = lease.parse_job(RUNNING, names)
+    found = lease.leased_hosts(
+        [host("node2"), host("node1", gpus=("3",)), host("node3")], job, {"node1": ["1"], "node2": []}
+    )
+    assert [(one.name, one.gpus, one.cpus) for one in found] == [("node2", (), (1,)), ("node1", ("1",), (0, 1))]
+    assert found[0].lease == "/srv/t/leases/7"
+    whole = lease.leased_hosts([host("node1", gpus=("3",))], replace(job, whole=True), {"node1": []})
+    assert whole[0].gpus == ("3",) and whole[0].cpus == ()
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The step of job 7 on a host whose data directory is `tmp_path`, as srun starts it."""
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPO), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n"}
+    environment |= {"SLURM_RESTART_COUNT": "3", "CUDA_VISIBLE_DEVICES": "1,0"}
+    words = [sys.executable, "-S", "-m", "trainyard.queue.lease_step", "r", json.dumps({"n": str(tmp_path)})]
+    process = subprocess.Popen(words, env=environment)
+    wait_for((tmp_path / "leases/7.json").exists)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def wait_for(condition: object) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 20
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ask(folder: Path, **more: object) -> dict[str, object]:
+    """Ask the host for the lease of job 7."""
+    return remote_lease.lease({"path": f"{folder}/leases/7", "run_dir": f"{folder}/runs/r", **more})
+
+
+def test_the_driver_ends_a_lease_with_its_exit_code(step: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    found = {"held": True, "restart": 3, "gpus": ["1", "0"], "ending": False, "alive": False}
+    assert ask(tmp_path) == found
+    check_lease(str(tmp_path / "leases/7"))
+    ask(tmp_path, end=lease.FINISHED, restart=2)  # an order for an earlier allocation has no effect
+    with pytest.raises(subprocess.TimeoutExpired):
+        step.wait(0.4)
+    ask(tmp_path, end=lease.FINISHED, restart=3)
+    assert step.wait(10) == lease.FINISHED
+    assert ask(tmp_path)["held"] is False
+    with pytest.raises(SupervisorError, match="the lease of this host has ended"):
+        check_lease(str(tmp_path / "leases/7"))
+
+
+def test_sigterm_asks_for_a_checkpoint_and_waits_for_the_ranks(step: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs/r"
+    run_dir.mkdir(parents=True)
+    with (run_dir / "lock").open("ab") as ranks:
+        fcntl.flock(ranks, fcntl.LOCK_EX)
+        step.terminate()
+        wait_for((run_dir / "stop").exists)
+        wait_for(lambda: ask(tmp_path)["ending"])
+        assert step.poll() is None and ask(tmp_path)["held"]
+    assert step.wait(10) == lease.AGAIN
+
+
+def test_a_lease_without_ranks_ends_at_once(step: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    step.terminate()
+    assert step.wait(10) == lease.AGAIN and not (tmp_path / "runs/r/stop").exists()
+
+
+def test_the_node_kills_what_outlives_its_lease(tmp_path: Path) -> None:
+    ours, other = tmp_path / "7", tmp_path / "8"
+    held = other.open("ab")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    ours.touch()
+    nested = ["/bin/sh", "-c", "env -u TRAINYARD_LEASE sleep 60 & wait"]
+    left = [subprocess.Popen(nested, env={LEASE_VARIABLE: str(path), "PATH": "/bin"}) for path in (ours, other)]
+    below = Path(f"/proc/{left[0].pid}/task/{left[0].pid}/children")
+    wait_for(lambda: below.read_text().split())
+    child = int(below.read_text().split()[0])
+    environment = {"PYTHONPATH": str(REPO), "SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(os.getuid())}
+    words = [sys.executable, "-S", "-m", "trainyard.queue.node_release"]
+    try:
+        assert subprocess.run([*words, "epilog"], env=environment, timeout=30).returncode == 0
+        assert left[0].wait(5) == -9 and not is_running(child) and left[1].poll() is None
+        held.close()  # as after a loss of the host: its job runs elsewhere, and no Epilog has run
+        assert subprocess.run([*words, "prolog"], env=environment, timeout=30).returncode == 0
+        assert left[1].wait(5) == -9
+    finally:
+        for process in left:
+            process.kill()
+            process.wait()
+
+
+def test_leased_runs_share_processors_but_no_gpu(tmp_path: Path) -> None:
+    beside = tmp_path / "runs/other"
+    (beside / "state").mkdir(parents=True)
+    with (beside / "lock").open("ab") as running:
+        fcntl.flock(running, fcntl.LOCK_EX)
+        write_json(beside / "state/node.json", {"devices": ["GPU-1"], "lease": "/x/leases/1"})
+        check_idle(tmp_path / "runs/r", ["GPU-2"], "/x/leases/2")
+        check_idle(tmp_path / "runs/r", [], "/x/leases/2")
+        with pytest.raises(SupervisorError, match="uses GPU-1"):
+            check_idle(tmp_path / "runs/r", ["GPU-1"], "/x/leases/2")
+        with pytest.raises(SupervisorError, match="busy"):
+            check_idle(tmp_path / "runs/r", [])
+
+
+def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Put stand-ins for Slurm's programs on PATH: shell scripts."""
+    (folder / "bin").mkdir()
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+
+
+def test_a_job_is_released_when_its_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run-1"
+    folder.mkdir()
+    write_json(folder / "session.json", {"hosts": [{"name": "n'1", "data_dir": "/srv/a b"}]})
+    log = f'echo "$@" >>{tmp_path}/log'
+    slurm(
+        tmp_path,
+        monkeypatch,
+        sbatch=f"{log}; cat >{tmp_path}/job; echo 12",
+        scontrol=f"{log}; cat {folder}/state.json >/dev/null",
+    )
+    assert submit(folder, ["--nodes=2"]) == 12
+    assert json.loads((folder / "state.json").read_text())["job"] == 12
+    asked, released = (tmp_path / "log").read_text().splitlines()
+    assert asked.startswith("--parsable --hold --nodes=2 --requeue") and released == "release 12"
+    script = (tmp_path / "job").read_text()
+    assert subprocess.run(["sh", "-n"], input=script, text=True).returncode == 0
+    words = subprocess.run(["sh", "-c", script.replace("srun", "printf '%s\\n' srun")], capture_output=True, text=True)
+    assert '{"n\'1": "/srv/a b"}' in words.stdout.splitlines() and words.returncode == 75
+
+
+def test_a_refused_job_leaves_slurms_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(tmp_path, monkeypatch, sbatch="echo 'sbatch: error: Invalid partition' >&2; exit 1")
+    with pytest.raises(SupervisorError, match=r"^sbatch: Invalid partition$"):
+        submit(tmp_path, [])
+
+
+def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(tmp_path, monkeypatch, squeue="echo '1 PENDING'; echo '2 RUNNING'")
+    for name, job, phase in (("a", 1, "waiting"), ("b", 2, "waiting"), ("c", 3, "running"), ("d", 4, "finished")):
+        (tmp_path / "queue" / name).mkdir(parents=True)
+        write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
+    one = service.Service(tmp_path / "queue")
+    assert one.live_runs() == {"a": 1, "b": 2, "c": 3}
+    assert service.job_states() == {1: "PENDING", 2: "RUNNING"}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("trainyard/__init__.py", "")
+        archive.writestr("trainyard/queue/__init__.py", "")
+        archive.writestr("trainyard/queue/driver.py", "import sys; print(sys.argv[1]); sys.exit(1)")
+    (tmp_path / "queue/b/program.zip").write_bytes(buffer.getvalue())
+    one.start("b")
+    one.start("b")
+    one.drivers["b"].wait(20)
+    one.reap()
+    one.start("b")  # a driver that crashed waits
+    assert not one.drivers and one.failures == {"b": 1}
+    assert (tmp_path / "queue/b/driver.log").read_text() == f"{tmp_path}/queue/b\n"
+    one.start("a")  # without a program it waits, too
+    assert not one.drivers
+
+
+def test_a_session_is_read_as_written(tmp_path: Path) -> None:
+    login = Login(address="h", user="u", port=2222, key_file="/home/me/key", extra_arguments=("-o", "ProxyCommand=x"))
+    written = Session(
+        [host("node1", gpus=("0",), env={"A": "b"}, login=login)],
+        LaunchOptions(max_restarts=3),
+        {"run": "r", "spec": {}, "files": [{"src": "files/0"}, {"src": None}], "origin": {}},
+    )
+    (tmp_path / "session.json").write_bytes(written.as_json())
+    read = read_session(tmp_path)
+    assert read.options == written.options and read.hosts[0].gpus == ("0",) and read.hosts[0].env == {"A": "b"}
+    assert read.prepared["files"][0]["src"] == str(tmp_path / "files/0")
+    one = read.hosts[0].login
+    assert (one.address, one.user, one.port) == ("10.0.0.1", "u", 2222)
+    assert "ProxyCommand=x" not in one.extra_arguments and one.key_file.endswith("trainyard_queue_ed25519")
+    (tmp_path / "session.json").write_bytes(written.as_json().replace(b"files/0", b"../../0"))
+    with pytest.raises(Exception, match="outside of the folder"):
+        read_session(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_program_is_complete(tmp_path: Path) -> None:
+    with zipfile.ZipFile(io.BytesIO(program_archive())) as archive:
+        archive.extractall(tmp_path)
+    words = [sys.executable, "-P", "-c", "import trainyard.queue.driver as d; print(d.__file__)"]
+    done = subprocess.run(words, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().startswith(str(tmp_path))
+    assert not is_locked(tmp_path / "none")

@@ -1,0 +1,158 @@
+"""Reading the runs that a user adds, and their time limits, before any host is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.errors import UserError
+from trainer.planner.recommend import estimate_seconds
+from trainyard.connection import Host
+from trainyard.queue.client import Node, QueueState
+from trainyard.queue.manage import Cluster, change_options, check_verb, manage_queue, queue_host
+from trainyard.queue.request import QueueOptions, Request
+from trainyard.queue.requests import NewRun, read_runs, time_limit
+from trainyard.run.options import LaunchOptions, make_options
+from trainyard.run.spec_files import PreparedRun, prepare
+
+TOP = Path(__file__).resolve().parents[2]
+HOST = Host(name="node1", address="10.0.0.1", data_dir="/data", python="/usr/bin/python3")
+
+
+def launch_of(values: Mapping[str, Any]) -> LaunchOptions:
+    return make_options(values)
+
+
+def read(**values: Any) -> list[NewRun]:
+    return read_runs(values, launch_of, TOP, lambda line: None)
+
+
+def test_values_are_options_of_the_queue_the_run_and_the_start() -> None:
+    (run,) = read(model="tiny", learning_rate="1e-4", gpus="2", after="a,b", max_restarts="3", run="r", priority="low")
+    assert run.options == QueueOptions(priority="low", gpus=2, after=("a", "b"))
+    assert run.spec.lr == 1e-4 and run.launch.max_restarts == 3
+    assert run.request(["node1"]) == Request(
+        run="r", priority="low", gpus=2, after=("a", "b"), max_restarts=3, hosts=("node1",)
+    )
+
+
+def test_a_sweep_is_read_in_the_order_in_which_its_runs_wait(tmp_path: Path) -> None:
+    runs = [{"run": "second", "after": "first"}, {"run": "first", "max_restarts": 2, "gpus": 1}]
+    (tmp_path / "s.yml").write_text(yaml.safe_dump({"model": "tiny", "lora_r": 8, "runs": runs}))
+    found = read(file=str(tmp_path / "s.yml"), lora_r=16)
+    assert [run.spec.run for run in found] == ["first", "second"]
+    assert {run.spec.lora_r for run in found} == {16} and found[0].launch.max_restarts == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"priority": "urgent"}, "queue: priority: expected one of low, normal, high, critical, got 'urgent'"),
+        ({"nodes": 0}, "queue: nodes: expected an integer >= 1"),
+        ({"gpus": True}, "queue: gpus: expected an integer >= 0"),
+        ({"after": "../x"}, "../x is not the name of a run"),
+        ({"run": "r", "after": "r"}, "after: run r cannot wait for itself"),
+        ({"collect_to": "x"}, "collect_to: cannot be set for the queue: the queue host follows the run"),
+        ({"render_only": True}, "render_only: cannot be set for the queue"),
+        ({"prioritty": "low"}, "unknown name"),
+        ({"lr": "x"}, "lr: expected a number"),
+        ({"file": "no/such.yml"}, "file: cannot read"),
+        ({"_raw_params": "x y"}, "takes NAME=VALUE"),
+    ],
+)
+def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(**({"model": "tiny"} | values))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"gpuss": 1}, "unknown name gpuss; did you mean 'gpus'?"),
+        ({"cluster_processes": 2}, "unknown name cluster_processes"),
+        ({"limit": "node1"}, "limit selects hosts for all runs of a call: give --limit"),
+        ({"runs": [{"run": "a", "after": "b"}, {"run": "b", "after": "a"}]}, "a, b wait for each other"),
+        ({"lr": [1, 2]}, "lr: expected a number"),
+    ],
+)
+def test_mistakes_in_a_file_are_one_line(tmp_path: Path, content: dict[str, Any], said: str) -> None:
+    (tmp_path / "s.yml").write_text(yaml.safe_dump({"model": "tiny"} | content))
+    with pytest.raises(UserError) as caught:
+        read(file=str(tmp_path / "s.yml"))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_verbs_and_their_options() -> None:
+    with pytest.raises(UserError, match="unknown verb 'ad'; did you mean 'add'"):
+        check_verb("ad")
+    with pytest.raises(UserError, match=r"say what to do: do=add\|list"):
+        check_verb(None)
+    assert change_options("cancel", {"run": "a,b"}).run == ("a", "b")
+    for verb, values, said in (
+        ("hold", {}, "name the runs"),
+        ("hold", {"run": "a/b"}, "is not the name of a run"),
+        ("hold", {"run": "a", "priority": "low"}, "do=priority changes it"),
+        ("priority", {"run": "a"}, "set the new one"),
+    ):
+        with pytest.raises(UserError, match=said):
+            change_options(verb, values)  # type: ignore[arg-type]
+
+
+def test_the_queue_host_is_that_of_the_role_or_a_hint() -> None:
+    groups = {"cluster": ["a", "b"], "head": ["b"], "queue": ["c"]}
+    assert queue_host(groups, lambda host, name: "present") == "b"
+    with pytest.raises(UserError, match="the queue is not installed on b: set queue_state: present"):
+        queue_host(groups, lambda host, name: None)
+    with pytest.raises(UserError, match="no group cluster"):
+        queue_host({}, lambda host, name: "present")
+
+
+def test_no_host_is_asked_before_mistakes_are_found() -> None:
+    def connect(name: str) -> Any:
+        raise AssertionError(f"{name} was asked")
+
+    for values in (
+        {"do": "add", "gpus": "x"},
+        {"do": "cancel"},
+        {"do": "lst"},
+        {"do": "list", "rnu": "a"},
+        {"do": "list"},
+    ):
+        cluster = Cluster([HOST], {"cluster": ["node1"]}, lambda host, name: None, connect, launch_of)
+        with pytest.raises(UserError):
+            manage_queue(values, cluster, TOP, print, False)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[NewRun, PreparedRun]:
+    folder = tmp_path_factory.mktemp("prepared")
+    rows = '{"prompt": "a", "completion": "b"}\n' * 64
+    (folder / "d.jsonl").write_text(rows)
+    (run,) = read(model="tiny", dataset=str(folder / "d.jsonl"), run="r")
+    return run, prepare(run.spec, folder, lambda line: None)
+
+
+def test_the_time_limit_is_twice_the_estimate(prepared: tuple[NewRun, PreparedRun]) -> None:
+    run, files = prepared
+    queue = QueueState({}, {"node1": Node("node1", "idle", 2, 8192)})
+    minutes, why = time_limit(run, files, queue)
+    assert minutes == 10 and why == "time limit 10 minutes: twice the plan's estimate of 1 minute, at least 10 minutes"
+    longer = PreparedRun(files.run, files.spec | {"epochs": 3000}, files.files, files.origin)
+    host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8192, "link_mbit": 0}
+    with_folder = run.spec.model_copy(update={"epochs": 3000, "model": files.files[1]["src"]})
+    seconds = estimate_seconds(with_folder, [host], 64)
+    minutes, why = time_limit(run, longer, queue)
+    assert minutes * 60 == pytest.approx(2 * seconds, abs=60) and minutes > 10 and "twice the plan's estimate" in why
+    given = NewRun(QueueOptions(time_limit=7), run.spec, run.launch)
+    assert time_limit(given, files, queue) == (7, "time limit 7 minutes")
+    unknown = [
+        {**file, "src": "", "config": '{"model_type": "mamba"}'} for file in files.files if file["kind"] == "model"
+    ]
+    others = [file for file in files.files if file["kind"] != "model"]
+    minutes, why = time_limit(run, PreparedRun(files.run, files.spec | {"model": "org/x"}, others + unknown, {}), queue)
+    assert minutes == 0 and why.startswith("no time limit, because the plan has no estimate (") and "mamba" in why

@@ -1,0 +1,293 @@
+"""The driver of a queued run, on the queue host: it trains the run on the hosts that its job has, and ends the job.
+
+    python -m trainyard.queue.driver FOLDER     started by service.py when the job has hosts
+
+One call drives one allocation of the job: it waits for the leases, starts or monitors the ranks through RunSession, and says how the
+lease ends: the run has finished, it has failed for good, or it returns to the queue because it was preempted or lost a host. Killed
+and started again, the driver finds the ranks running and monitors them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_json
+from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.openssh import OpenSSHTransport
+from trainyard.queue.carry import Copy, Keeper
+from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, Job, Leases, leased_hosts, read_job
+from trainyard.queue.run_folder import Session, read_session
+from trainyard.remote.queue_job import command
+from trainyard.run.errors import PartlyActiveError, RunError
+from trainyard.run.launch import stop_parts
+from trainyard.run.monitor import Part
+from trainyard.run.session import RunSession, SessionState
+
+POLL = 0.3  # s between two questions to Slurm
+LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases
+LOST_LIMIT = 90.0  # s for Slurm to see that a host is lost
+END_LIMIT = 60.0  # s for a job to end after its leases
+PHASES = {FINISHED: "finished", FAILED: "failed", AGAIN: "waiting"}
+REASONS = {"TIMEOUT": "its time limit", "DEADLINE": "its deadline", "CANCELLED": "it was cancelled"}
+
+
+class Driver:
+    """Drives the run of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the folder. Raises UserError."""
+        self.folder = folder
+        self.session: Session = read_session(folder)
+        state = read_json(folder / "state.json")
+        if state is None:
+            raise UserError(f"{folder / 'state.json'} is missing: add the run again")
+        self.state: dict[str, Any] = state
+        self.run = str(self.session.prepared["run"])
+        self.copy = Copy(folder, self.run, self.connect, self.report)
+
+    def drive(self) -> None:
+        """Drive the run until its job waits or has ended."""
+        while self.state["phase"] in ("waiting", "running"):
+            job = self.job()
+            if job is None or job.state in ENDED:
+                if not self.close(job):
+                    continue
+                return
+            if job.state == "PENDING":
+                if self.state["phase"] != "waiting":
+                    self.save(phase="waiting")
+                return
+            if job.state == "RUNNING" and not self.ordered(job):
+                self.allocated(job)
+            else:
+                time.sleep(POLL)
+
+    def job(self) -> Job | None:
+        """Return the job; wait while Slurm does not answer."""
+        while True:
+            with contextlib.suppress(SupervisorError):
+                return read_job(int(self.state["job"]))
+            time.sleep(POLL)
+
+    def ordered(self, job: Job) -> bool:
+        """Return whether the driver has ended this allocation already."""
+        last = self.state["attempts"][-1] if self.state["attempts"] else {}
+        return last.get("restart") == job.restart and last.get("order") is not None
+
+    # One allocation ---------------------------------------------------------------------------------------------------
+
+    def allocated(self, job: Job) -> None:
+        """Run on the hosts of an allocation, and end it."""
+        leases = Leases(self.session.hosts, self.run, job, self.connect)
+        if missing := sorted(set(job.hosts) - {host.name for host in leases.hosts}):
+            self.end(job, leases, FAILED, f"{', '.join(missing)} is not a host of the run: add the run again")
+            return
+        grants = self.wait_for_leases(job, leases)
+        if grants is None:
+            self.requeue(job, "a host did not take its lease")
+            return
+        hosts = leased_hosts(self.session.hosts, job, grants)
+        self.begin(job, hosts)
+        code, reason = self.train(leases, hosts)
+        if code == AGAIN:
+            self.leave(job, leases, reason)
+        else:
+            self.end(job, leases, code, reason)
+
+    def wait_for_leases(self, job: Job, leases: Leases) -> dict[str, list[str]] | None:
+        """Return the granted GPUs by host; None if a host did not take its lease, or the job has ended."""
+        deadline = time.monotonic() + LEASE_LIMIT
+        while (grants := leases.grants()) is None:
+            if time.monotonic() > deadline or not self.has_hosts(job):
+                return None
+            time.sleep(POLL)
+        return grants
+
+    def has_hosts(self, job: Job) -> bool:
+        """Return whether the job still has the hosts of this allocation."""
+        now = self.job()
+        return now is not None and now.state == "RUNNING" and now.restart == job.restart
+
+    def train(self, leases: Leases, hosts: list[Host]) -> tuple[int, str]:
+        """Start or monitor the ranks; return how the lease ends, and why."""
+        while True:
+            try:
+                result = self.follow(leases, hosts)
+                if result != "stopped":
+                    return FINISHED, ""
+                stopped = leases.lost()
+                return (AGAIN, describe(stopped)) if stopped else (FAILED, "it was stopped")
+            except PartlyActiveError:
+                self.report("ranks of an interrupted start are stopped")
+                parts = [Part(host.name, f"{host.data_dir}/runs/{self.run}") for host in hosts]
+                stop_parts(parts, self.connect, {"now": True})
+            except (RunError, UserError, InventoryError) as error:
+                for line in [f"failed: {error}", *getattr(error, "details", {}).get("lines", [])]:
+                    self.report(line)
+                if lost := leases.lost():
+                    return AGAIN, describe(lost)
+                return FAILED, str(error)
+
+    def follow(self, leases: Leases, hosts: list[Host]) -> str:
+        """Do the steps of the session; return the status of the run: finished, or stopped."""
+        prepared = self.session.prepared
+        if len(self.state["attempts"]) > 1:  # resume=never refuses only what was there before the run was added
+            prepared = prepared | {"spec": prepared["spec"] | {"resume": "auto"}}
+            try:
+                if step := self.copy.carry(hosts, self.session.hosts):
+                    self.report(f"copied the checkpoint {step} to {hosts[0].name}")
+            except RemoteError as error:
+                raise RunError(f"cannot carry the checkpoint: {error}") from None
+        here = {host.name: host for host in hosts}
+        session = RunSession(
+            hosts,
+            lambda host: HostConnection(here[host.name], OpenSSHTransport(host.login)),
+            self.session.options.model_copy(update={"limit": "cluster", "head": self.head(hosts)}),
+            home=self.folder,
+            report=self.report,
+            state=SessionState(prepared=prepared),
+            veto=lambda failure: describe(leases.lost()),
+        )
+        keeper = Keeper(self.copy, hosts[0]) if len(hosts) == 1 else None
+        if keeper:
+            keeper.start()
+        try:
+            session.run()
+        finally:
+            if keeper:
+                keeper.stop()
+        # A driver that finds the run finished has nothing to follow.
+        return "finished" if session.state.phase == "finished" else session.state.status
+
+    def head(self, hosts: list[Host]) -> str:
+        """Return the launch option `head` if the run has that host, else an empty string."""
+        head = self.session.options.head
+        return head if head in {host.name for host in hosts} else ""
+
+    def connect(self, name: str) -> HostConnection:
+        """Make the connection to a host of the run."""
+        host = next(host for host in self.session.hosts if host.name == name)
+        return HostConnection(host, OpenSSHTransport(host.login))
+
+    # Ends -------------------------------------------------------------------------------------------------------------
+
+    def leave(self, job: Job, leases: Leases, reason: str) -> None:
+        """Return the run to the queue; Slurm does so itself when it preempts a job or loses a host."""
+        self.report(f"returns to the queue: {reason}")
+        deadline = time.monotonic() + LOST_LIMIT
+        while self.has_hosts(job) and leases.lost():
+            if time.monotonic() > deadline:
+                self.requeue(job, reason)
+                return
+            time.sleep(POLL)
+        self.record(job, AGAIN, reason)
+        if self.has_hosts(job):  # a host answers again
+            leases.end(AGAIN)
+            self.wait_for_end(job)
+
+    def requeue(self, job: Job, reason: str) -> None:
+        """Let Slurm end the allocation and return the job to the queue."""
+        self.record(job, AGAIN, reason)
+        with contextlib.suppress(SupervisorError):
+            command(["scontrol", "requeue", str(job.number)])
+        self.wait_for_end(job)
+
+    def end(self, job: Job, leases: Leases, code: int, reason: str) -> None:
+        """End the leases with an exit code, and then the run."""
+        self.report("finished" if code == FINISHED else f"ended: {reason}")
+        self.record(job, code, reason)
+        leases.end(code)
+        self.wait_for_end(job)
+        stopped = code == FAILED and reason == "it was stopped"
+        self.save(phase="stopped" if stopped else PHASES[code], exit={"code": code, "reason": reason})
+
+    def wait_for_end(self, job: Job) -> None:
+        """Wait until the job no longer has the hosts of an allocation; cancel its steps if that takes too long."""
+        deadline = time.monotonic() + END_LIMIT
+        while self.has_hosts(job):
+            if time.monotonic() > deadline:
+                self.report("the steps of the job do not end: scancel")
+                with contextlib.suppress(SupervisorError):
+                    command(["scancel", "--signal=KILL", str(job.number)])
+                deadline += END_LIMIT
+            time.sleep(POLL)
+
+    def close(self, job: Job | None) -> bool:
+        """Record the end of a job that ended without an order of this driver; return whether the run has ended, too."""
+        last = self.state["attempts"][-1] if self.state["attempts"] else {}
+        order = last.get("order")
+        if job is not None and order in (FINISHED, FAILED) and last.get("restart") == job.restart:
+            stopped = last.get("reason") == "it was stopped"
+            phase = "stopped" if stopped else PHASES[order]
+            self.save(phase=phase, exit={"code": order, "reason": last.get("reason", "")})
+            return True
+        if job is not None and job.state not in FINAL:
+            self.report(f"the job ended with {job.state}: it returns to the queue")
+            with contextlib.suppress(SupervisorError):
+                command(["scontrol", "requeue", str(job.number)])
+                time.sleep(POLL)
+                return False
+        state = job.state if job else "no trace in Slurm"
+        reason = REASONS.get(state, f"its job ended: {state}")
+        phase = "cancelled" if state == "CANCELLED" else "failed"
+        self.report(f"ended: {reason}")
+        self.save(phase=phase, exit={"code": FAILED, "reason": reason})
+        return True
+
+    # Records ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, job: Job, hosts: list[Host]) -> None:
+        """Record the start of an attempt, unless a driver before this one did."""
+        attempts = self.state["attempts"]
+        if attempts and attempts[-1]["restart"] == job.restart:
+            self.report("the driver monitors the run again")
+        else:
+            shown = {host.name: {"gpus": list(host.gpus or ()), "cpus": list(host.cpus)} for host in hosts}
+            attempts.append({"restart": job.restart, "begin": time.time(), "end": None, "hosts": shown, "order": None})
+            self.report(f"has {', '.join(shown)}")
+        self.save(phase="running")
+
+    def record(self, job: Job, order: int, reason: str) -> None:
+        """Record the end of an attempt."""
+        attempts = self.state["attempts"]
+        if not attempts or attempts[-1]["restart"] != job.restart:
+            attempts.append({"restart": job.restart, "begin": time.time(), "hosts": {}})
+        attempts[-1] |= {"end": time.time(), "order": order, "reason": reason}
+        self.save()
+
+    def save(self, **changed: Any) -> None:
+        """Write `state.json`."""
+        self.state |= changed
+        write_json(self.folder / "state.json", self.state)
+
+    def report(self, line: str) -> None:
+        """Write a line to the log of the driver, which is standard output."""
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
+
+
+def describe(lost: dict[str, str]) -> str:
+    """Return one line for the hosts that a run must leave; empty for none."""
+    return "; ".join(f"{host}: {why}" for host, why in lost.items())
+
+
+def main() -> int:
+    """Drive the run of the folder that the argument names."""
+    folder = Path(sys.argv[1])
+    with hold_lock(folder / "driver.lock") as locked:
+        if not locked:
+            return 0
+        try:
+            Driver(folder).drive()
+        except UserError as error:
+            print(f"error: {error}", flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The runs of the queue as tables: those that wait or run, and those that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainer.formats import clock, printable, table
+from trainyard.queue.client import MAX_TIME, Job, QueueState, clock_time
+from trainyard.queue.reasons import RUNNING, why_waiting
+from trainyard.queue.request import Request
+
+ENDED = ("finished", "failed", "cancelled", "stopped")
+_LIST = ["run", "priority", "state", "hosts", "submitted", "ends about", "reason"]
+_HISTORY = ["run", "priority", "state", "hosts", "submitted", "started", "ended", "took", "reason"]
+_BY_SLURM = {"COMPLETED": "finished", "CANCELLED": "cancelled", "PREEMPTED": "preempted", "TIMEOUT": "stopped"}
+_WHY = {"TIMEOUT": "its time limit was reached", "NODE_FAIL": "a host was lost", "OUT_OF_MEMORY": "out of memory"}
+
+
+def run_state(run: str, queue: QueueState) -> str:
+    """Return what a run does: waiting, held, running, ending, or how it ended; `unknown` without a trace."""
+    if job := queue.jobs.get(run):
+        if job.state in RUNNING:
+            return "ending" if job.state == "COMPLETING" else "running"
+        if job.state == "PENDING":
+            return "held" if job.reason.startswith("JobHeld") else "waiting"
+        return job.state.lower()
+    phase = queue.states.get(run, {}).get("phase")
+    if phase in ENDED:
+        return str(phase)
+    ended = queue.ended.get(run)
+    return _BY_SLURM.get(ended.state, "failed") if ended else "unknown"
+
+
+def describe(run: str, queue: QueueState) -> dict[str, Any]:
+    """Return one run as plain data: times are seconds since the epoch, and 0 if unknown."""
+    request, job, state = queue.requests[run], queue.jobs.get(run), run_state(run, queue)
+    last = job or queue.ended.get(run)
+    attempts = _attempts(queue.states.get(run, {}))
+    begun = [attempt["begin"] for attempt in attempts if attempt["begin"]]
+    start = begun[0] if begun else last.start if last and (not job or job.state in RUNNING) else 0.0
+    end = last.end if last else 0.0
+    if not job and attempts and attempts[-1]["end"]:
+        end = attempts[-1]["end"]
+    return {
+        "run": run,
+        "job": last.number if last else None,
+        "priority": _priority(request, job),
+        "state": state,
+        "hosts": list(last.hosts) if last and last.hosts else (attempts[-1]["hosts"] if attempts else []),
+        "submitted": request.submitted,
+        "user": request.user,
+        "start": start,
+        "end": end,
+        "attempts": attempts,
+        "reason": _reason(request, queue, state, attempts),
+    }
+
+
+def _priority(request: Request, job: Job | None) -> str:
+    """Return the priority, which may have been changed since the run was added."""
+    return job.priority if job else request.priority
+
+
+def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict[str, Any]]) -> str:
+    job = queue.jobs.get(request.run)
+    if job and job.state == "PENDING":
+        return why_waiting(request, job, queue)
+    if attempts and attempts[-1]["reason"]:
+        return str(attempts[-1]["reason"])
+    ended = queue.ended.get(request.run)
+    if state in ENDED and ended and not job:
+        return _WHY.get(ended.state, "")
+    return ""
+
+
+def _attempts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the starts of a run, as its driver recorded them on the queue host."""
+    listed = state.get("attempts")
+    found = []
+    for attempt in listed[-100:] if isinstance(listed, list) else []:
+        if isinstance(attempt, dict):
+            hosts = attempt.get("hosts")
+            names = hosts if isinstance(hosts, list | dict) else []
+            times = {name: _time(attempt.get(name)) for name in ("begin", "end")}
+            reason = printable(attempt.get("reason") or "", 200)
+            found.append({"hosts": [printable(name, 64) for name in list(names)[:64]], **times, "reason": reason})
+    return found
+
+
+def _time(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_TIME
+    return float(value) if is_number else 0.0
+
+
+def list_queue(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the runs that wait or run: `runs` as data, `lines` as a table. The order is that in which they start.
+
+    Args:
+        names: of the runs that are shown; empty for all.
+    """
+    runs = [describe(run, queue) for run in queue.requests if run in queue.jobs and (not names or run in names)]
+    order = ("running", "ending", "waiting", "held")
+    runs.sort(key=lambda run: (order.index(run["state"]) if run["state"] in order else 9, _place(run)))
+    rows = [
+        [
+            *(run["run"], run["priority"], run["state"], _hosts(run), _shown(run["submitted"], queue)),
+            _shown(run["end"] if run["state"] == "running" else 0.0, queue),
+            run["reason"] or "-",
+        ]
+        for run in runs
+    ]
+    return {"runs": runs, "lines": table([_LIST, *rows]) if rows else ["no run waits or runs", *_hint(queue)]}
+
+
+def _place(run: dict[str, Any]) -> tuple[int, int]:
+    ranks = {"critical": 0, "high": 1, "normal": 2, "low": 3}
+    return ranks.get(run["priority"], 4), run["job"] or 0
+
+
+def _hint(queue: QueueState) -> list[str]:
+    return ["do=history lists the runs that have ended"] if queue.requests else []
+
+
+def list_history(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return every run of the queue, the newest first: `runs` as data, `lines` as a table. `names` as of `list_queue`."""
+    wanted = [run for run in queue.requests if not names or run in names]
+    runs = sorted((describe(run, queue) for run in wanted), key=lambda run: -run["submitted"])
+    rows = []
+    for run in runs:
+        over = run["state"] in (*ENDED, "preempted")
+        took = clock(run["end"] - run["start"]) if over and run["start"] and run["end"] >= run["start"] else "-"
+        times = [
+            _shown(run["submitted"], queue),
+            _shown(run["start"], queue),
+            _shown(run["end"] if over else 0.0, queue),
+        ]
+        rows.append([run["run"], run["priority"], run["state"], _hosts(run), *times, took, run["reason"] or "-"])
+    return {"runs": runs, "lines": table([_HISTORY, *rows]) if rows else ["the queue had no run yet"]}
+
+
+def _hosts(run: dict[str, Any]) -> str:
+    return _joined(run["hosts"]) or "-"
+
+
+def _joined(names: Iterable[str]) -> str:
+    return printable(",".join(names), 60)
+
+
+def _shown(seconds: float, queue: QueueState) -> str:
+    return clock_time(seconds, queue.now) if seconds else "-"

@@ -1,0 +1,220 @@
+"""The verbs of playbooks/queue.yml and `trainyard queue`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic.fields import FieldInfo
+
+from trainer.config.fields import Words, declare
+from trainer.errors import UserError, nearest
+from trainer.formats import counted, quoted
+from trainyard.connection import Host, HostConnection
+from trainyard.extra_vars import check_names, check_pairs
+from trainyard.playbook_options import PlaybookOptions
+from trainyard.queue.client import Job, QueueClient, QueueState
+from trainyard.queue.history import list_history, list_queue, run_state
+from trainyard.queue.request import Priority, is_run_name
+from trainyard.queue.requests import NewRun, Site, add_runs, read_runs
+from trainyard.run.errors import RunError
+from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import Report
+
+Verb = Literal["add", "list", "cancel", "hold", "release", "priority", "history"]
+VERBS: tuple[str, ...] = get_args(Verb)
+CHANGES = ("cancel", "hold", "release", "priority")
+_DONE = {"cancel": "cancelled", "hold": "held", "release": "released", "priority": "changed"}
+
+
+class ChangeOptions(PlaybookOptions):
+    """Which runs of the queue are changed."""
+
+    run: Words = declare((), "names of runs", max_length=1000)
+    priority: Priority | Literal[""] = declare(
+        "", "for `priority`: the new one", expected="one of low, normal, high, critical"
+    )
+
+
+FILE = FieldInfo.from_annotated_attribute(str, declare("", "YAML file of several runs, or of a grid of values"))
+CHANGE_OPTIONS: dict[str, FieldInfo] = dict(ChangeOptions.model_fields)
+
+
+def check_verb(value: Any) -> Verb:
+    """Return a verb of the queue. Raises UserError."""
+    word = str(value or "")
+    if word not in VERBS:
+        said = f"unknown verb {quoted(word)}{nearest(word, VERBS)}" if word else "say what to do"
+        raise UserError(f"queue: {said}: do={'|'.join(VERBS)}")
+    return word  # type: ignore[return-value]
+
+
+def queue_host(groups: Mapping[str, Sequence[str]], variable: Callable[[str, str], Any]) -> str:
+    """Return the host of the queue: the first of the group queue, head or cluster that is in the cluster (see roles/queue).
+
+    Args:
+        variable: returns a variable of a host, or None.
+
+    Raises:
+        UserError: there is none, or the queue is not installed.
+    """
+    members = list(groups.get("cluster", []))
+    names = [name for group in ("queue", "head", "cluster") for name in groups.get(group, []) if name in members]
+    if not names:
+        raise UserError(
+            "queue: the inventory has no group cluster: add the hosts to one, as in inventory/hosts.example.yml"
+        )
+    if variable(names[0], "queue_state") != "present":
+        raise UserError(
+            f"the queue is not installed on {names[0]}: set queue_state: present for the group cluster in the inventory, and "
+            "run site.yml"
+        )
+    return names[0]
+
+
+def change_options(verb: Verb, values: Mapping[str, Any]) -> ChangeOptions:
+    """Return the options of a verb that lists or changes runs. Raises UserError."""
+    options = ChangeOptions.from_variables(values, "queue")
+    if verb in CHANGES and not options.run:
+        raise UserError(f"queue: name the runs, as in do={verb} run=NAME; do=list lists them")
+    if wrong := [name for name in options.run if not is_run_name(name)]:
+        raise UserError(f"run: {quoted(wrong[0])} is not the name of a run: do=list lists them")
+    if bool(options.priority) != (verb == "priority"):
+        word = (
+            "set the new one with priority=low|normal|high|critical" if verb == "priority" else "do=priority changes it"
+        )
+        raise UserError(f"priority: {word}")
+    return options
+
+
+def change_runs(client: QueueClient, verb: Verb, options: ChangeOptions, *, check: bool = False) -> dict[str, Any]:
+    """Cancel, hold or release runs, or give them another priority.
+
+    Returns:
+        `changed`; `runs`, the state of each before; `lines` for a person.
+
+    Raises:
+        UserError: a run is not in the queue, or is not in a state in which that is possible.
+        RunError: Slurm refuses.
+    """
+    queue = client.state()
+    jobs = {name: _job(name, verb, queue) for name in dict.fromkeys(options.run)}
+    states = {name: run_state(name, queue) for name in jobs}
+    wanted = [name for name, job in jobs.items() if not _is_done(verb, job, states[name], options.priority)]
+    if not check and wanted:
+        refused = client.change(verb, [jobs[name].number for name in wanted], options.priority)
+        troubles = {name: refused[job.number] for name, job in jobs.items() if job.number in refused}
+        if troubles:
+            name, why = next(iter(troubles.items()))
+            raise RunError(f"run {name}: {why}", troubles=troubles)
+    to = f" to {options.priority}" if verb == "priority" else ""
+    said = f"would be {_DONE[verb]}" if check else _DONE[verb]
+    lines = [f"run {name}, which is {states[name]}, {said}{to}" for name in wanted]
+    lines += [f"run {name} is {states[name]}: nothing to do" for name in jobs if name not in wanted]
+    return {"changed": bool(wanted), "runs": states, "lines": [*lines, *_effect(verb, wanted, states)]}
+
+
+def _job(name: str, verb: Verb, queue: QueueState) -> Job:
+    """Return the job of a run. Raises UserError."""
+    if name not in queue.requests:
+        raise UserError(f"run: the queue has no run {name}{nearest(name, sorted(queue.requests))}: do=list lists them")
+    state = run_state(name, queue)
+    if name not in queue.jobs:
+        raise UserError(f"run {name} is {state}: only a run that waits or runs can be {_DONE[verb]}")
+    if verb != "cancel" and state in ("running", "ending"):
+        raise UserError(f"run {name} is {state}: only a run that waits can be {_DONE[verb]}; do=cancel stops it")
+    return queue.jobs[name]
+
+
+def _is_done(verb: Verb, job: Job, state: str, priority: str) -> bool:
+    return {
+        "cancel": state == "ending",
+        "hold": state == "held",
+        "release": state == "waiting",
+        "priority": job.priority == priority,
+    }[verb]
+
+
+def _effect(verb: Verb, names: Sequence[str], states: Mapping[str, str]) -> list[str]:
+    running = [name for name in names if states[name] == "running"]
+    if verb != "cancel" or not running:
+        return []
+    does = "saves a checkpoint and ends" if len(running) == 1 else "save a checkpoint and end"
+    return [f"{counted(len(running), 'run')} {does}: do=list shows when"]
+
+
+def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the runs that wait or run (`list`), or all (`history`): `runs` as data, `lines` as a table.
+
+    Args:
+        names: of the runs that are shown; empty for all.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    queue = client.state()
+    for name in names:
+        if name not in queue.requests:
+            raise UserError(f"run: the queue has no run {quoted(name)}{nearest(name, sorted(queue.requests))}")
+    found = list_history(queue, names) if verb == "history" else list_queue(queue, names)
+    return {"changed": False, **found}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a verb needs of the inventory, of a play or of the command line.
+
+    Attributes:
+        hosts: that the runs may use: those of the group `cluster`, or those of them that `--limit` selects.
+        groups: names of the hosts of every group.
+        variable: returns a variable of a host, or None.
+        connect: makes the connection to a host by its name; called in the main thread.
+        launch_of: returns the launch options with these values on top of the inventory's.
+    """
+
+    hosts: Sequence[Host]
+    groups: Mapping[str, Sequence[str]]
+    variable: Callable[[str, str], Any]
+    connect: Callable[[str], HostConnection]
+    launch_of: Callable[[Mapping[str, Any]], LaunchOptions]
+
+
+def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report: Report, check: bool) -> dict[str, Any]:
+    """Do what the values of ``-e`` say: `do`, and the names of runs or the options of new ones.
+
+    Args:
+        top: the project's folder.
+        report: receives lines while files are prepared and copied.
+        check: change nothing; say what would change.
+
+    Returns:
+        `changed`; `runs`; `lines` for a person.
+
+    Raises:
+        UserError: a mistake in the values. No host has been asked yet, unless only the queue host can know.
+        RunError: the queue host or Slurm does not do what was asked.
+    """
+    check_pairs(values)
+    verb = check_verb(values.get("do"))
+    given = {name: value for name, value in values.items() if name != "do"}
+    runs: list[NewRun] = []
+    options = ChangeOptions()
+    if verb == "add":
+        runs = read_runs(given, cluster.launch_of, top, report)
+    else:
+        check_names(given, top, [*CHANGE_OPTIONS])
+        options = change_options(verb, given)
+    host = queue_host(cluster.groups, cluster.variable)
+    for member in cluster.hosts:
+        member.check()
+    client = QueueClient(cluster.connect(host))
+    if verb in ("list", "history"):
+        return show_runs(client, verb, options.run)
+    if verb != "add":
+        return change_runs(client, verb, options, check=check)
+    limited = len(cluster.hosts) < len(cluster.groups["cluster"])
+    token = secrets.token_hex(8)
+    return add_runs(runs, Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check))

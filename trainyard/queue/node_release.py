@@ -1,0 +1,89 @@
+"""Prolog and Epilog of a host in the queue: no process of a run outlives the lease of its job. Runs as root.
+
+    python node_release.py prolog|epilog
+
+Every process of a leased run has the file of its lease in its environment, so no record is needed that could be missing. The Epilog
+kills what is left of its job, and Slurm releases the host only when this program has ended. The Prolog kills what is left of jobs
+whose lease has ended without an Epilog, as on a host that was unreachable while its job was started elsewhere. The exit code is not
+0 if a process does not end: Slurm then drains the host.
+
+A user may set the variable as they like; only processes of the job's user are concerned. The role queue installs this file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from trainer.supervise.files import is_locked
+from trainer.supervise.processes import LEASE_VARIABLE, all_pids, descendants, environ, is_running, send_signal
+
+LIMIT = 25.0  # s for killed processes to end
+POLL = 0.02
+
+
+def main() -> int:
+    """Kill what is left; return the exit code."""
+    phase, job = sys.argv[1], os.environ["SLURM_JOB_ID"]
+    deadline = time.monotonic() + LIMIT
+    while left := leftovers(job, int(os.environ["SLURM_JOB_UID"])) if phase == "epilog" else stale(job):
+        if time.monotonic() > deadline:
+            print(f"processes {sorted(left)} do not end", file=sys.stderr)
+            return 1
+        for pid in left:
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(POLL)
+    return 0
+
+
+def leased() -> dict[int, Path]:
+    """Return the file of the lease of every process that has one, but for processes of containers: they have other files."""
+    found = {pid: environ(pid).get(LEASE_VARIABLE, "") for pid in all_pids()}
+    here = namespace("self")
+    return {
+        pid: Path(text)
+        for pid, text in found.items()
+        if text.startswith("/") and namespace(pid) == here and is_running(pid)
+    }
+
+
+def namespace(pid: int | str) -> str:
+    """Return the PID namespace of a process; empty if it has ended."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def leftovers(job: str, uid: int) -> set[int]:
+    """Return the processes of a job's run, and those below them."""
+    found = {pid for pid, lease in leased().items() if lease.name == job and owner(pid) == uid}
+    return found | {below for pid in found for below in descendants(pid)}
+
+
+def stale(job: str) -> set[int]:
+    """Return the processes of runs whose lease nobody holds, but those of `job`."""
+    found = set()
+    for pid, lease in leased().items():
+        try:
+            held = is_locked(lease)
+        except OSError:
+            held = False
+        if not held and lease.name != job:
+            found.add(pid)
+    return found
+
+
+def owner(pid: int) -> int:
+    """Return the user of a process; -1 if it has ended."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return -1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""Add runs to the queue: read them, refuse what can never start, prepare and stage their files, and submit their jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import getpass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import FIELDS, RunSpec, changed_fields, is_known, make_spec, parse_mapping
+from trainer.data.samples import read_records
+from trainer.errors import UserError, nearest
+from trainer.formats import counted, printable
+from trainer.inputs import user_path
+from trainer.planner.recommend import estimate_seconds
+from trainer.strategy import AUTO
+from trainyard.connection import FanOut, Host, HostConnection
+from trainyard.extra_vars import check_pairs, read_run_spec
+from trainyard.queue.client import Node, QueueClient, QueueState
+from trainyard.queue.history import run_state
+from trainyard.queue.reasons import can_run, refusal
+from trainyard.queue.request import MAX_MINUTES, OPTIONS, QueueOptions, Request, host_cores, slurm_options
+from trainyard.queue.run_folder import Session, program_archive
+from trainyard.queue.sweep import in_order, read_sweep
+from trainyard.run import options as launch_options
+from trainyard.run.choose_strategy import spec_here
+from trainyard.run.host_files import HostAccess
+from trainyard.run.options import LaunchOptions
+from trainyard.run.planning import host_spec
+from trainyard.run.spec_files import PreparedRun, Report, prepare
+from trainyard.run.transfer import copy_to_hosts
+
+OWN_NAMES = ("do", "file")
+FILES = "files"  # folder of the run's files in its folder on the queue host
+LIMIT_FACTOR = 2  # times the estimate
+MIN_LIMIT = 10  # minutes of a derived time limit: a start takes a minute or two, whatever the estimate says
+COUNTED_BYTES = 1 << 28  # of datasets whose samples are counted for the estimate
+FACTS_LIMIT = 30.0  # s for a host to say which runs it has
+# Options that make no sense where this machine neither starts nor follows the run.
+_EXCLUDED = {
+    "render_only": "the queue host starts the run",
+    "render_to": "the queue host starts the run",
+    "collect_to": "the queue host follows the run, not this machine: once it has finished, call train.yml with the same "
+    "options, which copies its result",
+}
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """A run to add. `spec.run` may be empty until it is prepared."""
+
+    options: QueueOptions
+    spec: RunSpec
+    launch: LaunchOptions
+
+    def request(self, hosts: Sequence[str] = (), **more: Any) -> Request:
+        """Return what it asks for. Its name is that of the spec, or `run`."""
+        fields = self.options.model_dump() | {"run": self.spec.run or "run", "hosts": tuple(hosts)}
+        return Request.model_validate(fields | {"max_restarts": self.launch.max_restarts} | more)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run is added.
+
+    Attributes:
+        hosts: of the cluster that the runs may use, in inventory order.
+        limited: whether these are not all hosts of the cluster.
+        connect: makes the connection to a host by its name; called in the main thread.
+        home: the project's folder on the controller.
+        token: of this controller's transfers.
+    """
+
+    hosts: Sequence[Host]
+    limited: bool
+    queue: QueueClient
+    connect: Callable[[str], HostConnection]
+    home: Path
+    report: Report
+    token: str
+    check: bool = False
+
+
+def read_runs(
+    values: Mapping[str, Any], launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
+) -> list[NewRun]:
+    """Return the runs that the values of ``-e`` describe: one, or those of `file`, each after those that it waits for.
+
+    Args:
+        launch_of: returns the launch options with these values on top of the inventory's.
+        top: the project's folder.
+
+    Raises:
+        UserError: an unknown name, or a bad value.
+    """
+    check_pairs(values)
+    given = {name: value for name, value in values.items() if name not in OWN_NAMES}
+    listed = [given]
+    if file := str(values.get("file") or ""):
+        listed = read_sweep(user_path(file, "file"), given)
+        for name in dict.fromkeys(name for entry in listed for name in entry if name not in given):
+            if launch_options.ALIASES.get(name, name) == "limit":
+                raise UserError(f"{file}: {name} selects hosts for all runs of a call: give --limit")
+            if not (name in OPTIONS or is_known(name) or name in launch_options.names()):
+                known = [*OPTIONS, *FIELDS, *launch_options.names()]
+                raise UserError(f"{file}: unknown name {printable(name, 80)}{nearest(name, known)}")
+    quiet: list[str] = []
+    runs = [_new_run(entry, launch_of, top, quiet.append) for entry in listed]
+    for line in dict.fromkeys(quiet):
+        report(line)
+    waits = {run.spec.run: run.options.after for run in runs if run.spec.run}
+    order = in_order(waits)
+    return sorted(runs, key=lambda run: order.index(run.spec.run) if run.spec.run else -1)
+
+
+def _new_run(
+    values: Mapping[str, Any], launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
+) -> NewRun:
+    options = QueueOptions.from_variables(values, "queue")
+    of_run = {name: value for name, value in values.items() if name not in OPTIONS}
+    aliases = launch_options.ALIASES
+    launch = launch_of(
+        {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
+    )
+    for name, why in _EXCLUDED.items():
+        if getattr(launch, name):
+            raise UserError(f"{name}: cannot be set for the queue: {why}")
+    try:
+        run = NewRun(options, read_run_spec(launch.spec, of_run, top, report), launch)
+        run.request()
+    except ValueError as error:
+        raise UserError(f"queue: {printable(error)}") from None
+    if run.spec.run in options.after:
+        raise UserError(f"after: run {run.spec.run} cannot wait for itself")
+    return run
+
+
+def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
+    """Add runs to the queue. Nothing is added if one of them is refused.
+
+    Returns:
+        `changed`; `runs`, for each its name, job and time limit; `lines` for a person.
+
+    Raises:
+        UserError: a mistake in a run, or no host can satisfy its request.
+        RunError: the queue host or Slurm does not do what was asked.
+    """
+    allowed = [host.name for host in site.hosts] if site.limited else []
+    queue = site.queue.state()
+    for run in runs:
+        if why := refusal(run.request(allowed), queue.nodes):
+            raise UserError(f"{_label(run)}: {why}")
+    named = [run.spec.run for run in runs if run.spec.run]
+    after = {run.spec.run: _open_runs(run, named, queue) for run in runs}
+    ready = [_prepared(run, site) for run in runs]
+    queue = site.queue.state([prepared.run for _, prepared in ready])
+    there = _specs_on_hosts([prepared.run for _, prepared in ready], site)
+    known = [_is_known(prepared, queue, there, site.hosts) for _, prepared in ready]
+    answers, jobs = [], {name: job.number for name, job in queue.jobs.items()}
+    for (run, prepared), is_known_run in zip(ready, known, strict=True):
+        if is_known_run:
+            answers.append(_already(prepared.run, queue))
+            continue
+        run = dataclasses.replace(run, spec=run.spec.model_copy(update={"run": prepared.run}))
+        answers.append(_add(run, prepared, site, queue, jobs, after.get(run.spec.run, [])))
+    return {"changed": not all(known), "runs": answers, "lines": [answer.pop("line") for answer in answers]}
+
+
+def _label(run: NewRun) -> str:
+    return f"run {run.spec.run}" if run.spec.run else "the run"
+
+
+def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState) -> list[str]:
+    """Return the runs of `after` that have not finished. Raises UserError for one that is unknown or has failed."""
+    left = []
+    for name in run.options.after:
+        state = run_state(name, queue)
+        if name in batch or state in ("waiting", "held", "running", "ending"):
+            left.append(name)
+        elif state == "unknown":
+            known = sorted({*queue.requests, *batch})
+            raise UserError(
+                f"after: the queue has no run {name}{nearest(name, known)}: playbooks/queue.yml -e do=history lists them"
+            )
+        elif state != "finished":
+            raise UserError(f"after: run {name} is {state}, so {_label(run)} would never start: add {name} again first")
+    return left
+
+
+def _prepared(run: NewRun, site: Site) -> tuple[NewRun, PreparedRun]:
+    """Check and, if needed, create the files of a run on this machine. Raises UserError."""
+    queue_host = site.queue.host
+    hosts = [queue_host, *(host for host in site.hosts if host.name != queue_host.name)]
+    access = HostAccess(hosts, site.connect, run.launch.run_env, site.check)
+    return run, prepare(run.spec, site.home / ".trainyard", site.report, access)
+
+
+def _is_known(
+    prepared: PreparedRun, queue: QueueState, there: Mapping[str, Mapping[str, str]], hosts: Sequence[Host]
+) -> bool:
+    """Return whether the queue has the run already, and it waits, runs or has finished.
+
+    Args:
+        there: the text of the spec in the run's folder, by run and host.
+
+    Raises:
+        UserError: a run of this name has another spec, or a job that is no run has this name.
+    """
+    name = prepared.run
+    remedy = "choose another name with run=NAME, or repeat the options with which it was added"
+    if name in queue.jobs and name not in queue.requests:
+        number = queue.jobs[name].number
+        raise UserError(f"run {name}: job {number} of Slurm has this name: choose another one with run=NAME")
+    if different := _differences(prepared, queue.specs.get(name)):
+        where = "is in the queue" if name in queue.jobs else "exists"
+        raise UserError(f"run {name} {where} with another spec ({'; '.join(different)}): {remedy}")
+    for host in hosts:
+        text = there[name].get(host.name)
+        if text is not None and (different := _differences_there(prepared, text, host)):
+            raise UserError(f"run {name} exists on {host.name} with another spec ({'; '.join(different)}): {remedy}")
+    return name in queue.requests and (name in queue.jobs or run_state(name, queue) == "finished")
+
+
+def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None) -> list[str]:
+    """Return what differs from a run of the queue, which is not trusted, in fields that a run must not change."""
+    if before is None:
+        return []
+    try:
+        earlier = make_spec(_fields(before["spec"]), "the queue host")
+    except UserError:
+        return ["its spec on the queue host is damaged"]
+    now = make_spec(_fields(prepared.spec), "the run")
+    # Paths may differ where the files are the same.
+    same_files = sorted(map(tuple, before["digests"])) == sorted(
+        (file["kind"], file["digest"]) for file in prepared.files
+    )
+    if same_files:
+        paths = {name: getattr(now, name) for name in ("model", "dataset", "teacher")}
+        earlier = earlier.model_copy(update=paths)
+    found = changed_fields(earlier, now)
+    changed = {
+        kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f["kind"], f["digest"]) for f in prepared.files}
+    }
+    return [printable(line) for line in found] or [
+        f"{kind}: another content" for kind in sorted(changed & {"dataset", "model", "teacher"})
+    ]
+
+
+def _fields(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in spec.items() if name in FIELDS}
+
+
+def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str]:
+    """Return what differs from the run's folder on a host, which was started before."""
+    try:
+        earlier = make_spec(parse_mapping(text, f"{host.name}: spec.yml"), f"{host.name}: spec.yml")
+    except UserError:
+        return ["its spec.yml is damaged"]
+    now = make_spec(host_spec(prepared.spec, prepared.files, host.data_dir), "the run")
+    if now.strategy == AUTO:
+        now = now.model_copy(update={"strategy": earlier.strategy})
+    return [printable(line) for line in changed_fields(earlier, now)]
+
+
+def _specs_on_hosts(names: Sequence[str], site: Site) -> dict[str, dict[str, str]]:
+    """Return the text of spec.yml of the runs' folders, by run and host. A host that does not answer has none."""
+    calls = {}
+    for host in site.hosts:
+        request = {"folder": f"{host.data_dir}/runs", "text": [f"{name}/spec.yml" for name in names]}
+        calls[host.name] = functools.partial(site.connect(host.name).call, "read_files", request)
+    answers = FanOut(calls).wait(FACTS_LIMIT).answers
+    texts = {host: answer["text"] for host, answer in answers.items()}
+    return {
+        name: {host: text for host, found in texts.items() if (text := found.get(f"{name}/spec.yml")) is not None}
+        for name in names
+    }
+
+
+def _already(name: str, queue: QueueState) -> dict[str, Any]:
+    job = queue.jobs.get(name)
+    state = run_state(name, queue)
+    line = f"run {name} is {state} already, as job {job.number}" if job else f"run {name} is finished: nothing to do"
+    return {"run": name, "job": job.number if job else None, "state": state, "line": line}
+
+
+def _add(
+    run: NewRun, prepared: PreparedRun, site: Site, queue: QueueState, jobs: dict[str, int], after: Sequence[str]
+) -> dict[str, Any]:
+    """Stage the files of a run on the queue host and submit its job, whose id is added to `jobs`.
+
+    Args:
+        after: the runs that it waits for.
+    """
+    minutes, why = time_limit(run, prepared, queue)
+    more = {"time_limit": minutes, "submitted": queue.now, "user": _user()}
+    allowed = [host.name for host in site.hosts] if site.limited else []
+    request = run.request(allowed, **more)
+    answer: dict[str, Any] = {"run": request.run, "priority": request.priority, "time_limit": minutes}
+    waits = f" after {', '.join(after)}" if after else ""
+    what = f"run {request.run}, priority {request.priority}, {counted(request.nodes, 'host')}{waits}; {why}"
+    if site.check:
+        return answer | {"job": None, "line": f"would add {what}"}
+    staged, links = stage(prepared, site, run.launch.transfer)
+    excluded = sorted(set(queue.nodes) - set(allowed)) if allowed else []
+    arguments = slurm_options(request, excluded)
+    if after:
+        arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
+    options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
+    contents = {
+        "session.json": Session(list(site.hosts), options, staged.as_dict()).as_json(),
+        "program.zip": program_archive(),
+    }
+    job = jobs[request.run] = site.queue.add(request, contents, links, arguments)
+    return answer | {"job": job, "line": f"added {what} (job {job})"}
+
+
+def stage(prepared: PreparedRun, site: Site, transfer: str) -> tuple[PreparedRun, dict[str, str]]:
+    """Copy the files of a run to the store of the queue host, which the runs share. Raises RunError.
+
+    What every host has already (`host:/path`) is not copied.
+
+    Returns:
+        The run with paths below its folder as `src`; and the path in the store of each file, by the name there.
+    """
+    holders = {str(file.get("fetched_by") or "") for file in prepared.files} - {""}
+    members = [site.queue.host, *(host for host in site.hosts if host.name in holders and host != site.queue.host)]
+    entries = [{"host": host.name, "address": host.address, "data_dir": host.data_dir} for host in members]
+    copy_to_hosts(entries, prepared.files, site.connect, site.token, transfer=transfer, report=site.report)
+    staged, links = [], {}
+    for file in prepared.files:
+        if file.get("on_hosts"):
+            staged.append(file)
+            continue
+        for name in file["sha256"]:
+            path = f"{file['dest']}/{name}" if name else file["dest"]
+            links[f"{FILES}/{path}"] = f"{site.queue.host.data_dir}/{path}"
+        staged.append({**file, "src": f"{FILES}/{file['dest']}", "fetched_by": ""})
+    return dataclasses.replace(prepared, files=staged), links
+
+
+# Time limits ------------------------------------------------------------------------------------------------------------
+
+
+def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[int, str]:
+    """Return the time limit of a run in minutes (0: none), and where it comes from."""
+    if run.options.time_limit:
+        return run.options.time_limit, f"time limit {_minutes(run.options.time_limit)}"
+    request = run.request()
+    able = [node for node in queue.nodes.values() if can_run(request, node)]
+    hosts = [_as_host(request, node) for node in sorted(able, key=lambda node: node.cores)[: request.nodes]]
+    try:
+        with spec_here(prepared.spec, prepared.files) as here:
+            seconds = estimate_seconds(here, hosts, _samples(here, prepared)) if hosts else 0.0
+    except UserError as error:
+        return 0, f"no time limit, because the plan has no estimate ({error}): set time_limit=MINUTES"
+    if not seconds:
+        return 0, "no time limit, because the plan does not know the size of the dataset: set time_limit=MINUTES"
+    minutes = min(MAX_MINUTES, max(MIN_LIMIT, math.ceil(LIMIT_FACTOR * seconds / 60)))
+    estimate = _minutes(max(1, round(seconds / 60)))
+    least = f", at least {MIN_LIMIT} minutes" if minutes == MIN_LIMIT else ""
+    return minutes, f"time limit {_minutes(minutes)}: twice the plan's estimate of {estimate}{least}"
+
+
+def _minutes(number: int) -> str:
+    return counted(number, "minute") if number < 120 else f"{number // 60}:{number % 60:02d} h"
+
+
+def _as_host(request: Request, node: Node) -> dict[str, Any]:
+    """Return a host of the queue as the planner takes it."""
+    gpus = node.gpus if request.whole_host else (request.gpus or 0)
+    cores = node.cores if request.whole_host else host_cores(request)
+    processes = max(1, gpus)
+    memory = {"gpu_mib": 1024 * node.gpu_memory if gpus else 0, "memory_mib": node.memory}
+    return {"processes": processes, "threads": max(1, cores // processes), "link_mbit": 0, **memory}
+
+
+def _samples(spec: RunSpec, prepared: PreparedRun) -> int:
+    """Return the number of samples of the run's datasets; 0 if this machine does not have them, or they are large."""
+    if spec.fake_data:
+        return spec.fake_rows
+    datasets = [file for file in prepared.files if file["kind"] == "dataset"]
+    if not prepared.has_dataset or not all(file["src"] for file in datasets):
+        return 0
+    if sum(file["bytes"] for file in datasets) > COUNTED_BYTES:
+        return 0
+    paths = [file["src"] for file in sorted(datasets, key=lambda file: file["source"])]
+    return sum(1 for source in spec.with_dataset_paths(paths).sources for _ in read_records(source))
+
+
+def _user() -> str:
+    """Return who calls this, if the name is one that a request may have."""
+    try:
+        return str(Request(run="run", user=getpass.getuser()).user)
+    except (ValueError, OSError, KeyError):
+        return ""

@@ -1,0 +1,116 @@
+"""The folder of a queued run on the queue host: what the controller writes there, and what the driver of the run reads.
+
+request.json    what the run asks of the cluster (request.py)
+session.json    hosts, launch options and the prepared run (this file); mode 0600, it may hold secrets
+program.zip     trainyard and trainer as the controller has them, which the driver runs
+files/          dataset and model, where the controller has them
+state.json      job, phase, attempts and end of the run; written by `submit` and then by the driver
+driver.log      what the driver reports
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import trainer
+import trainyard
+from trainer.errors import UserError
+from trainyard.connection import Host, Login
+from trainyard.run.options import LaunchOptions, make_options
+from trainyard.run.session import SessionState
+
+KEY = ".ssh/trainyard_queue_ed25519"  # in the home of the user of the queue host; made by the role queue
+KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"  # written by the role ssh
+# Of the logins of the controller, only user and port are valid on the queue host.
+SSH_ARGUMENTS = (
+    *("-F", "none", "-o", "IdentitiesOnly=yes", "-o", f"UserKnownHostsFile={KNOWN_HOSTS}"),
+    *("-o", f"GlobalKnownHostsFile={KNOWN_HOSTS}"),
+)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What starts a run without its controller.
+
+    Attributes:
+        hosts: all hosts that it may use, in inventory order.
+        prepared: the fields of PreparedRun; `src` of a file is below the run's folder.
+    """
+
+    hosts: list[Host]
+    options: LaunchOptions
+    prepared: dict[str, Any]
+
+    def as_json(self) -> bytes:
+        """Return the contents of `session.json`."""
+        hosts = [asdict(host) | {"env": dict(host.env)} for host in self.hosts]
+        state = SessionState(prepared=self.prepared).as_dict()
+        return json.dumps({"hosts": hosts, "options": self.options.model_dump(mode="json"), "state": state}).encode()
+
+
+def queue_host(host: Host) -> Host:
+    """Return a host as the driver on the queue host reaches it: by its cluster address, with the key of the queue."""
+    login = Login(
+        address=host.address,
+        user=host.login.user,
+        port=host.login.port,
+        key_file=str(Path.home() / KEY),
+        extra_arguments=SSH_ARGUMENTS,
+    )
+    return replace(host, login=login)
+
+
+def read_session(folder: Path) -> Session:
+    """Read `session.json`. Raises UserError if it is missing or damaged."""
+    try:
+        content = json.loads((folder / "session.json").read_bytes())
+        hosts = [_host(entry) for entry in content["hosts"]]
+        prepared = dict(content["state"]["prepared"])
+        options = make_options(content["options"], str(folder / "session.json"))
+        for entry in prepared["files"]:
+            if entry.get("src"):
+                entry["src"] = str(_below(folder, entry["src"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
+    return Session(hosts, options, prepared)
+
+
+def _host(entry: dict[str, Any]) -> Host:
+    login = entry["login"]
+    fields = entry | {
+        "login": Login(user=login["user"], port=login["port"]),
+        "gpus": None if entry["gpus"] is None else tuple(entry["gpus"]),
+        "cpus": tuple(entry["cpus"]),
+    }
+    return queue_host(Host(**fields))
+
+
+def _below(folder: Path, name: str) -> Path:
+    """Return a path of the run's files: absolute names stay within the folder, too. Raises ValueError."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{name} is outside of the folder")
+    return path
+
+
+def program_archive() -> bytes:
+    """Return trainyard and trainer as one zip file. Equal sources give equal bytes."""
+    return zip_packages(Path(package.__path__[0]) for package in (trainyard, trainer))
+
+
+def zip_packages(packages: Iterable[Path]) -> bytes:
+    """Return the Python files of these packages as one zip file, with fixed dates."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for package in packages:
+            for path in sorted(package.rglob("*.py")):
+                entry = zipfile.ZipInfo(str(path.relative_to(package.parent)), date_time=(1980, 1, 1, 0, 0, 0))
+                entry.external_attr = 0o644 << 16
+                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()

@@ -1,0 +1,120 @@
+"""The service `trainyard-queue` on the queue host: it runs the driver of every run whose job has its hosts.
+
+    python service.py FOLDER      `FOLDER` is <cluster_data_dir>/queue, with a folder for each run
+
+A run that waits costs nothing but a line in Slurm's answer. A driver that crashed is started again, and monitors the ranks, which do
+not depend on it. So does this service after a reboot. It runs as the user of the hosts; the role queue installs this file, which
+needs the standard library alone. The driver itself comes with the run: `program.zip`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+from trainer.supervise.files import read_json
+
+POLL = 0.5  # s between two questions to Slurm while there are runs
+DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
+ANSWER_LIMIT = 20.0  # s for Slurm to answer
+LIVE = ("waiting", "running")  # phases of a run that has not ended
+WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PROGRAMS = ".programs"
+
+
+class Service:
+    """The drivers of all runs in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder of the queue."""
+        self.folder = folder
+        self.drivers: dict[str, subprocess.Popen[bytes]] = {}
+        self.failures: dict[str, int] = {}
+        self.not_before: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Start drivers for ever."""
+        while True:
+            self.reap()
+            runs = self.live_runs()
+            if runs and (states := job_states()) is not None:
+                for run, job in runs.items():
+                    if states.get(job, "gone") not in WAITING:
+                        self.start(run)
+            time.sleep(POLL)
+
+    def live_runs(self) -> dict[str, int]:
+        """Return the job of every run that has not ended."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if _RUN.fullmatch(entry.name) and (state := read_json(Path(entry.path, "state.json"))):
+                    job = state.get("job")
+                    if state.get("phase") in LIVE and isinstance(job, int):
+                        found[entry.name] = job
+        return found
+
+    def reap(self) -> None:
+        """Forget drivers that have ended; delay the next start of one that crashed."""
+        for run, process in list(self.drivers.items()):
+            if (code := process.poll()) is not None:
+                del self.drivers[run]
+                self.failures[run] = self.failures.get(run, 0) + 1 if code else 0
+                delay = min(DELAY_LIMIT, 2.0 ** (self.failures[run] - 1)) if code else 0.0
+                self.not_before[run] = time.monotonic() + delay
+
+    def start(self, run: str) -> None:
+        """Start the driver of a run, unless it runs."""
+        if run in self.drivers or time.monotonic() < self.not_before.get(run, 0.0):
+            return
+        folder = self.folder / run
+        try:
+            program = unpack(folder / "program.zip", self.folder / _PROGRAMS)
+            with (folder / "driver.log").open("ab") as log:
+                self.drivers[run] = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "trainyard.queue.driver", str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=folder,
+                    env={**os.environ, "PYTHONPATH": str(program), "PYTHONUNBUFFERED": "1"},
+                )
+        except (OSError, zipfile.BadZipFile) as error:
+            print(f"{run}: cannot start its driver: {error}", file=sys.stderr, flush=True)
+            self.not_before[run] = time.monotonic() + DELAY_LIMIT
+
+
+def job_states() -> dict[int, str] | None:
+    """Return the state of every job of this user; None while Slurm does not answer."""
+    words = ["squeue", "--noheader", "--me", "--states=all", "--format=%A %T"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_LIMIT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return {int(row[0]): row[1] for row in rows if len(row) == 2} if done.returncode == 0 else None
+
+
+def unpack(archive: Path, programs: Path) -> Path:
+    """Return the folder with the contents of a run's program. Runs with the same program share it. Raises OSError."""
+    target = programs / hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
+    if not target.exists():
+        temporary = programs / f".tmp-{target.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        with zipfile.ZipFile(archive) as content:
+            content.extractall(temporary)
+        temporary.replace(target)
+    return target
+
+
+if __name__ == "__main__":
+    Service(Path(sys.argv[1])).run()

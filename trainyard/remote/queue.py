@@ -1,0 +1,177 @@
+"""The queue host's side of the queue: what Slurm and the folders of the runs say, a new run, and changes of jobs.
+
+Standard library only. Every run has a folder `<cluster_data_dir>/queue/<run>`. Its `request.json` and `session.json` are written
+here, its `state.json` by the driver of the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_atomic
+from trainyard.remote.queue_job import command, submit
+
+JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
+NODE_FORMAT = "%N|%T|%c|%m|%G"
+COMPLETED = "/var/log/slurm/jobcomp.log"
+LOG_LIMIT = 1 << 20  # bytes of the completion log, from its end
+RUNS_LIMIT = 2000  # folders of runs, the newest first
+LINES_LIMIT = 10_000
+TEXT_LIMIT = 1 << 18  # bytes of request.json and state.json
+LOCK_LIMIT = 20.0  # s to wait for another controller that adds a run
+LOCK = ".lock"
+LIVE = ("waiting", "running")  # phases in which the driver of a run has not recorded its end
+_COMMANDS = {"cancel": ["scancel"], "hold": ["scontrol", "hold"], "release": ["scontrol", "release"]}
+
+
+def info(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the jobs and hosts of Slurm, and the runs of the queue.
+
+    Args:
+        request: `folder` of the queue; `specs`, names of runs whose spec is returned, too.
+
+    Returns:
+        `jobs` and `nodes`: lines in JOB_FORMAT and NODE_FORMAT, times in seconds since the epoch; `hosts`: the hosts of each
+        list of hosts among the jobs; `runs`: the texts of `request.json` and `state.json` by run; `specs`: the fields of the
+        prepared run without paths; `completed`: lines of the completion log, in local time, which is `offset` seconds
+        ahead of UTC; `now`.
+    """
+    os.environ["SLURM_TIME_FORMAT"] = "%s"  # of this process, which answers one request
+    jobs = _lines(["squeue", "--noheader", "--all", f"--format={JOB_FORMAT}"])
+    nodes = _lines(["sinfo", "--noheader", "--Node", "--partition=normal", f"--format={NODE_FORMAT}"])
+    lists = {line.split("|")[7] for line in jobs if line.count("|") >= 8} - {""}
+    folder = Path(request["folder"])
+    return {
+        "jobs": jobs,
+        "nodes": nodes,
+        "hosts": {text: _lines(["scontrol", "show", "hostnames", "--", text]) for text in sorted(lists)},
+        "runs": {
+            run.name: {name: _text(run / f"{name}.json") for name in ("request", "state")} for run in _runs(folder)
+        },
+        "specs": {name: spec for name in request.get("specs", []) if (spec := _prepared(folder / name))},
+        "completed": _completed(),
+        "offset": time.localtime().tm_gmtoff,
+        "now": time.time(),
+    }
+
+
+def add(request: dict[str, Any]) -> dict[str, Any]:
+    """Write the folder of a run, and submit its job. Nothing is left if Slurm refuses the job.
+
+    Args:
+        request: `folder` of the run; `contents`, {name: [mode, content in base64]}; `links`, {name: path of a file that the
+            run needs in its folder}; `arguments` of sbatch.
+
+    Returns:
+        `job`, its id; or `exists`, the id of a job of this name that waits or runs.
+    """
+    folder = Path(request["folder"])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock(folder.parent / LOCK, wait=LOCK_LIMIT) as locked:
+        if not locked:
+            return {"error": f"another controller has not finished adding a run within {LOCK_LIMIT:.0f} s"}
+        if ids := _lines(["squeue", "--noheader", f"--name={folder.name}", "--format=%i"]):
+            return {"exists": int(ids[0])}
+        if (read_json(folder / "state.json") or {}).get("phase") in LIVE:
+            service = "systemctl status trainyard-queue"
+            return {"error": f"run {folder.name} is still ending: try again in a few seconds, or see `{service}`"}
+        new = not folder.exists()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            for name, (mode, content) in request["contents"].items():
+                write_atomic(folder / name, base64.b64decode(content), mode)
+            for name, path in request["links"].items():
+                _link(folder / name, Path(path))
+            return {"job": submit(folder, request["arguments"])}
+        except (OSError, SupervisorError):
+            if new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def change(request: dict[str, Any]) -> dict[str, Any]:
+    """Cancel, hold or release jobs, or give them another priority.
+
+    Args:
+        request: `do`; `jobs`, their ids; `priority` for `do=priority`.
+
+    Returns:
+        `changed`: the ids; `refused`: why a job was not changed, by its id.
+    """
+    changed, refused = [], {}
+    for job in request["jobs"]:
+        words = [*_COMMANDS[request["do"]], str(int(job))] if request["do"] in _COMMANDS else []
+        words = words or ["scontrol", "update", f"JobId={int(job)}", f"Partition={request['priority']}"]
+        try:
+            command(words)
+            changed.append(int(job))
+        except SupervisorError as error:
+            refused[str(job)] = str(error)
+    return {"changed": changed, "refused": refused}
+
+
+def _lines(words: Sequence[str]) -> list[str]:
+    """Return the output of a program of Slurm by line. Raises SupervisorError."""
+    return [line for line in command(words).split("\n") if line][:LINES_LIMIT]
+
+
+def _link(target: Path, source: Path) -> None:
+    """Give a file a second name, so that runs share its content; copy it to another file system. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copyfile(source, target)
+
+
+def _runs(folder: Path) -> list[Path]:
+    """Return the folders of the runs, the newest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    found.append((entry.stat().st_mtime, entry.path))
+    return [Path(path) for _, path in sorted(found, reverse=True)[:RUNS_LIMIT]]
+
+
+def _text(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(TEXT_LIMIT).decode(errors="replace")
+    except OSError:
+        return None
+
+
+def _prepared(folder: Path) -> dict[str, Any] | None:
+    """Return the fields of a run's spec, and the digests of its files; the session may hold secrets besides."""
+    try:
+        prepared = json.loads((folder / "session.json").read_bytes())["state"]["prepared"]
+        return {"spec": prepared["spec"], "digests": [[file["kind"], file["digest"]] for file in prepared["files"]]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _completed() -> list[str]:
+    """Return the last lines of the completion log."""
+    try:
+        with Path(COMPLETED).open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            size = file.tell()
+            file.seek(max(0, size - LOG_LIMIT))
+            text = file.read(LOG_LIMIT).decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.split("\n")[int(size > LOG_LIMIT) :] if line][-LINES_LIMIT:]

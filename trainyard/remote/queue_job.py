@@ -1,0 +1,78 @@
+"""The job of a queued run: a lease of hosts. Runs on the queue host; standard library only.
+
+The job does no work: on each host a step holds the lease (trainyard/queue/lease_step.py) until the driver of the run ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.supervise.files import SupervisorError, read_json, write_json
+
+PROGRAMS = "/usr/local/lib/trainyard/queue"  # of the role queue
+WARNING = 30  # s before the end of its time limit that a run is asked for a checkpoint
+COMMAND_LIMIT = 60.0  # s for an answer of Slurm
+
+# Any other end of the steps than an order of the driver returns the job to the queue: RequeueExit=75 in slurm.conf.
+_SCRIPT = """\
+#!/bin/sh
+cd /
+PYTHONPATH={programs} srun --kill-on-bad-exit=1 --wait=20 --mem=0 --input=none --output=none --error=none \\
+    /usr/bin/python3 -S -m trainyard.queue.lease_step {run} {data_dirs}
+case $? in
+10) exit 0 ;;
+11) exit 1 ;;
+*) exit 75 ;;
+esac
+"""
+
+
+def submit(folder: Path, arguments: Sequence[str]) -> int:
+    """Submit the job of a run, and write its `state.json`; return the id of the job.
+
+    Args:
+        folder: the run's folder, with `session.json`.
+        arguments: of sbatch, what the run asks for.
+
+    Raises:
+        SupervisorError: Slurm refuses the job.
+    """
+    session = read_json(folder / "session.json") or {}
+    data_dirs = {host["name"]: host["data_dir"] for host in session.get("hosts", [])}
+    script = _SCRIPT.format(
+        programs=PROGRAMS, run=shlex.quote(folder.name), data_dirs=shlex.quote(json.dumps(data_dirs))
+    )
+    # Held until `state.json` names it, so that no job runs without a driver.
+    words = ["sbatch", "--parsable", "--hold", *arguments, "--requeue", f"--signal=TERM@{WARNING}", "--chdir=/"]
+    answer = command([*words, "--output=/dev/null", "--input=/dev/null"], script).strip()
+    if not (found := re.fullmatch(r"(\d{1,10})(;\w+)?", answer)):
+        raise SupervisorError(f"sbatch: unexpected answer {answer[:80]!r}")
+    job = int(found[1])
+    try:
+        write_json(folder / "state.json", {"job": job, "phase": "waiting", "attempts": [], "exit": None})
+        command(["scontrol", "release", str(job)])
+    except (OSError, SupervisorError):
+        command(["scancel", str(job)])
+        raise
+    return job
+
+
+def command(words: Sequence[str], stdin: str = "") -> str:
+    """Return the output of a program of Slurm. Raises SupervisorError with its last line."""
+    try:
+        done = subprocess.run(
+            words, input=stdin, capture_output=True, text=True, errors="replace", timeout=COMMAND_LIMIT, check=False
+        )
+    except FileNotFoundError:
+        raise SupervisorError("Slurm is not installed: run site.yml with queue_state=present") from None
+    except subprocess.TimeoutExpired:
+        raise SupervisorError(f"{words[0]} did not answer within {COMMAND_LIMIT:.0f} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise SupervisorError(f"{words[0]}: {said[-1].removeprefix(f'{words[0]}: ').removeprefix('error: ')[:500]}")
+    return done.stdout
