@@ -8,11 +8,11 @@ import shlex
 import tarfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab_hosts import Host, Lab
+from lab_hosts import VENV, Host, Lab
 from testbed.root import DATA_DIR, USER
 
 from trainer.config import make_spec
@@ -22,6 +22,7 @@ from trainyard.queue.run_folder import Session, program_archive
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import prepare
 
+COUNTING = "/usr/local/bin/counting-python"
 SUBMIT = (
     "import sys; from pathlib import Path; from trainyard.remote.queue_job import submit; "
     "print(submit(Path(sys.argv[1]), sys.argv[2:]))"
@@ -96,18 +97,33 @@ class QueuedRun:
         return self.on()[0]
 
 
+def install_counting(lab: Lab) -> None:
+    """Put an interpreter on every host that runs counting_rank.py in the place of torchrun."""
+    rank = Path(__file__).with_name("counting_rank.py").read_text()
+    python = (
+        f'#!/bin/sh\ncase " $* " in *" trainer.distributed.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
+        f'*) exec {VENV}/bin/python "$@";; esac'
+    )
+    for host in lab.hosts:
+        lab.inside(host, f"cat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_")
+        lab.inside(host, f"chmod 755 {COUNTING}")
+
+
 def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked: Any) -> QueuedRun:
     """Add a run to the queue of node1.
 
     Args:
         work: folder on this machine for created files.
         spec: fields of the run spec, `run` among them.
-        asked: fields of the request, and `options`, launch options.
+        asked: fields of the request; `options`, launch options; `counting`, to count steps instead of training.
     """
+    counting = asked.pop("counting", False)
     options = LaunchOptions(**asked.pop("options", {}))
     request = Request(run=spec["run"], max_restarts=options.max_restarts, **asked)
     prepared = prepare(make_spec(spec, "the test"), work, lambda line: None).as_dict()
     hosts = Inventory([str(inventory)]).hosts
+    if counting:
+        hosts = [replace(host, python=COUNTING) for host in hosts]
     excluded = [host.name for host in hosts if request.hosts and host.name not in request.hosts]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
