@@ -82,6 +82,7 @@ def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[
         "properties": [*properties, *(entry.get("properties") or [])],
         "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
         "hold": True,
+        "teaches": bool(entry.get("teaches")),
         "command": [str(word) for word in entry["command"]],
     }
     if entry.get("replica") is not None:
