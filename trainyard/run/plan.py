@@ -189,11 +189,8 @@ def plan_nodes(
     Raises:
         PlanError: a host cannot take part.
     """
-    if not hosts:
-        raise PlanError("there is no host to run on: add hosts to the group 'cluster' of the inventory")
     everyone = [*hosts, teacher] if teacher else hosts
-    for host in everyone:
-        _check_route(host)
+    _check_routes(everyone)
     counts = rank_counts(hosts)
     threads = _threads_per_rank(everyone, [*counts, 1][: len(everyone)])
     addresses = meeting_addresses(everyone)[: len(hosts)]
@@ -324,11 +321,14 @@ def _is_address(value: Any) -> bool:
         return False
 
 
-def _check_route(host: HostState) -> None:
-    facts = host.facts
-    if facts["route_error"] or not facts["interface"]:
-        why = facts["route_error"] or f"no network device there has the address {facts['source']}"
-        raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
+def _check_routes(hosts: list[HostState]) -> None:
+    if not hosts:
+        raise PlanError("there is no host to run on: add hosts to the group 'cluster' of the inventory")
+    for host in hosts:
+        facts = host.facts
+        if facts["route_error"] or not facts["interface"]:
+            why = facts["route_error"] or f"no network device there has the address {facts['source']}"
+            raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
 
 
 def _static_rendezvous(addresses: list[str], place: int, port: int) -> _Rendezvous:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config import RunSpec
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 from trainer.formats import mib
 from trainer.planner.cost import Rows
 from trainer.planner.hosts import BASE
@@ -29,9 +29,7 @@ def check_teacher_host(spec: RunSpec, hosts: Sequence[Host], options: LaunchOpti
         return
     names = [host.name for host in hosts]
     if name not in names:
-        raise UserError(
-            f"teacher_host: {name} is not a host of this run{nearest(name, names)}; its hosts are {', '.join(names)}"
-        )
+        raise UserError(f"teacher_host: {name} is not a host of this run; its hosts are {', '.join(names)}")
     if len(names) < 2:
         raise UserError(
             f"teacher_host: {name} is the only host of this run: add a host that trains, or omit teacher_host"
