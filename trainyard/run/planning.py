@@ -110,6 +110,8 @@ def plan_run(
         hosts, teacher = split_teacher(ordered, spec["teacher_host"])
     variables = {name: value for host in ordered for name, value in host.host.env.items()} | options.run_env
     isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, variables)
+    if teacher:
+        teacher.gpus = teacher.gpus[:1]  # one process computes
     nodes = plan_nodes(
         hosts,
         run=run,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer import teacher_protocol
 from trainer.config import make_spec
 from trainer.teacher_protocol import (
     MAGIC,
@@ -163,8 +164,21 @@ def meet(pair: tuple[socket.socket, socket.socket], teacher: str, rank: str) -> 
     return found
 
 
-def test_both_sides_need_the_token_and_never_send_it(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_both_sides_need_the_token_and_never_send_it(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+
+    def recorded(connection: socket.socket, kind: Kind, body: bytes = b"") -> None:
+        sent.append(body)
+        send(connection, kind, body)
+
+    monkeypatch.setattr(teacher_protocol, "send", recorded)
     assert meet(pair, "the token", "the token") == [None, None]
+    assert len(sent) == 3 and not any(b"the token" in body for body in sent)
+    first = list(sent)
+    assert meet(pair, "the token", "the token") == [None, None]
+    assert not set(first) & set(sent[3:]), "a recorded proof is worth nothing later"
 
 
 def test_a_rank_without_the_token_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
