@@ -42,7 +42,12 @@ class TeacherLogits(NamedTuple):
 
 
 class PendingProbabilities(Protocol):
-    """The most probable tokens of a teacher on another host, which computes while the student does."""
+    """The most probable tokens of a teacher on another host, which computes while the student does.
+
+    `waited`: seconds that the last call of `result` waited.
+    """
+
+    waited: float
 
     def result(self) -> TopProbabilities:
         """Wait for the answer and return it."""

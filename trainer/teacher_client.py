@@ -161,11 +161,16 @@ class _Pending:
         self, asked: Future[Answer], shape: torch.Size, places: torch.Tensor, weights: torch.Tensor | None
     ) -> None:
         self._asked, self._shape, self._places, self._weights = asked, shape, places, weights
+        self.waited = 0.0
 
     def result(self) -> TopProbabilities:
         """Wait for the answer and return it. Raises TeacherLostError."""
-        answer = self._asked.result()
         device = self._places.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what the student computes meanwhile is no wait
+        began = time.perf_counter()
+        answer = self._asked.result()
+        self.waited = time.perf_counter() - began
         # Copies, because torch warns about arrays of received bytes, which are not writable.
         ids, values = torch.tensor(answer.ids, device=device), torch.tensor(answer.values, device=device)
         return at_places(self._shape, self._places, ids, values, self._weights)

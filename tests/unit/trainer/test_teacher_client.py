@@ -111,6 +111,17 @@ def test_answers_are_at_the_places_of_their_tokens(answering: Answering) -> None
     teacher.close()
 
 
+def test_the_wait_for_an_answer_does_not_count_as_computation(answering: Answering) -> None:
+    answering.ready()
+    answering.go.clear()
+    pending: Any = remote().judge(batch())
+    threading.Timer(0.3, answering.go.set).start()
+    check(pending)
+    assert 0.2 < pending.waited < 10, "the strategy subtracts it from the time of the forward pass"
+    pending.result()
+    assert pending.waited < 0.1
+
+
 def test_a_batch_without_loss_asks_nothing(answering: Answering) -> None:
     answering.ready()
     empty = batch()._replace(labels=torch.full((2, 12), IGNORED))
