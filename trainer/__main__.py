@@ -45,7 +45,7 @@ Names of other tools are understood, such as --learning_rate or --per-device-tra
 DIR: the data directory (default: the current one) contains runs/<run>/, and store/ with files that runs share.
 """
 # Errors of a rank whose peer failed first: these types, or a RuntimeError with one of these texts.
-_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "TeacherLostError")
 _PEER_ERROR_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,12 @@ class TopProbabilities(NamedTuple):
     """The most probable tokens of a teacher at every place of a micro-batch.
 
     `ids`: int32 [rows, T, K]; `values`: their log-probabilities, float32 [rows, T, K], in descending order, -inf where there are
-    fewer. They belong to the token at the place, as labels do.
+    fewer. They belong to the token at the place, as labels do. `weights`: as those of TeacherLogits.
     """
 
     ids: torch.Tensor
     values: torch.Tensor
+    weights: torch.Tensor | None = None
 
 
 class TeacherLogits(NamedTuple):
@@ -40,7 +41,54 @@ class TeacherLogits(NamedTuple):
     weights: torch.Tensor | None = None
 
 
-Teacher = TopProbabilities | TeacherLogits
+class PendingProbabilities(Protocol):
+    """The most probable tokens of a teacher on another host, which computes while the student does.
+
+    `waited`: seconds that the last call of `result` waited.
+    """
+
+    waited: float
+
+    def result(self) -> TopProbabilities:
+        """Wait for the answer and return it."""
+        ...
+
+
+Teacher = TopProbabilities | TeacherLogits | PendingProbabilities
+
+
+def top_tokens(logits: torch.Tensor, count: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most probable of the first `vocabulary` tokens, int32 [n, K], and their log-probabilities, float32 [n, K].
+
+    K is `count`; where the vocabulary has fewer tokens, the remaining log-probabilities are -inf.
+
+    Args:
+        logits: [n, V].
+    """
+    size = max(1, LOSS_CHUNK // logits.shape[1])
+    ids = torch.zeros(len(logits), count, dtype=torch.int32, device=logits.device)
+    values = torch.full((len(logits), count), -torch.inf, device=logits.device)
+    kept = min(count, vocabulary, logits.shape[1])
+    for start in range(0, len(logits), size):
+        part = F.log_softmax(logits[start : start + size, :vocabulary].float(), dim=-1).topk(kept, sorted=True)
+        ids[start : start + size, :kept], values[start : start + size, :kept] = part.indices.int(), part.values
+    return ids, values
+
+
+def at_places(
+    shape: torch.Size, places: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, weights: torch.Tensor | None
+) -> TopProbabilities:
+    """Lay probabilities of the tokens after n places out over a micro-batch of `shape` [rows, T].
+
+    Args:
+        places: of the flattened micro-batch, int64 [n], none of them the last of a row.
+        ids, values: [n, K], see TopProbabilities.
+        weights: [n] or None.
+    """
+    count = shape.numel()
+    all_ids = ids.new_zeros((count, ids.shape[1])).index_copy(0, places + 1, ids)
+    all_values = values.new_full((count, ids.shape[1]), -torch.inf).index_copy(0, places + 1, values)
+    return TopProbabilities(all_ids.view(*shape, -1), all_values.view(*shape, -1), weights)
 
 
 @dataclass(frozen=True)
@@ -109,13 +157,16 @@ def distillation_loss(
         places: of these tokens in the flattened micro-batch, int64 [n].
     """
     size = max(1, LOSS_CHUNK // logits.shape[1])
+    if not isinstance(teacher, TopProbabilities | TeacherLogits):
+        teacher = teacher.result()
+    weights = torch.ones_like(targets, dtype=torch.float32) if teacher.weights is None else teacher.weights
+    learns_text = teacher.weights is None
     if isinstance(teacher, TopProbabilities):
-        parts = [teacher.ids.flatten(0, 1)[places], teacher.values.flatten(0, 1)[places]]
-        compute = functools.partial(_top_loss, divergence=divergence)
+        parts = [teacher.ids.flatten(0, 1)[places], teacher.values.flatten(0, 1)[places], weights]
+        compute = functools.partial(_top_loss, divergence=divergence, learns_text=learns_text)
     else:
-        weights = torch.ones_like(targets, dtype=torch.float32) if teacher.weights is None else teacher.weights
         parts = [teacher.logits, weights]
-        compute = functools.partial(_logits_loss, divergence=divergence, learns_text=teacher.weights is None)
+        compute = functools.partial(_logits_loss, divergence=divergence, learns_text=learns_text)
     loss = torch.zeros((), dtype=torch.float32, device=logits.device)
     # In chunks that are recomputed: no log-probabilities of all places and tokens are in memory.
     for chunk in zip(*(tensor.split(size) for tensor in (logits, targets, *parts)), strict=True):
@@ -128,13 +179,18 @@ def _top_loss(
     targets: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
+    weights: torch.Tensor,
     divergence: Divergence,
+    learns_text: bool,
 ) -> torch.Tensor:
     logits = logits.float()
-    text = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     taught = (values[:, 0] > -torch.inf) & (targets != IGNORED)
     # A row without any probability would give NaN, also in the gradient.
     values = torch.where(taught[:, None], values, 0.0)
+    if not learns_text:
+        each = top_kl(logits, ids, values, divergence.temperature)
+        return torch.where(taught, each * weights, 0.0).sum()
+    text = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     share = torch.where(taught, divergence.alpha, 0.0)
     return ((1 - share) * text + share * top_kl(logits, ids, values, divergence.temperature)).sum()
 

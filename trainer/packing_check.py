@@ -44,8 +44,13 @@ def resolve_packing(
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, to_json({"isolated": isolated}))
     if not isolated and spec.packing is True:
-        raise UserError(f"packing: {name} mixes the samples of a packed row: set packing=auto or packing=false")
+        raise mixes_samples(name)
     return isolated
+
+
+def mixes_samples(name: str) -> UserError:
+    """Return the error for `packing: true` with a model that cannot be used with it."""
+    return UserError(f"packing: {name} mixes the samples of a packed row: set packing=auto or packing=false")
 
 
 def proof_key(spec: RunSpec, model: nn.Module, device: torch.device) -> str:

@@ -3,7 +3,8 @@
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from trainer.data.order import Order, held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.data.shares import micro_batches, share
 from trainer.data.tiny import with_tiny_model
-from trainer.distillation import Divergence, TeacherLogits, TopProbabilities
+from trainer.distillation import Divergence, TopProbabilities
 from trainer.distributed.world import World
 from trainer.errors import NonFiniteError, UserError
 from trainer.export import finalize, read_origin
@@ -34,7 +35,8 @@ from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy
-from trainer.teacher import TeacherModel
+from trainer.teacher import TeacherModel, isolates_samples, load_teacher
+from trainer.teacher_client import RemoteTeacher
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
 
 
@@ -52,7 +54,7 @@ class Job:
     train_set: Corpus
     eval_set: Corpus
     data: str
-    teacher: TeacherModel | None = None
+    teacher: TeacherModel | RemoteTeacher | None = None
 
     @cached_property
     def order(self) -> Order:
@@ -81,7 +83,7 @@ class Job:
         return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
 
 
-def load_job(spec: RunSpec, store: Path, world: World) -> Job:
+def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> Job:
     """Load tokenizer, data and model. Every rank calls it.
 
     Raises:
@@ -98,7 +100,7 @@ def load_job(spec: RunSpec, store: Path, world: World) -> Job:
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store))
     data = common_digest(corpus, world)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
-    teacher = TeacherModel(spec, tokenizer, world.device) if spec.teacher else None
+    teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
     module = TokenLoss(load_model(spec, world.device), compiled=spec.torch_compile, divergence=Divergence.of(spec))
     return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher)
 
@@ -109,13 +111,11 @@ def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job
     Raises:
         UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
     """
-    models = {"this model": job.module.model} | ({"the teacher": job.teacher.model} if job.teacher else {})
-    packing = True
+    name = "this model"
     with strategy.autocast():
-        for name, model in models.items():
-            packing = resolve_packing(job.spec, model, len(job.tokenizer), world, store, name)
-            if not packing:
-                break
+        packing = resolve_packing(job.spec, job.module.model, len(job.tokenizer), world, store)
+        if packing and job.teacher:
+            name, packing = "the teacher", isolates_samples(job.spec, job.teacher, world, store)
     if job.spec.packing and not packing and world.rank == 0:
         print(f"packing: off, because {name} mixes the samples of a packed row")
     return replace(job, spec=job.spec.model_copy(update={"packing": packing}))
@@ -160,11 +160,23 @@ class Batches:
         batch = self(corpus, rows)
         if teacher:
             with self._strategy.autocast():
-                return batch._replace(teacher=TeacherLogits(teacher(batch), weights))
+                return batch._replace(teacher=teacher.judge(batch, weights))
         if corpus.targets is None:
             return batch
         arrays = corpus.targets.lay_out(rows, corpus.starts, batch.ids.shape[1])
         return batch._replace(teacher=TopProbabilities(*map(self._on_device, arrays)))
+
+    def all_taught(self, corpus: Corpus, parts: Sequence[Sequence[Sequence[int]]], step: int) -> Iterator[Batch]:
+        """Yield what `taught` returns for the rows of each micro-batch of an update.
+
+        A teacher on another host is asked about the next micro-batch before the caller trains on this one.
+        """
+        ready: deque[Batch] = deque()
+        for rows in parts:
+            ready.append(self.taught(corpus, rows, step))
+            if len(ready) > (self._job.teacher.ahead if self._job.teacher else 0):
+                yield ready.popleft()
+        yield from ready
 
     def _write(
         self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int
@@ -246,16 +258,13 @@ def train_step(
         # Every rank knows all rows, so the token count of an update needs no communication.
         tokens = int(trained_counts[[sample for row in update.rows for sample in row]].sum())
         parts = micro_batches(update.mine, spec.batch_size, strategy.rounds(len(update.rows)))
-        for part in parts:
+        remaining = len(parts)
+        for batch in batches.all_taught(job.train_set, parts, step):
             # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
             # run draws the same numbers as an uninterrupted one.
             torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
-            position += 1
-            loss += (
-                strategy.backward(batches.taught(job.train_set, part, step), tokens, last=part is parts[-1])
-                .double()
-                .cpu()
-            )
+            position, remaining = position + 1, remaining - 1
+            loss += strategy.backward(batch, tokens, last=not remaining).double().cpu()
         try:
             norm = strategy.step(lr)
         except FloatingPointError:
@@ -361,7 +370,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     """
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
-    job = load_job(spec, data_dir / "store", world)
+    job = load_job(spec, data_dir / "store", world, heartbeat)
     strategy = make_strategy(job.spec, world, job.module)
     job = with_packing(job, strategy, world, data_dir / "store")
     spec, steps = job.spec, job.steps
@@ -430,4 +439,6 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder.close()
     # No rank exits before all have written their files: a launcher that exits early would end the store of its peers.
     all_ranks.barrier()
+    if job.teacher:
+        job.teacher.close()
     return result

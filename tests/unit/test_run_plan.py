@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.config import make_spec
+from trainer.errors import UserError
 from trainer.run_state import RunHistory
 from trainer.supervise.files import SupervisorError, other_runs
 from trainer.supervise.start import check_idle
@@ -23,11 +26,14 @@ from trainyard.preflight.host_state import HostState
 from trainyard.remote.digests import Digests
 from trainyard.remote.receive import receive
 from trainyard.run.errors import PlanError
+from trainyard.run.isolation import Isolation
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.options import make_options
 from trainyard.run.plan import Node, environment, head_first, plan_nodes
 from trainyard.run.planning import check_torchft
 from trainyard.run.restart_policy import RestartPolicy
+from trainyard.run.spec_files import PreparedRun
+from trainyard.run.teacher_host import check_teacher_host, staged_groups
 
 
 def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> HostState:
@@ -79,6 +85,59 @@ def test_elastic_names_the_host_of_the_store() -> None:
     assert all("\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in environment(node, {}) for node in (first, second))
     assert "STORE" not in environment(plan_nodes([host("a"), host("bb")], run="r", port=29500)[0], {})
     assert "--local-addr=10.0.0.2" in second.command and not any("--master" in word for word in second.command)
+
+
+def test_the_host_of_the_teacher_is_the_last_node_and_trains_nothing() -> None:
+    train, teacher = [host("a", gpus=2), host("bb", cpus=6)], host("ccc", gpus=1, free_ports=[29500, 29501])
+    teacher.gpus = [{"name": "A", "uuid": "GPU-00000000-0000-0000-0000-000000000001"}]
+    nodes = plan_nodes(train, run="r", port=29500, isolation=Isolation(), teacher=teacher)
+    assert [node.ranks for node in nodes] == [[0, 1], [2], [3]] and [node.teaches for node in nodes] == [0, 0, 1]
+    assert all("--nnodes=2" in node.command for node in nodes[:2])
+    assert nodes[2].command[1:3] == ["-m", "trainer.teacher_server"] and "--rank=3" in nodes[2].command
+    assert nodes[2].devices == [teacher.gpus[0]["uuid"]] and nodes[2].interface == "ccc0"
+    for node in nodes:
+        assert node.teacher == "10.0.0.3:29501" and "\nTRAINYARD_TEACHER=10.0.0.3:29501\n" in environment(node, {})
+        assert {"10.0.0.1", "10.0.0.2", "10.0.0.3"} <= set(node.peers)
+    teacher.facts["free_ports"] = [29500]
+    with pytest.raises(PlanError, match="no port for the teacher is free on ccc"):
+        plan_nodes(train, run="r", port=29500, teacher=teacher)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        (
+            "node9",
+            {},
+            "teacher_host: node9 is not a host of this run; its hosts are node1, node2",
+        ),
+        ("node2", {"head": "node2"}, "head: node2 is the teacher's host"),
+        ("node2", {"elastic": True, "min_nodes": 1}, "elastic: a run with teacher_host cannot be started this way"),
+        ("node2", {"render_only": True}, "render_only: a run with teacher_host cannot be started this way"),
+    ],
+)
+def test_a_host_that_cannot_teach_is_named_before_any_contact(name: str, options: dict[str, Any], why: str) -> None:
+    hosts = [Host(each, "10.0.0.1", data_dir="/d", python="/p") for each in ("node1", "node2")]
+    spec = make_spec({"teacher": "/t", "teacher_host": name, "distill_alpha": 1}, "test")
+    with pytest.raises(UserError, match=re.escape(why)):
+        check_teacher_host(spec, hosts, make_options(options))
+    with pytest.raises(UserError, match="the only host"):
+        check_teacher_host(spec, [Host(name, "10.0.0.1", data_dir="/d", python="/p")], make_options({}))
+
+
+def test_the_teacher_is_copied_to_its_host_alone() -> None:
+    files = [
+        {"kind": kind, "bytes": size} for kind, size in (("model", 1), ("teacher", 2), ("dataset", 4), ("trainer", 8))
+    ]
+    prepared = PreparedRun("r", {"teacher_host": "b"}, files, {})
+    assert (prepared.size_on("a"), prepared.size_on("b")) == (13, 10)
+    assert PreparedRun("r", {"teacher_host": ""}, files, {}).size_on("a") == 15
+    groups = staged_groups([{"host": "a"}, {"host": "b", "teaches": True}], files)
+    assert [[entry["host"] for entry in entries] for entries, _ in groups] == [["a"], ["b"]]
+    assert [[file["kind"] for file in each] for _, each in groups] == [
+        ["model", "dataset", "trainer"],
+        ["teacher", "trainer"],
+    ]
 
 
 def test_replicas_with_a_torchrun_each() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.config.dataset_source import columns_error
-from trainer.config.presets import TINY
+from trainer.config.presets import MAX_ANSWER, TINY
 from trainer.strategy import plan_of
 
 if TYPE_CHECKING:
@@ -49,10 +49,14 @@ def _check_distillation(spec: RunSpec) -> None:
     for name in ("gkd_lambda", "gkd_beta"):
         if getattr(spec, name) and not spec.teacher:
             raise ValueError(f"{name}: {getattr(spec, name):g} requires a teacher model: set teacher, or {name}=0")
+    for name in ("teacher_host", "teacher_top_k"):
+        if getattr(spec, name) and not spec.teacher:
+            raise ValueError(f"{name}: {getattr(spec, name)} requires a teacher model: set teacher, or omit {name}")
     if spec.teacher and not spec.distill_alpha:
         raise ValueError("teacher: it has no effect with distill_alpha 0: set distill_alpha=0.5")
     if spec.teacher == TINY:
         raise ValueError("teacher: tiny has random weights: give a model folder, host:/folder, or a hub id (org/name)")
+    _check_teacher_host(spec)
     if not spec.gkd_lambda:
         return
     if spec.train_on == "all":
@@ -61,3 +65,27 @@ def _check_distillation(spec: RunSpec) -> None:
         )
     if spec.backend == "unsloth":
         raise ValueError("gkd_lambda: the backend unsloth cannot write answers while it trains: set backend=peft")
+
+
+def _check_teacher_host(spec: RunSpec) -> None:
+    """Check the fields of a run that learns the most probable tokens of a teacher. Raises ValueError with one line."""
+    if spec.teacher_host and not spec.teacher_top_k:
+        raise ValueError(
+            "teacher_top_k: 0 would send the probabilities of all tokens from teacher_host at every place: "
+            "set teacher_top_k=20, or omit teacher_host"
+        )
+    numbers = spec.batch_size * spec.seq_length * spec.teacher_top_k
+    if spec.teacher_host and numbers > MAX_ANSWER:
+        raise ValueError(
+            f"teacher_top_k: the answer to a micro-batch has up to {numbers} tokens (batch_size x seq_length x teacher_top_k), "
+            f"of at most {MAX_ANSWER}: decrease batch_size or teacher_top_k"
+        )
+    if spec.teacher_top_k and spec.gkd_beta:
+        raise ValueError(
+            f"gkd_beta: {spec.gkd_beta:g} compares the probabilities of all tokens, but teacher_top_k is {spec.teacher_top_k}: "
+            "set gkd_beta=0, or teacher_top_k=0 and no teacher_host"
+        )
+    if spec.teacher_host and plan_of(spec).separate_launchers(spec):
+        raise ValueError(
+            "teacher_host: replicas that leave and rejoin cannot share a teacher: set diloco_membership=fixed, or omit teacher_host"
+        )

@@ -4,6 +4,9 @@ from typing import Any
 
 TINY = "tiny"
 EMBEDDED_DATASET = "ansible-docs"
+TEACHER_TOP_K = 20  # default of teacher_top_k with teacher_host
+MAX_TEACHER_TOP_K = 1000
+MAX_ANSWER = 2**26  # tokens in the answer of a teacher on another host to one micro-batch: 512 MiB
 # Defaults for a model of a few million random weights. Any value that is set explicitly takes precedence.
 PRESETS: dict[str, dict[str, Any]] = {
     TINY: {

@@ -20,6 +20,7 @@ _LATER_FIELDS = (
     "distill_alpha",
     "distill_temperature",
     "teacher",
+    "teacher_top_k",
     "gkd_lambda",
     "gkd_beta",
     "averaging_rank",

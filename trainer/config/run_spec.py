@@ -21,7 +21,7 @@ from trainer.config.fields import (
     declare,
     split_words,
 )
-from trainer.config.presets import EMBEDDED_DATASET, PRESETS, TINY
+from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, PRESETS, TEACHER_TOP_K, TINY
 from trainer.config.run_name import default_name, spec_digest
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES
 
@@ -192,6 +192,20 @@ class RunSpec(BaseModel):
         "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
         "host:/folder for one that every host has, or a hub id (org/name); empty: the dataset has them as teacher_logprobs",
         aliases=["teacher_model_name_or_path", "teacher_model"],
+    )
+    teacher_host: str = declare(
+        "",
+        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; "
+        "empty: every rank holds the teacher",
+        mutable=True,
+    )
+    teacher_top_k: int = declare(
+        0,
+        "number of the teacher's most probable tokens that the student learns at each place; 0: all tokens; "
+        f"with teacher_host: {TEACHER_TOP_K}",
+        ge=0,
+        le=MAX_TEACHER_TOP_K,
+        unit="tokens",
     )
     gkd_lambda: float = declare(
         0.0,
@@ -424,6 +438,8 @@ class RunSpec(BaseModel):
         preset = dict(PRESETS.get(str(given.get("model", TINY)), {}))
         if given.get("gradient_accumulation") is not None:
             preset.pop("total_batch_size", None)
+        if given.get("teacher_host"):
+            preset["teacher_top_k"] = TEACHER_TOP_K
         return preset | given
 
     @model_validator(mode="after")

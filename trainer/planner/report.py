@@ -21,7 +21,7 @@ from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, recommend
-from trainer.planner.teacher import teacher_flops, teacher_shape
+from trainer.planner.teacher import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.strategy import possible_plans
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
@@ -178,9 +178,16 @@ def _teacher_lines(spec: RunSpec) -> list[str]:
     shape = teacher_shape(spec)
     if not shape:
         return []
+    rows = Rows.full(spec)
+    where = "in full on every process"
+    if spec.teacher_host:
+        where = (
+            f"on {spec.teacher_host}: {mib(teacher_process_memory(spec, shape))} MiB, "
+            f"at most {teacher_step_bytes(spec, rows) / 1e6:.3g} MB/step over the network"
+        )
     written = f"; the time in which the student writes answers ({spec.gkd_lambda:.0%} of the steps) is not counted"
     return [
-        f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, in full on every process"
+        f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, {where}"
         f"{written if spec.gkd_lambda else ''}"
     ]
 

@@ -51,6 +51,12 @@ def check_norm(norm: float) -> float:
     return norm
 
 
+def autocast(spec: RunSpec, device: torch.device) -> torch.autocast:
+    """Return the context of a forward pass in the spec's precision."""
+    name = _AUTOCAST_DTYPES.get(spec.precision)
+    return torch.autocast(device.type, dtype=getattr(torch, name or "bfloat16"), enabled=name is not None)
+
+
 class Stopped(Exception):
     """A user or process stopped the run before its first step."""
 
@@ -168,9 +174,7 @@ class Strategy(ABC):
 
     def autocast(self) -> torch.autocast:
         """Return the context of a forward pass in the spec's precision."""
-        name = _AUTOCAST_DTYPES.get(self.spec.precision)
-        dtype = getattr(torch, name or "bfloat16")
-        return torch.autocast(self.world.device.type, dtype=dtype, enabled=name is not None)
+        return autocast(self.spec, self.world.device)
 
     def rounds(self, rows: int) -> int:
         """Return the minimum number of micro-batches of every rank for `rows` rows over all ranks."""

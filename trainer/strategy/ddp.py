@@ -129,12 +129,14 @@ class DDP(Strategy):
         )
         self._fresh = self.replica_group.size > 1  # no step has run yet
         self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waited = 0.0  # seconds of these forward passes in which a teacher on another host computed
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         skip_reduce = isinstance(self.module, nn.parallel.DistributedDataParallel) and not last
         with self.module.no_sync() if skip_reduce else contextlib.nullcontext():  # type: ignore[operator]
             with self.autocast(), self._timed():
                 loss = self.module(*batch)
+            self._waited += getattr(batch.teacher, "waited", 0.0)
             # DDP averages over ranks; multiply by world size so that every token has equal weight.
             self.scaler.scale(loss * (self.replica_group.size / max(1, tokens))).backward()
         return loss.detach()
@@ -159,7 +161,9 @@ class DDP(Strategy):
         if any(isinstance(each, tuple) for each in self._forwards):
             torch.cuda.synchronize(self.world.device)
         total = sum(e[0].elapsed_time(e[1]) / 1e3 if isinstance(e, tuple) else e for e in self._forwards)
+        total = max(0.0, total - self._waited)
         self._forwards.clear()
+        self._waited = 0.0
         return total
 
     def shares(self, rows: int) -> list[int]:

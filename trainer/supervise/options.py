@@ -26,6 +26,7 @@ class StartRequest:
     replica: int | None = None  # the replica of this host, if every replica has its own torchrun
     restarts: int = 0  # maximum consecutive restarts of torchrun without progress
     lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
+    teaches: bool = False  # the command is the run's teacher and not torchrun; its only "rank" is its number
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
@@ -46,6 +47,7 @@ class StartRequest:
         words += ["--unit", self.unit] if self.unit else []
         words += ["--devices", _join(self.devices)] if self.devices else []
         words += ["--hold"] if self.hold else []
+        words += ["--teaches"] if self.teaches else []
         words += ["--replica", str(self.replica)] if self.replica is not None else []
         words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
         words += ["--lease", self.lease] if self.lease else []
@@ -62,6 +64,7 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--devices", default="", help="UUIDs of the GPUs of the ranks")
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--hold", action="store_true", help="start torchrun when the file state/go exists")
+    parser.add_argument("--teaches", action="store_true", help="the command is the run's teacher and not torchrun")
     parser.add_argument("--replica", type=int, help="the replica of this host, if each has its own torchrun")
     parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")
     parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to run the lighthouse")

@@ -18,7 +18,7 @@ from trainer.supervise.files import SupervisorError, hold_lock, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
-from trainer.supervise.ranks import RankMonitor
+from trainer.supervise.ranks import RankMonitor, failure
 from trainer.supervise.status import ENDED_WELL
 
 TICK = 0.1  # s between two checks of the child processes, as torchrun's own --monitor-interval
@@ -70,6 +70,7 @@ class Supervisor:
             "attempt": request.attempt,
             "restarts": self.elastic or request.restarts > 0,
             "replica": request.replica,
+            "teaches": request.teaches,
             "backend": "systemd" if request.unit else "process",
             "unit": request.unit or None,
             "lease": request.lease or None,
@@ -119,7 +120,7 @@ class Supervisor:
             elif caught and caught.si_signo == signal.SIGUSR1:  # stop with `now`
                 self.stop_requested = True
                 self.kill_all(torchrun)
-            if self.ranks.update(torchrun.pid):
+            if not self.request.teaches and self.ranks.update(torchrun.pid):
                 self.save()
             self.keep_lighthouse()
             useless = self.elastic and self.ranks.mistake() not in ("", "DiskError")  # torchrun would restart the ranks
@@ -241,6 +242,8 @@ class Supervisor:
     def end(self, code: int) -> None:
         """Record how the run ended. The reports of the ranks take precedence: torchrun can fail although its workers have finished."""
         self.ranks.read_log()
+        if self.request.teaches and code and not self.stop_requested:
+            self.ranks.failures = [failure(self.ranks.ranks[0], code, 0)]
         statuses = {self.ranks.rank_state(rank).get("status") for rank in self.ranks.ranks}
         self.ranks.failures = [entry for entry in self.ranks.failures if not self.ranks.ended_well(entry["rank"])]
         if statuses <= set(ENDED_WELL) or (code == 0 and not self.ranks.failures):

@@ -142,8 +142,10 @@ def follow_parts(
     Raises:
         RunFailedError: the run failed; its details hold `lines` (evidence), `cause`, `lost`, `stop_wanted`, `hosts`.
     """
-    world_size = sum(len(part.ranks) for part in parts)
-    report(f"following {run}: {counted(world_size, 'rank')} on {', '.join(part.host for part in parts)}")
+    world_size = sum(len(part.ranks) for part in parts if not part.teaches)
+    where = ", ".join(part.host for part in parts if not part.teaches)
+    teacher = "".join(f", teacher on {part.host}" for part in parts if part.teaches)
+    report(f"following {run}: {counted(world_size, 'rank')} on {where}{teacher}")
     if any(part.status not in ENDED for part in parts):
         report(
             f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "

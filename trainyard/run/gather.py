@@ -52,21 +52,21 @@ def gather_facts(
     """Add `facts` (see trainyard/remote/host_facts.py) to every host.
 
     Args:
-        hosts: in rank order, the head first.
+        hosts: in rank order, the head first; then that of the teacher, if it has one of its own.
         lost: hosts that did not answer lately; they get little time.
 
     Returns:
         Why a host did not answer, by name; such a host has no facts.
     """
     requested = [options.master_port] if options.master_port else []
-    apart = own_torchrun(prepared.spec)
-    ports = [*requested, *(PORTS if apart or not requested else [])]
+    apart, teacher = own_torchrun(prepared.spec), prepared.spec["teacher_host"]
+    ports = [*requested, *(PORTS if apart or teacher or not requested else [])]
     requests: dict[str, Callable[[], dict[str, Any]]] = {}
     for place, host in enumerate(hosts):
         request = {
             "head": hosts[0].address,
             "address": host.address,
-            "ports": ports if place == 0 or apart else [],
+            "ports": ports if place == 0 or apart or host.name == teacher else [],
             "python": host.host.python,
             "data_dir": host.host.data_dir,
             "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
@@ -101,9 +101,9 @@ def usable_hosts(
     """Return the hosts that can take part, with their `facts`, and why each other host cannot.
 
     Raises:
-        PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can.
+        PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can, or not that of the teacher.
     """
-    minimum = options.min_nodes
+    minimum, teacher = options.min_nodes, prepared.spec["teacher_host"]
     left_out: dict[str, str] = {}
     any_unreachable = False
     while True:
@@ -113,14 +113,17 @@ def usable_hosts(
             raise HostUnreachableError(_unreachable_line(unreachable))
         reached = [host for host in hosts if host.name not in unreachable]
         unfit = {finding.host: finding.message for finding in assign_gpus(reached)}
-        unfit |= {host.name: why for host in reached if (why := unfitness(host, prepared.size))}
+        unfit |= {host.name: why for host in reached if (why := unfitness(host, prepared.size_on(host.name)))}
         if not minimum and unfit:
             raise PlanError(": ".join(next(iter(unfit.items()))))
         left_out |= unreachable | unfit
+        if teacher in left_out:
+            raise (HostUnreachableError if teacher in unreachable else PlanError)(f"{teacher}: {left_out[teacher]}")
         able = [host for host in hosts if host.name not in left_out]
-        if len(able) < minimum:
+        count = len(able) - bool(teacher)
+        if count < minimum:
             raise (HostUnreachableError if any_unreachable else PlanError)(
-                f"{len(able)} of {len(able) + len(left_out)} hosts can take part, min_nodes is {minimum}: "
+                f"{count} of {count + len(left_out)} hosts can take part, min_nodes is {minimum}: "
                 + ("; ".join(f"{host}: {why}" for host, why in left_out.items()) or "set min_nodes, or add hosts")
             )
         if not left_out or able[0] is hosts[0]:

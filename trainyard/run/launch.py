@@ -83,6 +83,7 @@ def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[
         "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
         "hold": True,
         "lease": entry.get("lease") or "",
+        "teaches": bool(entry.get("teaches")),
         "command": [str(word) for word in entry["command"]],
     }
     if entry.get("replica") is not None:

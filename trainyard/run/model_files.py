@@ -19,6 +19,7 @@ from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles
 from trainyard.run.hub import fetch_on_controller, fetch_on_host, in_hub_cache, is_offline
+from trainyard.run.teacher_host import access_for
 
 Report = Callable[[str], None]
 
@@ -61,13 +62,13 @@ def model_entries(
     for setting, name in model_settings(spec).items():
         if found := on_hosts.get(setting):
             entry = found.entry("model")
-        elif fetched := hub_model(name, setting, access, report):
+        elif fetched := hub_model(name, setting, access and access_for(access, spec, setting), report):
             entry = fetched
         else:
             folder = model_folder(spec, datasets, work, report, setting)
             stem = name.rpartition("/")[2] if is_hub_id(name) else folder.name
             entry = folder_entry(folder, f"store/models/{stem}", digests, "model")
-        if entry["dest"] in [other["dest"] for other in entries]:
+        if entry["dest"] in [other["dest"] for other in entries] and not spec.teacher_host:
             entry = entry | {"bytes": 0}  # a model that teaches itself is copied once
         entries.append(entry | {"kind": setting})
     check_vocabularies(spec, [Path(entry["src"]) for entry in entries if entry["src"]])

@@ -37,6 +37,7 @@ class Part:
         silent: seconds since the latest status.
         error: why the latest request failed.
         replica: number of the replica group, if every group has its own torchrun; else None.
+        teaches: whether this is the host of the teacher, which the supervisor counts as a rank after those that train.
     """
 
     host: str
@@ -47,6 +48,7 @@ class Part:
     silent: float = 0.0
     error: str = ""
     replica: int | None = None
+    teaches: bool = False
 
     @property
     def status(self) -> str:
@@ -62,6 +64,10 @@ class Part:
     def states(self) -> dict[int, dict[str, Any]]:
         """Heartbeats of the host's ranks, by global rank."""
         return {int(rank): state for rank, state in ((self.answer or {}).get("ranks") or {}).items()}
+
+    def name_of(self, rank: int) -> str:
+        """Return what messages call a rank of this host."""
+        return f"the teacher on {self.host}" if self.teaches else f"rank {rank} on {self.host}"
 
 
 @dataclass(frozen=True, order=True)
@@ -118,7 +124,7 @@ def is_behind(part: Part) -> bool:
 
 def killed_ranks(part: Part) -> list[int]:
     """Return the ranks of a stopped part that did not exit by themselves with a checkpoint."""
-    if part.status != "stopped":
+    if part.status != "stopped" or part.teaches:
         return []
     return [rank for rank, state in sorted(part.states.items()) if state.get("status") not in (*ENDED_WELL, "failed")]
 
@@ -148,7 +154,7 @@ def rank_cause(part: Part, rank: int) -> Cause | None:
     state = part.states.get(rank, {})
     if state.get("status") in ENDED_WELL:
         return None  # the rank's own report counts, whatever torchrun says
-    place = f"rank {rank} on {part.host}"
+    place = part.name_of(rank)
     failed = next((entry for entry in part.node.get("failures", []) if entry["rank"] == rank), None)
     if error := state.get("error"):
         message = printable((str(error.get("message") or "").strip().splitlines() or [""])[0], MESSAGE_LIMIT)
@@ -284,22 +290,23 @@ class Progress:
         if now - self.moved_at < self.stall_limit:
             return None
         waiting = [
-            (not is_halted(state), state.get("step") or 0, rank, part.host, state)
+            (not is_halted(state), state.get("step") or 0, rank, part.host, part.name_of(rank), state)
             for part in parts
             for rank in part.ranks
             if (state := part.states.get(rank, {})).get("status") not in ENDED_WELL
+            and (is_halted(state) or not part.teaches)
         ]
         since = f"no progress for {self.stall_limit:.0f} s"
         if not waiting:
             return Cause(2, -1, parts[0].host, f"{since}: all ranks have ended but torchrun has not", "stall")
-        running, step, rank, host, state = min(waiting, key=lambda entry: entry[:3])
+        running, step, rank, host, name, state = min(waiting, key=lambda entry: entry[:3])
         if not state:
             how = "has not written a heartbeat yet"
         elif not running:
             how = f"is halted (SIGSTOP or a debugger) at step {step}"
         else:
             how = f"is the slowest rank, at step {step} ({state.get('status')})"
-        return Cause(1, rank, host, f"{since}: rank {rank} on {host} {how}", "stall")
+        return Cause(1, rank, host, f"{since}: {name} {how}", "stall")
 
 
 def is_waiting(state: dict[str, Any]) -> bool:

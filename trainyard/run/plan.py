@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.distributed import SHARED_GPUS
+from trainer.distributed import SHARED_GPUS, TEACHER_ADDRESS
 from trainer.distributed.listeners import PEERS
 from trainer.formats import table
 from trainer.strategy import plan_named
@@ -16,6 +16,7 @@ from trainyard.preflight.gpu_choice import devices, numbers
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
 from trainyard.run.isolation import NO_ISOLATION, Isolation
+from trainyard.run.teacher_host import teacher_port
 
 # Below 32768, because the kernel assigns higher ports to outgoing connections.
 PORTS = range(29500, 29600)
@@ -48,6 +49,8 @@ class Node:
         hide_gpus: whether the ranks use the CPU of a host with GPUs.
         shared_gpus: whether ranks of two hosts of the run, which are one machine, use the same GPU.
         lease: under the queue, the file on the host that is locked while the run may use it; else empty.
+        teacher: ADDRESS:PORT of the teacher of a run with `teacher_host`; else empty.
+        teaches: whether this is the teacher's host. Its only "rank" is the teacher, with the number after those that train.
     """
 
     host: str
@@ -75,6 +78,8 @@ class Node:
     hide_gpus: bool = False
     shared_gpus: bool = False
     lease: str = ""
+    teacher: str = ""
+    teaches: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -171,6 +176,7 @@ def plan_nodes(
     replica_hosts: int = 0,
     identity: str = "",
     isolation: Isolation = NO_ISOLATION,
+    teacher: HostState | None = None,
 ) -> list[Node]:
     """Plan a run over `hosts`, in order: the rank is the place in the list.
 
@@ -183,18 +189,18 @@ def plan_nodes(
             torchrun each, restarted by the supervisor up to `restarts` times in a row.
         identity: id of this start at the rendezvous.
         isolation: which connections of the ranks are filtered.
+        teacher: the host of the teacher, whose node is the last one.
 
     Raises:
         PlanError: a host cannot take part.
     """
-    if not hosts:
-        raise PlanError("there is no host to run on: add hosts to the group 'cluster' of the inventory")
-    for host in hosts:
-        _check_route(host)
+    everyone = [*hosts, teacher] if teacher else hosts
+    _check_routes(everyone)
     counts = rank_counts(hosts)
-    threads = _threads_per_rank(hosts, counts)
-    addresses = meeting_addresses(hosts)
-    peers = peer_addresses(hosts) if isolation.incoming else []
+    threads = _threads_per_rank(everyone, [*counts, 1][: len(everyone)])
+    addresses = meeting_addresses(everyone)[: len(hosts)]
+    peers = peer_addresses(everyone) if isolation.incoming else []
+    teacher_at = _teacher_address(everyone, port) if teacher else ""
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
     used = [device for host in hosts for device in devices(host.gpus)]
     shared_gpus = len(used) > len(set(used))  # all ranks need the same backend
@@ -222,7 +228,7 @@ def plan_nodes(
                 data_dir=host.host.data_dir,
                 command=_command(host.host, run_dir, meeting, count),
                 backend=host.host.backend,
-                properties=[f"CPUAffinity={' '.join(map(str, host.host.cpus))}"] if host.host.cpus else [],
+                properties=_granted_cores(host),
                 attempt=attempt,
                 replica=meeting.replica,
                 restarts=restarts if replica_hosts else 0,
@@ -238,9 +244,50 @@ def plan_nodes(
                 hide_gpus=bool(facts["gpus"]) and not host.gpus,
                 shared_gpus=shared_gpus,
                 lease=host.host.lease,
+                teacher=teacher_at,
             )
         )
+    if teacher:
+        nodes.append(_teacher_node(teacher, nodes[0], sum(counts), threads[-1], len(nodes)))
     return nodes
+
+
+def _granted_cores(host: HostState) -> list[str]:
+    """Return the properties of a unit that keep it to the cores that the queue granted."""
+    return [f"CPUAffinity={' '.join(map(str, host.host.cpus))}"] if host.host.cpus else []
+
+
+def _teacher_address(hosts: list[HostState], port: int) -> str:
+    """Return where the teacher on the last host listens. `port`: of the rendezvous; 0 for a run that is already running."""
+    return f"{meeting_addresses(hosts)[-1]}:{teacher_port(hosts[-1], port) if port else 0}"
+
+
+def _teacher_node(host: HostState, head: Node, world: int, threads: int, place: int) -> Node:
+    """Return the node of the teacher's host in the run of `head`. `world`: number of ranks."""
+    run_dir = f"{host.host.data_dir}/runs/{PurePosixPath(head.run_dir).name}"
+    address = head.teacher.rpartition(":")[0]
+    module = [host.host.python, "-m", "trainer.teacher_server", f"{run_dir}/spec.yml"]
+    return replace(
+        head,
+        host=host.name,
+        node_rank=place,
+        ranks=[world],
+        address=address,
+        interface="lo" if address == LOOPBACK else host.facts["interface"],
+        threads=threads,
+        run_dir=run_dir,
+        data_dir=host.host.data_dir,
+        command=[*module, f"--run-dir={run_dir}", f"--rank={world}"],
+        backend=host.host.backend,
+        properties=_granted_cores(host),
+        allocator="" if host.gpus else host.facts.get("allocator", ""),
+        stale=host.facts.get("running", False),
+        devices=devices(host.gpus),
+        gpu_numbers=numbers(host),
+        hide_gpus=bool(host.facts["gpus"]) and not host.gpus,
+        lease=host.host.lease,
+        teaches=True,
+    )
 
 
 def _threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
@@ -288,11 +335,14 @@ def _is_address(value: Any) -> bool:
         return False
 
 
-def _check_route(host: HostState) -> None:
-    facts = host.facts
-    if facts["route_error"] or not facts["interface"]:
-        why = facts["route_error"] or f"no network device there has the address {facts['source']}"
-        raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
+def _check_routes(hosts: list[HostState]) -> None:
+    if not hosts:
+        raise PlanError("there is no host to run on: add hosts to the group 'cluster' of the inventory")
+    for host in hosts:
+        facts = host.facts
+        if facts["route_error"] or not facts["interface"]:
+            why = facts["route_error"] or f"no network device there has the address {facts['source']}"
+            raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
 
 
 def _static_rendezvous(addresses: list[str], place: int, port: int) -> _Rendezvous:
@@ -346,6 +396,7 @@ def environment(node: Node, extra: dict[str, str]) -> str:
         # Otherwise restarted ranks read their peers' previous addresses from torchrun's store, and wait for those.
         **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if node.elastic else {}),
         **({PEERS: ",".join(node.peers)} if node.peers else {}),
+        **({TEACHER_ADDRESS: node.teacher} if node.teacher else {}),
         # A library that asks the hub nevertheless would wait for a timeout.
         **({"HF_HUB_OFFLINE": "1"} if node.isolated else {}),
     } | {name: str(value) for name, value in extra.items()}
@@ -378,7 +429,8 @@ def shared_rows(nodes: list[Node], spec: dict[str, Any], before: list[int]) -> l
 
 
 def plan_lines(nodes: list[Node], spec: dict[str, Any], port: int, before: list[int]) -> list[str]:
-    """Return the plan as a table and a summary. `before`: rows by rank, of an earlier start."""
+    """Return the plan of the ranks as a table and a summary. `before`: rows by rank, of an earlier start."""
+    nodes = [node for node in nodes if not node.teaches]
     world = sum(len(node.ranks) for node in nodes)
     head = ["host", "node", "ranks", "address", "device", "threads"]
     rows = [

@@ -31,6 +31,7 @@ from trainyard.run.isolation import choose_isolation, isolation_lines
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import Node, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.spec_files import PreparedRun
+from trainyard.run.teacher_host import split_teacher, teacher_line
 
 Phase = Literal["new", "running", "finished", "stopped"]
 TORCHRUN_RESTARTS = 3  # consecutive restarts by torchrun or a supervisor where max_restarts is 0
@@ -87,24 +88,31 @@ def plan_run(
     """
     previous = previous or PreviousStart()
     run, spec = prepared.run, dict(prepared.spec)
-    hosts, left_out = usable_hosts(head_first(hosts, options.head), connect, prepared, options, previous.lost)
-    check_consistency(hosts)
+    train, teacher = split_teacher(hosts, spec["teacher_host"])
+    ordered = [*head_first(train, options.head), *([teacher] if teacher else [])]
+    ordered, left_out = usable_hosts(ordered, connect, prepared, options, previous.lost)
+    check_consistency(ordered)
+    hosts, teacher = split_teacher(ordered, spec["teacher_host"])
     chosen = _resolve_strategy(hosts, connect, spec, prepared)
     check_requirements(hosts, spec)
     apart = own_torchrun(spec)
     if apart:
         check_torchft([host.host for host in hosts], options)
-    last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
-    members = _running_members(hosts, run, last_attempt, options, previous)
+    last_attempt = max((part["attempt"] for host in ordered if (part := host.facts["part"])), default=0)
+    members = _running_members(ordered, run, last_attempt, options, previous)
     port = 0
     if not members:
         head = hosts[0]
         port = choose_port(options.master_port, head.facts["free_ports"], head.name, head.host.lease)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
-    hosts = members or hosts
-    variables = {name: value for host in hosts for name, value in host.host.env.items()} | options.run_env
+    if members:
+        ordered = members
+        hosts, teacher = split_teacher(ordered, spec["teacher_host"])
+    variables = {name: value for host in ordered for name, value in host.host.env.items()} | options.run_env
     isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, variables)
+    if teacher:
+        teacher.gpus = teacher.gpus[:1]  # one process computes
     nodes = plan_nodes(
         hosts,
         run=run,
@@ -116,20 +124,23 @@ def plan_run(
         # Scripts that start the run keep their id, so that rendering them again changes nothing.
         identity="" if options.render_only else f"{run}-{secrets.token_hex(16)}",
         isolation=isolation,
+        teacher=teacher,
     )
-    entries = [_entry(node, host, spec, prepared) for node, host in zip(nodes, hosts, strict=True)]
+    entries = [_entry(node, host, spec, prepared) for node, host in zip(nodes, ordered, strict=True)]
     if members:
         check_running_spec(members[0], entries[0]["spec"], run)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"])
-    if previous.begun and _was_stopped(hosts, last_attempt):
+    if previous.begun and _was_stopped(ordered, last_attempt):
         line = f"run {run} was stopped: train.yml with the same spec continues it"
         return RunPlan(entries, "stopped", port, [line])
     if is_finished(hosts, entries[0]["spec"], run):
         return RunPlan(entries, "finished", port, [])
-    lines = [*_host_lines(hosts, left_out), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
+    lines = [*_host_lines(ordered, left_out), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
     with spec_here(spec, prepared.files) as here:
         lines += [f"rows: {packing_text(here)}", *filter(None, [chosen])]
-    return RunPlan(entries, "new", port, lines + isolation_lines(isolation, hosts))
+        if teacher:
+            lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
+    return RunPlan(entries, "new", port, lines + isolation_lines(isolation, ordered))
 
 
 def _host_lines(hosts: list[HostState], left_out: Mapping[str, str]) -> list[str]:

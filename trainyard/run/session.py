@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
+from trainer.distributed import TEACHER_TOKEN
 from trainer.formats import printable
 from trainyard.connection import Host, HostConnection
 from trainyard.run.artifacts import collect_artifacts
@@ -34,6 +35,7 @@ from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.status import planned_parts
+from trainyard.run.teacher_host import check_teacher_host, training_entries
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
@@ -147,6 +149,7 @@ class RunSession:
         if self.spec is None:
             raise RunError("the run has no spec")
         with contextlib.ExitStack() as stack:
+            check_teacher_host(self.spec, list(self.hosts.values()), self.options)
             work = self.home / ".trainyard"
             if self.check:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -232,7 +235,7 @@ class RunSession:
         if self.check or self.options.render_only or state.status == "stopped" or state.phase == "failed":
             return _SKIPPED
         base_model = self.prepared.base_model if state.prepared else ""
-        collected = collect_artifacts(state.plan, self.connect, self.options.collect_to, base_model)
+        collected = collect_artifacts(training_entries(state.plan), self.connect, self.options.collect_to, base_model)
         if state.phase == "finished":
             collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
         return collected
@@ -284,7 +287,8 @@ class RunSession:
 
     def _environments(self) -> dict[str, dict[str, str]]:
         """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
-        return {name: {**host.env, **self.options.run_env} for name, host in self.hosts.items()}
+        secret = {TEACHER_TOKEN: secrets.token_hex(32)} if self.prepared.spec["teacher_host"] else {}
+        return {name: {**host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
 
     def _launch(self) -> dict[str, Any]:
         try:

@@ -26,6 +26,7 @@ from trainyard.run.file_entries import file_entry, folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles, describe_files
 from trainyard.run.hub import fetch_on_controller, fetch_on_host, is_offline
 from trainyard.run.model_files import TINY_NEEDS_DATASET, check_names, model_entries, model_settings
+from trainyard.run.teacher_host import access_for, files_of
 from trainyard.run.trainer_archive import trainer_archive
 
 Report = Callable[[str], None]
@@ -57,6 +58,11 @@ class PreparedRun:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(entry["bytes"] for entry in self.files)
+
+    def size_on(self, host: str) -> int:
+        """Return the bytes of the files that a host receives."""
+        teacher = str(self.spec.get("teacher_host") or "")
+        return sum(entry["bytes"] for entry in files_of(self.files, teacher, teaches=host == teacher))
 
     @property
     def base_model(self) -> str:
@@ -146,7 +152,7 @@ def dataset_entries(
             entry = _dataset_entry(path, digests)
             _check_samples(source.model_copy(update={"path": str(path)}), entry["digest"], work, spec.needs_logprobs)
             entries.append(entry | {"source": place})
-        elif fetched := hub_dataset(source.path, access, digests, report):
+        elif fetched := hub_dataset(source.path, access and access_for(access, spec, "dataset"), digests, report):
             entries.append(fetched | {"source": place})
     return entries
 
@@ -176,7 +182,12 @@ def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFi
         raise UserError(TINY_NEEDS_DATASET)
     if access is None:
         raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with train.yml")
-    found = describe_files(access, paths)
+    elsewhere = {"teacher"} if spec.teacher_host else set()  # only one host needs it
+    found: dict[str, HostFiles] = {}
+    for names in (paths.keys() - elsewhere, paths.keys() & elsewhere):
+        if names:
+            where = access_for(access, spec, next(iter(names)))
+            found |= describe_files(where, {setting: paths[setting] for setting in names})
     for setting in model_settings(spec):
         if model := found.get(setting):
             if model.kind != "folder":

@@ -19,6 +19,7 @@ from trainyard.run.errors import RunClaimedError, StageError
 from trainyard.run.gather import Connect
 from trainyard.run.plan import Node, environment
 from trainyard.run.spec_files import PreparedRun, Report
+from trainyard.run.teacher_host import staged_groups, training_entries
 from trainyard.run.transfer import ask_hosts, copy_to_hosts
 
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
@@ -55,7 +56,9 @@ def stage_files(
         PlanError: a value of `environments` cannot be written to a file.
     """
     commits = {e["host"]: commit_request(e, entries, prepared, environments.get(e["host"], {}), token) for e in entries}
-    changed = copy_to_hosts(entries, prepared.files, connect, token, check=check, transfer=transfer, report=report)
+    changed: dict[str, list[str]] = {}
+    for group, files in staged_groups(entries, prepared.files):
+        changed |= copy_to_hosts(group, files, connect, token, check=check, transfer=transfer, report=report)
     if check:
         return changed
     # Controllers claim a run on the same host first, so that one of them gets it on all hosts.
@@ -106,7 +109,8 @@ def small_files(
     entry: dict[str, Any], entries: list[dict[str, Any]], origin: dict[str, str], run_env: dict[str, str]
 ) -> dict[str, tuple[int, str]]:
     """Return {name: (mode, base64 content)} of the files that every start writes. Raises PlanError."""
-    hosts = [{name: value for name, value in other.items() if name not in _PRIVATE} for other in entries]
+    ranks = training_entries(entries)
+    hosts = [{name: value for name, value in other.items() if name not in _PRIVATE} for other in ranks]
     texts = {
         "spec.yml": (0o644, yaml.safe_dump(json.loads(json.dumps(entry["spec"])), sort_keys=False)),
         "plan.json": (0o644, json.dumps(hosts, indent=1)),

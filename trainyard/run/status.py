@@ -22,7 +22,11 @@ STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "
 def planned_parts(entries: Iterable[dict[str, Any]]) -> list[Part]:
     """Return a plan's parts, by node rank."""
     return [
-        Part(entry["host"], entry["run_dir"], entry["node_rank"], list(entry["ranks"]), replica=entry.get("replica"))
+        Part(
+            *(entry["host"], entry["run_dir"], entry["node_rank"], list(entry["ranks"])),
+            replica=entry.get("replica"),
+            teaches=bool(entry.get("teaches")),
+        )
         for entry in entries
     ]
 
@@ -63,7 +67,7 @@ def find_parts(
     ]
     for part in found:
         part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
-        part.replica = part.node.get("replica")
+        part.replica, part.teaches = part.node.get("replica"), bool(part.node.get("teaches"))
     members = {host for part in found for host in part.node.get("hosts", [])}
     missing = {host: error for host, error in errors.items() if host in members or not found}
     return sorted(found, key=lambda part: part.node_rank), missing

@@ -24,7 +24,16 @@ from trainer.data.encode import Corpus, Encoder, encode_all, encoded_dataset, lo
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
 from trainer.data.samples import read_source, source_of
 from trainer.data.shapes import to_sample
-from trainer.distillation import Divergence, TeacherLogits, TopProbabilities, distillation_loss, generalized_jsd, top_kl
+from trainer.distillation import (
+    Divergence,
+    TeacherLogits,
+    TopProbabilities,
+    at_places,
+    distillation_loss,
+    generalized_jsd,
+    top_kl,
+    top_tokens,
+)
 from trainer.errors import UserError
 from trainer.model import TokenLoss
 from trainer.on_policy import Writer, _Sampler, is_on_policy
@@ -336,6 +345,30 @@ def test_a_batch_without_loss_and_one_without_distributions(taught: Corpus, mode
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(module(*made[:3])), rel=1e-6)
     assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("chunk", [2**24, 20], ids=["one chunk", "many chunks"])
+@pytest.mark.parametrize("written", [False, True])
+def test_all_tokens_as_the_most_probable_ones_give_the_loss_of_the_logits(
+    written: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for answers that the student wrote, and with a teacher whose vocabulary is padded."""
+    monkeypatch.setattr("trainer.distillation.LOSS_CHUNK", chunk)
+    torch.manual_seed(2)
+    shape, places = torch.Size((2, 6)), torch.tensor([0, 3, 6, 9])
+    teacher, targets = torch.randn(4, 12), torch.tensor([1, 5, 2, 9])
+    weights = torch.tensor([0.5, 2.0, 1.0, 3.0]) if written else None
+    found = []
+    for said in (
+        TeacherLogits(teacher[:, :10], weights),
+        at_places(shape, places, *top_tokens(teacher, 14, 10), weights),
+    ):
+        student = torch.randn(4, 10, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        loss = distillation_loss(student, targets, places + 1, said, Divergence(0.4, 2.0))
+        loss.backward()  # type: ignore[no-untyped-call]
+        found.append((float(loss.detach()), student.grad))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
 
 
 def test_the_divergence_from_all_probabilities_is_the_divergence_from_the_top() -> None:

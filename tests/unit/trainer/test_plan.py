@@ -29,7 +29,7 @@ from trainer.planner.hosts import BASE, read_hosts
 from trainer.planner.model_shape import Shape, read_shape, shape_of
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend
 from trainer.planner.report import plan
-from trainer.planner.teacher import teacher_weights
+from trainer.planner.teacher import teacher_step_bytes, teacher_weights
 from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
@@ -169,6 +169,13 @@ def test_a_teacher_takes_time_and_is_named_by_the_plan(model_folder: Path, tmp_p
     assert any(
         line.startswith(f"teacher {model_folder}: 0.") and "(25% of the steps)" in line for line in found["lines"]
     )
+    away = make_spec(common | taught | {"teacher_host": "big", "total_batch_size": 8}, "here")
+    elsewhere = plan(away, hosts, None, fast=True, data_dir=tmp_path)
+    assert elsewhere["speed"]["part"] == plain["speed"]["part"], "the teacher computes beside the ranks"
+    assert teacher_weights(away) == 0
+    # 8 rows of 64 tokens: 8 bytes of each token, 4 + 20 x 8 of each place with loss.
+    assert teacher_step_bytes(away, Rows.full(away)) == 8 * 64 * (8 + 4 + 160)
+    assert any("M parameters, on big: " in line and "at most 0.0881 MB/step" in line for line in elsewhere["lines"])
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     spec = make_spec(common | taught | {"teacher": str(tmp_path)}, "here")
     with pytest.raises(UserError, match="teacher: the planner does not support mamba"):
