@@ -38,10 +38,19 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The rows of one optimizer update: those of all ranks that share its gradient, and this rank's part of them."""
+    """The rows of one optimizer update: those of all ranks that share its gradient, and this rank's part of them.
+
+    `passed`: the rows that pass through this rank, if not `mine`, the rows that its metrics count.
+    """
 
     rows: Rows
     mine: Rows
+    passed: Rows | None = None
+
+    @property
+    def computed(self) -> Rows:
+        """The rows of this rank's micro-batches."""
+        return self.mine if self.passed is None else self.passed
 
 
 def check_norm(norm: float) -> float:
@@ -94,7 +103,11 @@ class Strategy(ABC):
 
     def updates(self, step: int, rows: Rows) -> list[Update]:
         """Return the optimizer updates of `step` (from 0): by default one update of all rows."""
-        return [Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])]
+        return [self.divide(rows)]
+
+    def divide(self, rows: Rows) -> Update:
+        """Return this rank's part of `rows`."""
+        return Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])
 
     def is_sync_step(self, step: int) -> bool:
         """Return whether ranks synchronize after step number `step` (from 1). They always do after the last step."""
@@ -189,7 +202,7 @@ class Strategy(ABC):
             last: the last micro-batch of the step on this rank. After this call the gradients are reduced over all ranks.
 
         Returns:
-            The summed loss of the micro-batch, detached, a float32 scalar.
+            The summed loss of the micro-batch, detached, a float32 scalar; or 0, and that of the update with its last one.
         """
 
     @abstractmethod
@@ -203,7 +216,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the summed loss of a micro-batch without gradients, for evaluation."""
+        """Return the summed loss of a micro-batch without gradients, for evaluation; 0 on a rank without the output head."""
 
     def weights_finite(self) -> bool:
         """Return whether the trained weights that this rank holds are finite."""
