@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -209,7 +210,7 @@ class WeightFiles:
             raise UserError(f"model: {self._model} has no {name}, which strategy=pipeline needs: set another strategy")
         return path
 
-    def read(self, wanted: dict[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor in host memory) for every name in `wanted`, file by file.
 
         Args:
@@ -245,6 +246,8 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec))
     model.tie_weights()  # the context above makes a parameter of its own for the head
+    with contextlib.suppress(OSError):  # a model may have none
+        model.generation_config = GenerationConfig.from_pretrained(spec.model)
     return model, parts
 
 
@@ -262,9 +265,6 @@ def load_stage(spec: RunSpec, division: Division, device: torch.device) -> Stage
     check_ranks(len(division.layers), len(layers))
     mine = _mine(model, parts, division)
     _read_weights(spec, model, parts, mine)
-    generation = Path(spec.model).expanduser() / "generation_config.json"
-    if generation.is_file():
-        model.generation_config = GenerationConfig.from_pretrained(spec.model)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     whole = add_lora(spec, model) if spec.lora_r else model
@@ -272,6 +272,12 @@ def load_stage(spec: RunSpec, division: Division, device: torch.device) -> Stage
     _drop_others(model, parts, division, base_dtype(spec))
     whole.to(device).train()
     return StageLoss(whole, division, parts, trained, held, Divergence.of(spec))
+
+
+def whole_model(spec: RunSpec) -> nn.Module:
+    """Return the complete model with adapters, without memory for the weights, from which a state dict is saved."""
+    model, _ = empty_model(spec)
+    return add_lora(spec, model) if spec.lora_r else model
 
 
 def _mine(model: Any, parts: Parts, division: Division) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from trainer.strategy.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from trainer.config import RunSpec
     from trainer.distillation import Teacher
@@ -230,6 +231,10 @@ class Strategy(ABC):
         Only the first rank of every host uses the return value.
         """
         return None
+
+    def model_to_save(self) -> nn.Module:
+        """Return the model whose names and configuration `weights` are saved with; its own weights are not read then."""
+        return self.plain.model
 
     @abstractmethod
     def save(self, folder: Path) -> Writing | None:

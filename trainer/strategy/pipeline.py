@@ -6,7 +6,6 @@ Only activations and their gradients travel between neighbouring ranks. The grad
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -287,6 +286,11 @@ class Pipeline(Strategy):
         from trainer.strategy.pipeline_state import gather
 
         return gather(self.stage, self.world, {name: p.detach() for name, p in self.trained.items()})
+
+    def model_to_save(self) -> nn.Module:
+        from trainer.distributed.pipeline_stage import whole_model
+
+        return whole_model(self.spec)
 
     def save(self, folder: Path) -> Writing | None:
         from trainer.strategy.pipeline_state import save_full, save_stage
