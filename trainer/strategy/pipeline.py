@@ -175,7 +175,7 @@ class PipelinePlan(StrategyPlan):
         optimizer: float,
         communication: float,
     ) -> tuple[float, float]:
-        """Return the seconds of a step: every rank once, while the pipeline fills and drains, and the slowest for the others."""
+        """Return the seconds of a step: every rank once, while the pipeline fills and drains, and the slowest for all further micro-batches."""
         counts, micro = self.layers(spec, shape, layout, rows, cuda=False), micro_batches(spec, 1)
         head = layer_costs(spec, shape, rows, 4, cuda=False).head
         shares = [count / (shape.layers + head) for count in counts]
@@ -185,7 +185,7 @@ class PipelinePlan(StrategyPlan):
         if len(counts) == 1:
             return compute, 0.0
         hop = communication / micro / min(2, len(counts) - 1)
-        # The first micro-batch crosses every link twice. The others travel while ranks compute.
+        # The first micro-batch crosses every link twice. Further ones travel while ranks compute.
         exposed = 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, communication / micro - slowest)
         return compute, exposed
 
