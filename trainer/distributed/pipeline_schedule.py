@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,8 +85,14 @@ class Link:
 class Neighbours:
     """The links of this rank to the ranks before and after it in the pipeline."""
 
-    def __init__(self, world: World, native: torch.dtype, transit: torch.dtype) -> None:
-        """Create the links. Every rank calls it. `native`, `transit`: data types in the model and between ranks."""
+    def __init__(self, world: World, native: torch.dtype, transit: torch.dtype, timeout: float) -> None:
+        """Create the links. Every rank calls it.
+
+        Args:
+            native: data type in the model.
+            transit: data type between ranks.
+            timeout: seconds after which a send or a receive fails.
+        """
         from trainer.distributed.listeners import restrict_listeners
 
         self._rank, self._ranks = world.rank, world.size
@@ -93,7 +100,8 @@ class Neighbours:
         self._links: dict[str, Link] = {}
         if world.size == 1:
             return
-        forward, backward = dist.new_group(), dist.new_group()
+        limit = datetime.timedelta(seconds=timeout)
+        forward, backward = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
         restrict_listeners()
         dtypes, device = (native, transit), world.device
         if not self.first:

@@ -204,7 +204,7 @@ class Pipeline(Strategy):
         self.stage: StageLoss = module  # type: ignore[assignment]
         native = base_dtype(spec)
         half = spec.pipeline_comm_dtype == "bf16"
-        self.neighbours = Neighbours(world, native, torch.bfloat16 if half else native)
+        self.neighbours = Neighbours(world, native, torch.bfloat16 if half else native, spec.collective_timeout)
         self.trained = self.stage.held
         # A rank without a layer that has adapters trains nothing.
         self.optimizer = make_optimizer(spec, self.trained.values()) if self.trained else None
@@ -213,8 +213,7 @@ class Pipeline(Strategy):
         weights = self.stage.trained_weights
         shared = [name for name, weight in weights.items() if len(weight.holders) > 1]
         self._shared = {name: self.trained[name] for name in shared if name in self.trained}
-        ends = dist.new_group([0, world.size - 1]) if shared else None
-        self._ends = ends
+        self._ends = world.subgroup([[0, world.size - 1]], spec.collective_timeout).group if shared else None
 
     def divide(self, rows: Rows) -> Update:
         # All rows pass through every rank; the last one, which has the loss, counts them.
@@ -258,8 +257,7 @@ class Pipeline(Strategy):
 
     def step(self, lr: float) -> float:
         for parameter in self._shared.values():  # the embedding and the tied head: both ranks get the sum
-            if self.world.size > 1:
-                dist.all_reduce(parameter.grad, group=self._ends)
+            dist.all_reduce(parameter.grad, group=self._ends)
         parameters = list(self.trained.values())
         weights = self.stage.trained_weights
         own = [
