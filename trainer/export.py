@@ -59,7 +59,7 @@ def finalize(
     hosts = world.gather(socket.gethostname())
     state_dict = strategy.weights()
     if world.is_host_leader:
-        result |= export_weights(job, state_dict, run_dir)
+        result |= export_weights(job, strategy.model_to_save(), state_dict, run_dir)
         if spec.merge and spec.lora_r and world.rank == 0:
             result["merged"] = str(merge_adapter(spec, run_dir))
         if state_dict is None and world.rank == 0:
@@ -94,16 +94,19 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
     }
 
 
-def export_weights(job: "Job", state_dict: "dict[str, torch.Tensor] | None", run_dir: Path) -> dict[str, Any]:
+def export_weights(
+    job: "Job", model: Any, state_dict: "dict[str, torch.Tensor] | None", run_dir: Path
+) -> dict[str, Any]:
     """Write the adapter (or the full model) as transformers and peft read it; return its path and digest.
 
     Args:
-        state_dict: the full weights by name; None if the module on this rank has them.
+        model: the model, with adapters if the spec has them.
+        state_dict: the full weights by name; None if `model` has them.
 
     Raises:
         DiskError: the disk is full or not writable.
     """
-    spec, model = job.spec, job.module.model
+    spec = job.spec
     kind = "adapter" if spec.lora_r else "model"
     final = run_dir / kind
     with atomic_folder(final, kind) as aside:

@@ -115,12 +115,23 @@ def read_causal_model(spec: RunSpec, setting: str, name: str, **options: Any) ->
         model = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
         raise UserError(f"{setting}: cannot load {shown}: {first_line(error)}") from None
-    positions = getattr(model.config, "max_position_embeddings", None)
+    check_positions(spec, setting, model.config)
+    return model
+
+
+def check_positions(spec: RunSpec, setting: str, config: Any) -> None:
+    """Check that a model has positions for the rows of the spec. Raises UserError.
+
+    Args:
+        setting: what names the model in the run spec.
+        config: its configuration.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
     if positions and spec.seq_length > positions:
         raise UserError(
-            f"seq_length: {shown} has {positions} positions, got {spec.seq_length}: set seq_length={positions}"
+            f"seq_length: {getattr(spec, setting)} has {positions} positions, got {spec.seq_length}: "
+            f"set seq_length={positions}"
         )
-    return model
 
 
 def _prepare_quantized(model: Any) -> Any:

@@ -39,7 +39,8 @@ def resolve_packing(
     known = world.gather(_read(file))
     isolated = known[0]
     if isolated is None or any(each != isolated for each in known):
-        isolated = isolates_packed_samples(model, vocabulary)
+        # A rank may hold only a part of the layers.
+        isolated = all(world.gather(isolates_packed_samples(model, vocabulary)))
         if world.is_host_leader:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, to_json({"isolated": isolated}))

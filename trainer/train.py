@@ -19,22 +19,22 @@ from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
 from trainer.data.mixture import describe_mixture
 from trainer.data.order import Order, held_out
-from trainer.data.packing import IGNORED, collate
-from trainer.data.shares import micro_batches, share
+from trainer.data.packing import collate
+from trainer.data.shares import micro_batches
 from trainer.data.tiny import with_tiny_model
-from trainer.distillation import Divergence, TopProbabilities
+from trainer.distillation import TopProbabilities
 from trainer.distributed.world import World
 from trainer.errors import NonFiniteError, UserError
 from trainer.export import finalize, read_origin
 from trainer.inputs import user_path
-from trainer.model import TokenLoss, load_model, load_tokenizer, require_compiler
+from trainer.model import TokenLoss, load_tokenizer, require_compiler
 from trainer.on_policy import Writer, is_on_policy
 from trainer.optim import learning_rate
 from trainer.packing_check import resolve_packing
 from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
-from trainer.strategy import Batch, Stopped, Strategy, make_strategy
+from trainer.strategy import Batch, Stopped, Strategy, make_strategy, plan_of
 from trainer.teacher import TeacherModel, isolates_samples, load_teacher
 from trainer.teacher_client import RemoteTeacher
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
@@ -101,7 +101,7 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> 
     data = common_digest(corpus, world)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
-    module = TokenLoss(load_model(spec, world.device), compiled=spec.torch_compile, divergence=Divergence.of(spec))
+    module = plan_of(spec).load_module(spec, world)
     return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher)
 
 
@@ -214,15 +214,14 @@ class Evaluation:
             corpus.lengths, seed=spec.seed, capacity=spec.seq_length, packing=bool(spec.packing), epochs=1, rows=1
         )
         rows = order.epoch(0)
-        local = rows[share(len(rows), strategy.shares(len(rows)), world.rank)]
+        division = strategy.divide(rows)
+        tokens = float(corpus.trained_counts()[[sample for row in division.mine for sample in row]].sum())
         module = strategy.plain
         module.eval()
-        loss = tokens = 0.0
-        for part in micro_batches(local, spec.batch_size, strategy.rounds(len(rows))):
+        loss = 0.0
+        for part in micro_batches(division.computed, spec.batch_size, strategy.rounds(len(rows))):
             self._heartbeat("evaluating")
-            batch = self._batches(corpus, part)
-            loss += float(strategy.loss(batch))
-            tokens += int((batch.labels[:, 1:] != IGNORED).sum())
+            loss += float(strategy.loss(self._batches(corpus, part)))
         module.train()
         loss, tokens = world.sum([loss, tokens])
         return loss / max(1.0, tokens)
@@ -257,7 +256,7 @@ def train_step(
     for update in strategy.updates(step, rows):
         # Every rank knows all rows, so the token count of an update needs no communication.
         tokens = int(trained_counts[[sample for row in update.rows for sample in row]].sum())
-        parts = micro_batches(update.mine, spec.batch_size, strategy.rounds(len(update.rows)))
+        parts = micro_batches(update.computed, spec.batch_size, strategy.rounds(len(update.rows)))
         remaining = len(parts)
         for batch in batches.all_taught(job.train_set, parts, step):
             # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed

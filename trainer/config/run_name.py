@@ -24,6 +24,7 @@ _LATER_FIELDS = (
     "gkd_lambda",
     "gkd_beta",
     "averaging_rank",
+    "pipeline_comm_dtype",
 )
 
 

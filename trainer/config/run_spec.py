@@ -16,6 +16,7 @@ from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
     MAX_SECONDS,
+    MAX_TEXT,
     Words,
     check_input,
     declare,
@@ -279,7 +280,7 @@ class RunSpec(BaseModel):
     balance: Literal["auto", "even"] = declare(
         "auto",
         "distribution of rows over ranks: auto: by measured speed; even: equally; the result of a ddp step does "
-        "not depend on it; with diloco, fast replicas take more inner steps",
+        "not depend on it; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
         mutable=True,
         aliases=["load_balancing"],
     )
@@ -352,6 +353,19 @@ class RunSpec(BaseModel):
         "data type of gradients in transit between ranks: bf16 halves the bytes and rounds the values",
         deprecated_names=["gradient_wire"],
         aliases=["ddp_comm_hook"],
+    )
+    pipeline_layers: str = declare(
+        "",
+        "pipeline: number of layers of every rank, in rank order; empty: by measured speed and memory",
+        mutable=True,
+        max_length=MAX_TEXT,
+        pattern=r"^([0-9]{1,4}(,[0-9]{1,4})*)?$",
+        expected="numbers separated by commas, such as 10,6",
+    )
+    pipeline_comm_dtype: CommDtype = declare(
+        "32",
+        "pipeline: data type of activations and their gradients in transit between ranks: bf16 halves the bytes and "
+        "rounds the values; a frozen model in bf16 always sends bf16",
     )
     seed: int = declare(
         1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32, aliases=["random_seed"]

@@ -70,3 +70,31 @@ def own_memory_mib(device: str) -> float:
 
     sizes = [torch.cuda.get_device_properties(place).total_memory for place in range(torch.cuda.device_count())]
     return min(sizes) / 2**20
+
+
+def available_bytes(device: str, processes: int) -> float:
+    """Return the bytes that this process can still use for tensors: of its current GPU, or its share of host memory.
+
+    Limits of the process's cgroups (version 2) count. https://docs.kernel.org/admin-guide/cgroup-v2.html
+
+    Args:
+        processes: number of processes that share the memory of this host.
+    """
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()[0] * _USABLE
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+    free = [float(meminfo["MemAvailable"].split()[0]) * 1024]
+    own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "")
+    folder = Path("/sys/fs/cgroup", own.lstrip("/"))
+    for group in (folder, *folder.parents):
+        try:
+            limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+            cached = next(
+                line.split()[1] for line in (group / "memory.stat").read_text().splitlines() if line.startswith("file ")
+            )
+            free.append(int(limit) - int(used) + int(cached))  # the kernel reclaims pages of files
+        except (OSError, ValueError, StopIteration):
+            continue  # no limit here
+    return min(free) * _USABLE / processes

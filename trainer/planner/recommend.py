@@ -103,15 +103,11 @@ def _option(label: str, spec: RunSpec, setting: Setting) -> Option:
     bandwidth = setting.link * 1e6 / 8  # bytes per second
     plan = plan_of(spec)
     memory = plan.memory(spec, shape, layout, rows, cuda=not gloo)
-    # The rank with the most rows determines the time of a step.
-    most = math.ceil(spec.rows_per_step / layout.world)
-    compute = most / spec.batch_size * speed.part + speed.step
     sent = plan.comm_bytes(spec, shape, layout, gloo=gloo)
     extra, slow = plan.overhead_seconds(spec, shape, layout, bandwidth) if gloo else (0.0, 0.0)
-    compute += extra
     communication = sent / bandwidth + slow if len(layout.processes) > 1 else 0.0
-    last = most % spec.batch_size or spec.batch_size
-    communication = plan.exposed_seconds(spec, shape, communication, last / spec.batch_size * speed.part)
+    compute, communication = plan.step_seconds(spec, shape, layout, rows, speed.part, speed.step, communication)
+    compute += extra
     tokens = spec.rows_per_step * rows.tokens / (compute + communication)
     fits = None if setting.room is None else memory.total <= setting.room
     return Option(label, layout.world, memory, fits, sent, compute, communication, tokens)

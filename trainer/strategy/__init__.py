@@ -20,6 +20,7 @@ STRATEGIES: dict[str, str] = {
     "fsdp": "trainer.strategy.fsdp:FSDPPlan",
     "deepspeed": "trainer.strategy.deepspeed:DeepSpeedPlan",
     "diloco": "trainer.strategy.diloco:DiLoCoPlan",
+    "pipeline": "trainer.strategy.pipeline:PipelinePlan",
     "averaging": "trainer.strategy.averaging:AveragingPlan",
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))

@@ -13,6 +13,7 @@ from trainer.strategy.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from trainer.config import RunSpec
     from trainer.distillation import Teacher
@@ -38,10 +39,19 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The rows of one optimizer update: those of all ranks that share its gradient, and this rank's part of them."""
+    """The rows of one optimizer update: those of all ranks that share its gradient, and this rank's part of them.
+
+    `passed`: the rows that pass through this rank, if not `mine`, the rows that its metrics count.
+    """
 
     rows: Rows
     mine: Rows
+    passed: Rows | None = None
+
+    @property
+    def computed(self) -> Rows:
+        """The rows of this rank's micro-batches."""
+        return self.mine if self.passed is None else self.passed
 
 
 def check_norm(norm: float) -> float:
@@ -100,7 +110,11 @@ class Strategy(ABC):
 
     def updates(self, step: int, rows: Rows) -> list[Update]:
         """Return the optimizer updates of `step` (from 0): by default one update of all rows."""
-        return [Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])]
+        return [self.divide(rows)]
+
+    def divide(self, rows: Rows) -> Update:
+        """Return this rank's part of `rows`."""
+        return Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])
 
     def is_sync_step(self, step: int) -> bool:
         """Return whether ranks synchronize after step number `step` (from 1). They always do after the last step."""
@@ -193,7 +207,7 @@ class Strategy(ABC):
             last: the last micro-batch of the step on this rank. After this call the gradients are reduced over all ranks.
 
         Returns:
-            The summed loss of the micro-batch, detached, a float32 scalar.
+            The summed loss of the micro-batch, detached, a float32 scalar; or 0, and that of the update with its last one.
         """
 
     @abstractmethod
@@ -207,7 +221,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the summed loss of a micro-batch without gradients, for evaluation."""
+        """Return the summed loss of a micro-batch without gradients, for evaluation; 0 on a rank without the output head."""
 
     def weights_finite(self) -> bool:
         """Return whether the trained weights that this rank holds are finite."""
@@ -221,6 +235,10 @@ class Strategy(ABC):
         Only the first rank of every host uses the return value.
         """
         return None
+
+    def model_to_save(self) -> nn.Module:
+        """Return the model whose names and configuration `weights` are saved with; its own weights are not read then."""
+        return self.plain.model
 
     @abstractmethod
     def save(self, folder: Path) -> Writing | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,6 +12,8 @@ from trainer.planner.teacher import teacher_memory, teacher_weights
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
+    from trainer.distributed.world import World
+    from trainer.model import TokenLoss
     from trainer.planner.cost import Layout, Rows
     from trainer.planner.model_shape import Shape
     from trainer.strategy.base import Strategy
@@ -71,6 +74,14 @@ class StrategyPlan:
         """Return whether Liger kernels and FlashAttention may be used."""
         return True
 
+    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
+        """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError."""
+        from trainer.distillation import Divergence
+        from trainer.model import TokenLoss, load_model
+
+        model = load_model(spec, world.device)
+        return TokenLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
+
     # Costs --------------------------------------------------------------------------------------------------------------
 
     def bytes_per_weight(self, spec: RunSpec) -> int:
@@ -125,6 +136,28 @@ class StrategyPlan:
         `link`: bytes per second.
         """
         return 0.0, 0.0
+
+    def step_seconds(
+        self,
+        spec: RunSpec,
+        shape: Shape,
+        layout: Layout,
+        rows: Rows,
+        part: float,
+        optimizer: float,
+        communication: float,
+    ) -> tuple[float, float]:
+        """Return the seconds of a step in computation, and in communication that computation does not hide.
+
+        Args:
+            part: seconds of a full micro-batch through the whole model on one process, forward and backward.
+            optimizer: seconds of an optimizer step of the whole model.
+            communication: seconds of all communication of the step.
+        """
+        # The rank with the most rows determines the time of a step.
+        most = math.ceil(spec.rows_per_step / layout.world)
+        last = (most % spec.batch_size or spec.batch_size) / spec.batch_size * part
+        return most / spec.batch_size * part + optimizer, self.exposed_seconds(spec, shape, communication, last)
 
     def exposed_seconds(self, spec: RunSpec, shape: Shape, communication: float, micro_batch: float) -> float:
         """Return the seconds of communication in a step that computation does not hide.

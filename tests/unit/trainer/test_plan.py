@@ -426,7 +426,7 @@ def test_auto_excludes_strategies_that_the_spec_does_not_allow() -> None:
     found, _ = advice_for(make_spec(fields, "here"), 2, 0.1)
     assert set(found) == {"alone", "ddp", "averaging"}
     found, _ = advice_for(make_spec(fields | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
-    assert set(found) == {"alone", "ddp", "fsdp", "diloco", "averaging"}
+    assert set(found) == {"alone", "ddp", "fsdp", "diloco", "pipeline", "averaging"}
 
 
 def test_auto_selects_diloco_for_a_slow_link() -> None:

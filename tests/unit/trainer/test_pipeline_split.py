@@ -1,0 +1,148 @@
+"""The division of layers over ranks, the order of their passes, and the costs of strategy=pipeline."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config import make_spec
+from trainer.distributed.pipeline_schedule import Operation, operations
+from trainer.errors import UserError
+from trainer.planner.cost import Layout, Rows, full_state
+from trainer.planner.model_shape import Shape, read_shape
+from trainer.planner.recommend import Setting, Speed, options
+from trainer.strategy import plan_named
+from trainer.strategy.pipeline import layer_costs, stage_state
+from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, given_layers, in_flight
+
+FREE = LayerCosts(head=0, layer=0, saved=0, received=0, first=0, last=0)
+LLAMA_7B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+LLAMA_7B |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
+GIB = 2**30
+
+
+def shape_7b() -> Shape:
+    return read_shape(LLAMA_7B)
+
+
+def test_a_fast_rank_holds_more_layers() -> None:
+    assert divide_layers(12, [RankFacts(1.0), RankFacts(1.0)], FREE, 8) == [6, 6]
+    assert divide_layers(12, [RankFacts(1.0), RankFacts(2.0)], FREE, 8) == [8, 4]
+    assert divide_layers(12, [RankFacts(3.0), RankFacts(1.0), RankFacts(1.0)], FREE, 8) == [2, 5, 5]
+    assert divide_layers(12, [RankFacts(1.0), RankFacts(0.0)], FREE, 8) == [6, 6], "a speed is unknown"
+    assert divide_layers(3, [RankFacts(1.0), RankFacts(99.0)], FREE, 8) == [2, 1], "no rank is without a layer"
+
+
+def test_the_head_counts_as_layers_of_the_last_rank() -> None:
+    costs = LayerCosts(head=4, layer=0, saved=0, received=0, first=0, last=0)
+    assert divide_layers(12, [RankFacts(1.0)] * 2, costs, 8) == [8, 4]
+
+
+def test_a_small_rank_holds_what_fits() -> None:
+    costs = LayerCosts(head=0, layer=10, saved=1, received=0, first=5, last=5)
+    # The first of two ranks holds 3 micro-batches: 13 bytes per layer and the embedding.
+    assert divide_layers(12, [RankFacts(1.0, 5 + 4 * 13), RankFacts(1.0, 1e3)], costs, 8) == [4, 8]
+    assert divide_layers(12, [RankFacts(1.0, 5 + 4 * 11), RankFacts(1.0, 1e3)], costs, 1) == [4, 8]
+    with pytest.raises(
+        UserError, match=r"strategy: pipeline needs about .* GiB over 2 ranks, which have .* GiB: add hosts"
+    ):
+        divide_layers(12, [RankFacts(1.0, 5 + 4 * 13), RankFacts(1.0, 5 + 7 * 11)], costs, 8)
+    with pytest.raises(UserError, match="pipeline needs about"):
+        divide_layers(2, [RankFacts(1.0, 10), RankFacts(1.0, 1e3)], costs, 8)
+
+
+@given(
+    layers=st.integers(1, 9), seconds=st.lists(st.sampled_from([1.0, 1.5, 2.0, 5.0]), min_size=1, max_size=3),
+    head=st.sampled_from([0.0, 0.5, 3.0]), room=st.sampled_from([3, 5, 99]),
+)  # fmt: skip
+def test_no_other_division_is_faster(layers: int, seconds: list[float], head: float, room: int) -> None:
+    ranks = len(seconds)
+    costs = LayerCosts(head=head, layer=1, saved=0, received=0, first=0, last=0)
+    facts = [RankFacts(second, room) for second in seconds]
+
+    def slowest(counts: tuple[int, ...]) -> float:
+        heads = [0.0] * (ranks - 1) + [head]
+        return max((n + h) * s for n, h, s in zip(counts, heads, seconds, strict=True))
+
+    possible = [c for c in product(range(1, min(layers, room) + 1), repeat=ranks) if sum(c) == layers]
+    if not possible:
+        with pytest.raises(UserError):
+            divide_layers(layers, facts, costs, 4)
+        return
+    found = divide_layers(layers, facts, costs, 4)
+    assert slowest(tuple(found)) == min(map(slowest, possible))
+
+
+def test_given_layers_must_match_the_model() -> None:
+    assert given_layers("3,1", 2, 4) == [3, 1]
+    for text, ranks in (("3,1", 3), ("3,2", 2)):
+        with pytest.raises(UserError, match=r"pipeline_layers: .* give one number per rank with the sum 4"):
+            given_layers(text, ranks, 4)
+
+
+@given(ranks=st.integers(1, 6), micro=st.integers(1, 20))
+def test_the_order_of_passes_never_blocks(ranks: int, micro: int) -> None:
+    """Every pass runs once, after the passes that it needs, and no rank holds more micro-batches than the memory model says."""
+    waiting = [operations(rank, ranks, micro) for rank in range(ranks)]
+    done: set[tuple[int, Operation]] = set()
+    held = [0] * ranks
+    assert all(sorted(order) == sorted(product((False, True), range(micro))) for order in waiting)
+    while any(waiting):
+        progress = False
+        for rank, order in enumerate(waiting):
+            if not order:
+                continue
+            (forward, number), neighbour = order[0], rank - 1 if order[0].forward else rank + 1
+            ready = not 0 <= neighbour < ranks or (neighbour, order[0]) in done
+            if ready and (forward or (rank, Operation(True, number)) in done):
+                done.add((rank, order.pop(0)))
+                held[rank] += 1 if forward else -1
+                assert held[rank] <= in_flight(rank, ranks, micro)
+                progress = True
+        assert progress, "every rank waits for another one"
+    for rank in range(ranks):
+        backward = [op.micro for op in operations(rank, ranks, micro) if not op.forward]
+        assert backward == list(range(micro)), "gradients are summed in the order of a single process"
+
+
+@pytest.mark.parametrize("lora", [0, 16])
+def test_the_stages_together_hold_the_whole_state(lora: int) -> None:
+    spec, shape = make_spec({"model": "x", "strategy": "pipeline", "lora_r": lora}, "here"), shape_7b()
+    state = full_state(spec, shape, 4)
+    stages = [
+        stage_state(spec, shape, state, n, first=place == 0, last=place == 2) for place, n in enumerate((10, 12, 10))
+    ]
+    for field in ("base", "adapters", "gradients", "optimizer"):
+        assert sum(getattr(stage, field) for stage in stages) == pytest.approx(getattr(state, field), rel=1e-6)
+
+
+def test_the_plan_of_a_model_that_no_host_holds() -> None:
+    """A 7B model with LoRA in bf16 on three GPUs of 16 GiB at 1 Gbit/s."""
+    fields = {"model": "x", "strategy": "auto", "precision": "bf16-mixed", "seq_length": 512, "batch_size": 1}
+    spec, shape = make_spec(fields | {"total_batch_size": 16, "gradient_checkpointing": True}, "here"), shape_7b()
+    setting = Setting(shape, Layout((1, 1, 1)), Rows.full(spec), Speed(0.5, 0.0, True), 1000.0, 14.7 * GIB, gloo=False)
+    found = {option.strategy: option for option in options(spec, setting)}
+    pipeline = found["pipeline"]
+    assert pipeline.fits and pipeline.memory.total < 7 * GIB
+    # 16 micro-batches of 512 tokens x 4096 numbers of 2 bytes, in both directions.
+    assert pipeline.comm_bytes == 2 * 16 * 512 * 4096 * 2
+    assert pipeline.tokens_per_second > 10 * found["fsdp"].tokens_per_second
+    # 16 micro-batches on three ranks take at least 16 + 2 times the part of a rank.
+    assert pipeline.compute_seconds == pytest.approx(0.5 / 3 * 18, rel=0.05)
+    slow = options(spec, Setting(**{**vars(setting), "link": 10.0}))
+    assert next(option for option in slow if option.strategy == "pipeline").share > 0.5
+
+
+def test_costs_grow_with_layers_and_name_the_ends() -> None:
+    spec, shape = make_spec({"model": "x", "strategy": "pipeline", "lora_r": 0}, "here"), shape_7b()
+    costs = layer_costs(spec, shape, Rows.full(spec), 4, cuda=False)
+    assert costs.layer == pytest.approx(16 * shape.layer_parameters, rel=1e-3)  # weights, gradients, two moments
+    assert costs.first == pytest.approx(16 * shape.head_parameters, rel=1e-3)
+    assert costs.last > costs.first, "the head has logits"
+    assert 0.3 < costs.head < 1.0
+    many = plan_named("pipeline").memory(spec, shape, Layout((1,) * 40), Rows.full(spec))
+    few = plan_named("pipeline").memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+    assert sum(many.step.values()) < sum(few.step.values())

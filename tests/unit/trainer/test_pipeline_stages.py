@@ -1,0 +1,140 @@
+"""Stages of a pipeline: together they compute the loss and the gradients of the whole model, for every supported model type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config import RunSpec, make_spec
+from trainer.distributed.pipeline_measure import layer_seconds
+from trainer.distributed.pipeline_stage import PARTS, Division, StageLoss, load_stage
+from trainer.errors import UserError
+from trainer.model import TokenLoss, isolates_packed_samples, load_model
+from trainer.strategy.base import Batch
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 60, "head_dim": 8, "pad_token_id": 0, "sliding_window": 6}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 60,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+CPU = torch.device("cpu")
+
+
+def saved(folder: Path, kind: str, **options: Any) -> Path:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **((GPT2 if kind == "gpt2" else SIZES) | options))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def spec_of(folder: Path, **fields: Any) -> RunSpec:
+    return make_spec({"model": str(folder), "strategy": "pipeline", "seq_length": 16} | fields, "here")
+
+
+def batch() -> Batch:
+    """Return two rows, the first one packed from two samples."""
+    torch.manual_seed(5)
+    ids = torch.randint(1, 60, (2, 12))
+    positions = torch.stack([torch.cat([torch.arange(7), torch.arange(5)]), torch.arange(12)])
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return Batch(ids, positions, labels)
+
+
+def whole(spec: RunSpec) -> TokenLoss:
+    """Return the whole model as strategy=ddp loads it, without dropout."""
+    return TokenLoss(load_model(spec.model_copy(update={"strategy": "ddp"}), CPU)).eval()
+
+
+def run(stages: list[StageLoss]) -> torch.Tensor:
+    """Return the loss of the stages one after the other, after its backward pass."""
+    hidden, part = None, batch()
+    for stage in stages:
+        hidden = stage.eval().run_stage(hidden, part)
+    assert hidden is not None
+    hidden.backward()
+    return hidden.detach()
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("kind", list(PARTS))
+def test_stages_compute_what_the_whole_model_computes(kind: str, lora: int, tmp_path: Path) -> None:
+    tied = bool(lora) == (kind == "llama")  # both forms, whatever the default of the model type
+    spec = spec_of(saved(tmp_path / "model", kind, tie_word_embeddings=not tied), lora_r=lora)
+    stages = [load_stage(spec, Division((1, 2), rank), CPU) for rank in range(2)]
+    expected = whole(spec)
+    loss = expected(*batch())
+    loss.backward()
+    torch.testing.assert_close(run(stages), loss.detach(), rtol=1e-6, atol=1e-5)
+
+    found: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.held.items():
+            assert parameter.grad is not None, name
+            found[name] = found.get(name, 0) + parameter.grad
+    wanted = {name: p for name, p in expected.model.named_parameters() if p.requires_grad}
+    assert list(stages[0].trained_weights) == list(wanted)
+    assert found.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+        for stage in stages:
+            if name in stage.held:
+                assert torch.equal(stage.held[name], parameter), "the weights of both strategies are equal"
+    assert all(isolates_packed_samples(stage.model, 60) for stage in stages)
+
+
+def test_a_stage_holds_and_reads_its_own_layers_only(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama", num_hidden_layers=4)
+    (tensors := load_file(folder / "model.safetensors")).pop("model.layers.3.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    spec = spec_of(folder, lora_r=0)
+    stages = [load_stage(spec, Division((1, 2, 1), rank), CPU) for rank in range(2)]  # the missing tensor is not read
+    with pytest.raises(UserError, match=r"have no model.layers.3.mlp.up_proj.weight"):
+        load_stage(spec, Division((1, 2, 1), 2), CPU)
+    sizes = [sum(p.numel() for p in stage.parameters()) for stage in stages]
+    layer = sum(value.numel() for name, value in tensors.items() if ".layers.0." in name)
+    assert sizes == [layer + 60 * 32, 2 * layer]
+    assert not any(p.is_meta for stage in stages for p in stage.parameters())
+
+
+def test_the_layers_of_a_sharded_model_are_found_by_its_index(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama", num_hidden_layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    first = {name: value for name, value in tensors.items() if ".layers.1." not in name}
+    rest = {name: value for name, value in tensors.items() if name not in first}
+    (folder / "model.safetensors").unlink()
+    save_file(first, folder / "a.safetensors")
+    save_file(rest, folder / "b.safetensors")
+    places = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(rest, "../b.safetensors")  # the folder alone counts
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    stage = load_stage(spec_of(folder, lora_r=0), Division((1, 1), 1), CPU)
+    assert torch.equal(stage.held["model.layers.1.mlp.up_proj.weight"], rest["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_models_that_a_pipeline_does_not_support_are_refused(tmp_path: Path) -> None:
+    spec = spec_of(saved(tmp_path / "model", "granite"))
+    with pytest.raises(UserError, match=r"strategy: pipeline does not support the model type granite"):
+        load_stage(spec, Division((3,), 0), CPU)
+    few = spec_of(saved(tmp_path / "few", "llama", num_hidden_layers=1))
+    with pytest.raises(UserError, match=r"pipeline has 2 ranks, but the model has 1 layers"):
+        load_stage(few, Division((1, 0), 0), CPU)
+    (tmp_path / "few" / "model.safetensors").rename(tmp_path / "few" / "weights.safetensors")
+    with pytest.raises(UserError, match=r"has no model.safetensors, which strategy=pipeline needs"):
+        load_stage(few, Division((1,), 0), CPU)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text"])
+def test_the_speed_of_a_layer_is_measured(kind: str, tmp_path: Path) -> None:
+    assert layer_seconds(spec_of(saved(tmp_path / "model", kind)), CPU) > 0

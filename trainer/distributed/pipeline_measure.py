@@ -1,0 +1,66 @@
+"""The division of a model's layers over the ranks of a pipeline, from what every rank measures when it starts."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config import RunSpec
+from trainer.distributed.pipeline_stage import Division, parts_of
+from trainer.distributed.world import World
+from trainer.model import base_dtype
+from trainer.planner.cost import micro_batches
+from trainer.planner.hosts import available_bytes
+from trainer.planner.model_shape import shape_of
+from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, given_layers
+
+_PASSES = 4  # the first one is not counted
+_PLACES = 512  # maximum tokens of a pass; beyond that, time is proportional
+
+
+def divide_model(spec: RunSpec, world: World, costs: LayerCosts) -> Division:
+    """Return the layers of every rank: as the spec says, or by speed and free memory. Every rank calls it.
+
+    Raises:
+        UserError: the ranks have too little memory, or the numbers of the spec do not match the model.
+    """
+    layers = shape_of(spec).layers
+    if spec.pipeline_layers:
+        return Division(tuple(given_layers(spec.pipeline_layers, world.size, layers)), world.rank)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    seconds = layer_seconds(spec, world.device) if spec.balance == "auto" and world.size > 1 else 0.0
+    room = available_bytes(world.device.type, processes)
+    facts = [RankFacts(float(speed), float(free)) for speed, free in world.gather([seconds, room])]
+    return Division(tuple(divide_layers(layers, facts, costs, micro_batches(spec, 1))), world.rank)
+
+
+def layer_seconds(spec: RunSpec, device: torch.device) -> float:
+    """Return the seconds of one decoder layer of the spec's model, forward and backward, on this rank, with random weights."""
+    config: Any = copy.deepcopy(AutoConfig.from_pretrained(spec.model))
+    parts = parts_of(spec, str(config.model_type))
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, 0
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec)).to(device).train()
+    decoder = getattr(model, parts.decoder)
+    if spec.lora_r:  # adapters are small: the backward pass computes the gradient of the input alone
+        model.requires_grad_(False)
+    places = min(spec.seq_length, _PLACES)
+    ids = torch.zeros(max(1, min(spec.batch_size, _PLACES // places)), places, dtype=torch.int64, device=device)
+    embedding = getattr(decoder, parts.embedding)
+    embedding.register_forward_hook(lambda _module, _input, output: output.detach().requires_grad_())
+    times = []
+    for _ in range(_PASSES):
+        begin = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=spec.precision == "bf16-mixed"):
+            output = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        output.float().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])

@@ -1,0 +1,385 @@
+"""One rank's stage of a pipeline: the model without the layers of other ranks, and its weights read by name from the model's files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import cached_file
+
+from trainer.config import RunSpec
+from trainer.distillation import Divergence
+from trainer.errors import UserError, first_line
+from trainer.inputs import path_kind
+from trainer.model import TokenLoss, add_lora, base_dtype, check_positions
+from trainer.strategy.base import Batch
+from trainer.strategy.pipeline_split import check_ranks
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Names of the parts of a model in transformers. `first_only`: modules that only the first stage applies to its input."""
+
+    decoder: str
+    embedding: str
+    layers: str
+    norm: str
+    head: str = "lm_head"
+    first_only: tuple[str, ...] = ()
+
+
+_LLAMA = Parts("model", "embed_tokens", "layers", "norm")
+# Decoders whose embedding, layers and norm are applied one after the other, without a factor in between.
+PARTS: dict[str, Parts] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _LLAMA),
+    **dict.fromkeys(("phi3", "olmo2", "smollm3"), _LLAMA),
+    "gpt2": Parts("transformer", "wte", "h", "ln_f", first_only=("wpe", "drop")),
+}
+
+
+def parts_of(spec: RunSpec, kind: str) -> Parts:
+    """Return the names of the parts of a model type. Raises UserError if a pipeline does not support it."""
+    if kind not in PARTS:
+        raise UserError(
+            f"strategy: pipeline does not support the model type {kind} of {spec.model}: it supports {', '.join(PARTS)}; "
+            "set another strategy"
+        )
+    return PARTS[kind]
+
+
+class Skipped(nn.Module):
+    """A layer of another rank: it returns its input."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+
+class NoPositions(nn.Module):
+    """Learned positions, which only the first rank adds."""
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+class Received(nn.Module):
+    """The embedding on all ranks but the first: it returns the hidden states of the rank before.
+
+    Without them, as in a check of this part of the model alone, it makes some from the tokens.
+    """
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.value: torch.Tensor | None = None
+        self._hidden, self._dtype = hidden, dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.value is None:
+            return torch.sin(ids[..., None] * torch.arange(1, self._hidden + 1, device=ids.device)).to(self._dtype)
+        return self.value.view(*ids.shape, -1)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which rank holds what. `layers`: number of decoder layers of every rank, in rank order; `rank`: this rank."""
+
+    layers: tuple[int, ...]
+    rank: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the final norm and the head."""
+        return self.rank == len(self.layers) - 1
+
+    def owner(self, layer: int) -> int:
+        """Return the rank that holds a layer."""
+        return next(rank for rank, end in enumerate(accumulate(self.layers)) if layer < end)
+
+    def describe(self) -> str:
+        """Return the layers of every rank as text."""
+        ends = list(accumulate(self.layers))
+        shown = (f"{end - count}-{end - 1}" for count, end in zip(self.layers, ends, strict=True))
+        return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown))
+
+
+@dataclass(frozen=True)
+class TrainedWeight:
+    """A trained weight of the whole model. `owner`: the rank that writes it; `holders`: all ranks that hold it."""
+
+    owner: int
+    holders: tuple[int, ...]
+    shape: torch.Size
+
+
+class StageLoss(TokenLoss):
+    """The part of a model that this rank holds: decoder layers, with the embedding on the first and the loss on the last rank.
+
+    `trained`: all trained weights of the whole model, in the order of its parameters; `held`: those of this rank. A head that
+    is tied to the embedding has the name of the embedding on both ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        division: Division,
+        parts: Parts,
+        trained: dict[str, TrainedWeight],
+        held: dict[str, nn.Parameter],
+        divergence: Divergence | None,
+    ) -> None:
+        super().__init__(model, divergence=divergence)
+        self.division, self.trained_weights, self.held = division, trained, held
+        self._parts = parts
+
+    @property
+    def _decoder(self) -> Any:
+        model: Any = self.model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return getattr(base, self._parts.decoder)
+
+    @property
+    def hidden_size(self) -> int:
+        """The numbers of one token between two ranks."""
+        return int(self._decoder.config.hidden_size)
+
+    def run_stage(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """Return the output of this rank: hidden states [rows, T, hidden], or on the last rank the summed loss.
+
+        Args:
+            hidden: the output of the rank before; None on the first rank.
+        """
+        received = getattr(self._decoder, self._parts.embedding)
+        if not self.division.first:
+            received.value = hidden
+        try:
+            if self.division.last:
+                loss: torch.Tensor = self(*batch)
+                return loss
+            output = self._decoder(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
+            state: torch.Tensor = output.last_hidden_state
+            return state
+        finally:
+            if not self.division.first:
+                received.value = None
+
+
+class WeightFiles:
+    """The safetensors files of a model, in a folder or in the cache of the hub. A tensor is read only when it is asked for."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        """Read the index. Raises UserError if the model has no safetensors files."""
+        self._model = spec.model
+        index = self._path(_INDEX, required=False)
+        if index:
+            self._file_of: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            return
+        single = self._path(_SINGLE)
+        assert single
+        with safe_open(single, "pt") as file:  # type: ignore[no-untyped-call]
+            self._file_of = dict.fromkeys(file.keys(), _SINGLE)
+
+    def _path(self, name: str, *, required: bool = True) -> Path | None:
+        folder = Path(self._model).expanduser()
+        if path_kind(folder) == "folder":
+            # An index comes from outside: it names files of this folder only.
+            found = folder / Path(name).name
+            path = found if found.is_file() else None
+        else:
+            try:
+                cached = cached_file(self._model, Path(name).name, _raise_exceptions_for_missing_entries=required)
+            except Exception as error:
+                raise UserError(f"model: cannot load {name} of {self._model}: {first_line(error)}") from None
+            path = Path(cached) if cached else None
+        if path is None and required:
+            raise UserError(f"model: {self._model} has no {name}, which strategy=pipeline needs: set another strategy")
+        return path
+
+    def read(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor in host memory) for every name in `wanted`, file by file.
+
+        Args:
+            wanted: {name: the names that the tensor can have in the files}.
+
+        Raises:
+            UserError: the files lack a tensor.
+        """
+        by_file: dict[str, list[tuple[str, str]]] = {}
+        for name, candidates in wanted.items():
+            stored = next((candidate for candidate in candidates if candidate in self._file_of), None)
+            if stored is None:
+                raise UserError(f"model: the files of {self._model} have no {name}: set another strategy")
+            by_file.setdefault(self._file_of[stored], []).append((name, stored))
+        for file_name, entries in by_file.items():
+            with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
+                for name, stored in entries:
+                    yield name, file.get_tensor(stored)
+
+
+def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
+    """Return the spec's model without memory for its weights, and the names of its parts.
+
+    Raises:
+        UserError: its configuration cannot be loaded, or a pipeline does not support it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(spec.model)
+    except Exception as error:
+        raise UserError(f"model: cannot load {spec.model}: {first_line(error)}") from None
+    parts = parts_of(spec, str(config.model_type))
+    check_positions(spec, "model", config)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec))
+    model.tie_weights()  # the context above makes a parameter of its own for the head
+    with contextlib.suppress(OSError):  # a model may have none
+        model.generation_config = GenerationConfig.from_pretrained(spec.model)
+    return model, parts
+
+
+def load_stage(spec: RunSpec, division: Division, device: torch.device) -> StageLoss:
+    """Load this rank's part of the model on `device`. Only its tensors are read from the model's files. Every rank calls it.
+
+    Adapters are drawn as for a complete model: those of all ranks together are the adapters of strategy=ddp.
+
+    Raises:
+        UserError: the model cannot be loaded, or has fewer layers than the run has ranks.
+    """
+    torch.manual_seed(spec.seed)
+    model, parts = empty_model(spec)
+    layers = getattr(getattr(model, parts.decoder), parts.layers)
+    check_ranks(len(division.layers), len(layers))
+    mine = _mine(model, parts, division)
+    _read_weights(spec, model, parts, mine)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    whole = add_lora(spec, model) if spec.lora_r else model
+    trained, held = _trained_weights(whole, model, parts, division)
+    _drop_others(model, parts, division, base_dtype(spec))
+    whole.to(device).train()
+    return StageLoss(whole, division, parts, trained, held, Divergence.of(spec))
+
+
+def whole_model(spec: RunSpec) -> nn.Module:
+    """Return the complete model with adapters, without memory for the weights, from which a state dict is saved."""
+    model, _ = empty_model(spec)
+    return add_lora(spec, model) if spec.lora_r else model
+
+
+def _mine(model: Any, parts: Parts, division: Division) -> list[nn.Module]:
+    """Return the modules that this rank holds."""
+    decoder = getattr(model, parts.decoder)
+    layers = getattr(decoder, parts.layers)
+    found = [layer for number, layer in enumerate(layers) if division.owner(number) == division.rank]
+    if division.first:
+        found += [getattr(decoder, name) for name in (parts.embedding, *parts.first_only)]
+    if division.last:
+        found += [getattr(decoder, parts.norm), getattr(model, parts.head)]
+    return found
+
+
+def _read_weights(spec: RunSpec, model: Any, parts: Parts, mine: Iterable[nn.Module]) -> None:
+    """Replace the parameters of the modules `mine` by those of the model's files."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for root in mine:
+        for module in root.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                places.setdefault(id(parameter), []).append((module, leaf))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    # Some models on the hub have the names of the decoder alone.
+    wanted = {
+        names[key][0]: [alias for name in names[key] for alias in (name, name.removeprefix(f"{parts.decoder}."))]
+        for key in places
+    }
+    keys = {names[key][0]: key for key in places}
+    dtype = base_dtype(spec)
+    for name, value in WeightFiles(spec).read(wanted):
+        expected = model.get_parameter(name).shape
+        if value.shape != expected:
+            raise UserError(
+                f"model: {name} of {spec.model} has the shape {list(value.shape)}, expected {list(expected)}: "
+                "the files do not match config.json"
+            )
+        fresh = nn.Parameter(value.to(dtype, copy=True))
+        for module, leaf in places[keys[name]]:
+            setattr(module, leaf, fresh)
+
+
+def _trained_weights(
+    whole: nn.Module, model: Any, parts: Parts, division: Division
+) -> tuple[dict[str, TrainedWeight], dict[str, nn.Parameter]]:
+    """Return all trained weights of the model by name, and those of this rank. See `StageLoss`."""
+    decoder = getattr(model, parts.decoder)
+    last = len(division.layers) - 1
+    owners: dict[int, set[int]] = {}
+
+    def own(module: nn.Module, rank: int) -> None:
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), set()).add(rank)
+
+    for number, layer in enumerate(getattr(decoder, parts.layers)):
+        own(layer, division.owner(number))
+    for name in (parts.embedding, *parts.first_only):
+        own(getattr(decoder, name), 0)
+    own(getattr(decoder, parts.norm), last)
+    own(getattr(model, parts.head), last)
+    # Where weights are tied, the embedding or the head of this rank is no longer the parameter of the other one.
+    head_name, embedding_name = _names_of(whole, getattr(model, parts.head)), _names_of(whole, _embedding(model, parts))
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    alias = dict(zip(head_name, embedding_name, strict=False)) if tied else {}
+    trained: dict[str, TrainedWeight] = {}
+    held: dict[str, nn.Parameter] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        ranks, canonical = owners[id(parameter)], alias.get(name, name)
+        ranks |= set(trained[canonical].holders) if canonical in trained else set()
+        if tied and name in (*head_name, *embedding_name):
+            ranks |= {0, last}
+        trained[canonical] = TrainedWeight(min(ranks), tuple(sorted(ranks)), parameter.shape)
+        if parameter.device.type != "meta":
+            held[canonical] = parameter
+    return trained, held
+
+
+def _embedding(model: Any, parts: Parts) -> nn.Module:
+    module: nn.Module = getattr(getattr(model, parts.decoder), parts.embedding)
+    return module
+
+
+def _names_of(whole: nn.Module, module: nn.Module) -> list[str]:
+    """Return the names of a module's own weight in the model."""
+    place = next((name for name, found in whole.named_modules(remove_duplicate=False) if found is module), None)
+    return [f"{place}.{leaf}" for leaf, _ in module.named_parameters() if leaf == "weight"]
+
+
+def _drop_others(model: Any, parts: Parts, division: Division, dtype: torch.dtype) -> None:
+    """Replace the modules of other ranks, so that the model runs on the hidden states of the rank before."""
+    decoder = getattr(model, parts.decoder)
+    layers = getattr(decoder, parts.layers)
+    for number in range(len(layers)):
+        if division.owner(number) != division.rank:
+            layers[number] = Skipped()
+    if not division.first:
+        setattr(decoder, parts.embedding, Received(model.config.hidden_size, dtype))
+        for name in parts.first_only:
+            setattr(decoder, name, NoPositions() if name == "wpe" else nn.Identity())
+    if not division.last:
+        setattr(decoder, parts.norm, nn.Identity())
+        setattr(model, parts.head, nn.Identity())

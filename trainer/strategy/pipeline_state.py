@@ -1,0 +1,174 @@
+"""Checkpoints of a pipeline: by the names of the whole model, so that other ranks can hold other layers after a resume.
+
+With adapters every host writes all trained weights and moments, in the files of FSDP. With full weights every rank writes its
+stage, and a resumed run exchanges what its ranks lack.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from trainer.errors import DiskError, disk_failure, first_line
+from trainer.strategy.full_state_dict import KINDS, MOMENTS, step_of, write_full
+
+if TYPE_CHECKING:
+    from trainer.distributed.pipeline_stage import StageLoss
+    from trainer.distributed.world import World
+
+_BUFFER = 16 << 20  # numbers of one broadcast
+_PATTERN = "stage-*.safetensors"
+
+
+def gather(stage: StageLoss, world: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return one tensor per trained weight of the whole model in host memory, from their owners. Every rank calls it.
+
+    Only the first rank of every host keeps them; others return an empty dict.
+
+    Args:
+        tensors: those of this rank, by name, in float32.
+    """
+    full: dict[str, torch.Tensor] = {}
+    weights = stage.trained_weights
+    for owner, names in groupby(weights, lambda name: weights[name].owner):
+        for part in _parts(list(names), stage):
+            sizes = [weights[name].shape.numel() for name in part]
+            if world.rank == owner:
+                buffer = torch.cat([tensors[name].flatten() for name in part])
+            else:
+                buffer = torch.empty(sum(sizes), device=world.device)
+            if world.size > 1:
+                dist.broadcast(buffer, owner)
+            if world.is_host_leader:
+                pieces = buffer.split(sizes)
+                full |= {
+                    name: piece.view(weights[name].shape).to("cpu", copy=True)
+                    for name, piece in zip(part, pieces, strict=True)
+                }
+    return full
+
+
+def _parts(names: list[str], stage: StageLoss) -> list[list[str]]:
+    """Split names into parts whose tensors fit into one buffer."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        count = stage.trained_weights[name].shape.numel()
+        if parts[-1] and size + count > _BUFFER:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += count
+    return parts
+
+
+def _state(stage: StageLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, torch.Tensor]]:
+    """Return this rank's trained weights and their moments: {kind: {name: tensor}}."""
+    state: dict[str, dict[str, torch.Tensor]] = {"trained": {name: p.detach() for name, p in stage.held.items()}}
+    for kind in MOMENTS:
+        state[kind] = {name: optimizer.state[p][kind] for name, p in stage.held.items()} if optimizer else {}
+    return state
+
+
+def _set_state(stage: StageLoss, optimizer: torch.optim.Optimizer | None, folder: Path) -> dict[str, dict[str, Any]]:
+    """Create the optimizer's state for the step of a checkpoint, and return where to copy its tensors, as `_state` does."""
+    step = torch.tensor(float(step_of(folder)))
+    for parameter in stage.held.values() if optimizer else ():
+        assert optimizer
+        moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+        optimizer.state[parameter] = {"step": step.to(parameter.device, copy=True), **moments}
+    return _state(stage, optimizer)
+
+
+def save_full(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
+    """Write all trained weights and their moments on every host. Every rank calls it."""
+    for kind, tensors in _state(stage, optimizer).items():
+        write_full(folder, kind, gather(stage, world, tensors))
+
+
+def load_full(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
+    """Read this rank's part of what `save_full` wrote, for any division of the layers."""
+    for kind, tensors in _set_state(stage, optimizer, folder).items():
+        with safe_open(folder / f"{kind}.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+            for name, tensor in tensors.items():
+                tensor.copy_(file.get_tensor(name))
+
+
+class StageWriting:
+    """The checkpoint of one stage. The file is written before the object is made; `finish` reports the ranks' errors."""
+
+    def __init__(self, world: World, error: str) -> None:
+        self._world, self._error = world, error
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        for rank, error in enumerate(self._world.gather(self._error)):
+            if error:
+                raise DiskError(
+                    f"checkpoint: rank {rank} could not write its stage: {error}: free disk space and start the run again"
+                )
+
+
+def save_stage(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> StageWriting:
+    """Write this rank's trained weights and their moments: `stage-RANK.safetensors` with the keys KIND/NAME."""
+    own = {
+        f"{kind}/{name}": tensor.contiguous()
+        for kind, tensors in _state(stage, optimizer).items()
+        for name, tensor in tensors.items()
+        if stage.trained_weights[name].owner == world.rank
+    }
+    error = ""
+    try:
+        save_file(own, folder / f"stage-{world.rank:05d}.safetensors")
+    except Exception as failure:  # every rank must reach `finish`
+        error = disk_failure(failure) or first_line(failure)
+    return StageWriting(world, error)
+
+
+def load_stages(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
+    """Read this rank's part of what the ranks of any division wrote with `save_stage`. Every rank calls it.
+
+    What the files of this host lack comes from the lowest rank that has it.
+    """
+    places = {
+        f"{kind}/{name}": tensor
+        for kind, tensors in _set_state(stage, optimizer, folder).items()
+        for name, tensor in tensors.items()
+    }
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob(_PATTERN)):
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            files |= dict.fromkeys(file.keys(), path)
+    have = [set(keys) for keys in world.gather(sorted(files))]
+
+    def read(key: str) -> torch.Tensor:
+        with safe_open(files[key], "pt") as file:  # type: ignore[no-untyped-call]
+            tensor: torch.Tensor = file.get_tensor(key)
+        return tensor
+
+    # Every rank goes through all tensors in the same order, so that sends and receives match.
+    for name, weight in stage.trained_weights.items():
+        for key in (f"{kind}/{name}" for kind in KINDS):
+            owner = next(rank for rank in range(world.size) if key in have[rank])
+            for rank in weight.holders:
+                if world.rank == rank and key in files:
+                    places[key].copy_(read(key))
+                elif key not in have[rank]:
+                    _transfer(key, owner, rank, world, places, read)
+
+
+def _transfer(key: str, owner: int, rank: int, world: World, places: dict[str, torch.Tensor], read: Any) -> None:
+    if world.rank == owner:
+        dist.send(read(key).to(world.device), rank)
+    elif world.rank == rank:
+        buffer = torch.empty_like(places[key]).contiguous()
+        dist.recv(buffer, owner)
+        places[key].copy_(buffer)
