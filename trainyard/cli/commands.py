@@ -20,6 +20,7 @@ from trainyard.cli.options import (
     StopOptions,
 )
 from trainyard.cli.playbooks import run_playbook
+from trainyard.dashboard.options import DashboardOptions, run_dashboard
 from trainyard.ollama.deploy import Deployment, server_urls
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.distill import Distillation, make_distill_options, student_specs
@@ -47,6 +48,7 @@ DISTILL = Group("command options", DISTILL_OPTIONS)
 MERGE = Group("command options", MERGE_OPTIONS)
 DEPLOY = Group("command options", DeployOptions.model_fields)
 UNDEPLOY = Group("command options", {"deploy_name": DeployOptions.model_fields["deploy_name"]})
+DASHBOARD = Group("command options", DashboardOptions.model_fields)
 COMPLETION = Group("command options", CompletionOptions.model_fields)
 
 
@@ -142,6 +144,12 @@ def preflight(call: Call) -> dict[str, Any]:
     if report.error:
         raise RunError(report.error, lines=report.lines, **report.as_dict())
     return {"lines": report.lines, **report.as_dict()}
+
+
+def dashboard(call: Call) -> dict[str, Any]:
+    """Serve the dashboard until Ctrl-C."""
+    options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
+    return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, check=call.check)
 
 
 def _playbook(call: Call, playbook: str) -> dict[str, Any]:
@@ -246,6 +254,10 @@ COMMANDS: dict[str, Command] = {
     "preflight": Command(
         "check all hosts before a run",
         *("playbooks/preflight.yml", preflight, (PREFLIGHT, _launch("limit", "master_port"))),
+    ),
+    "dashboard": Command(
+        "serve a web page with the hosts, the runs and their curves",
+        *("playbooks/dashboard.yml", dashboard, (DASHBOARD, _launch("limit", "lost_limit"))),
     ),
     **_playbooks(
         [

@@ -62,9 +62,7 @@ class RunRecords:
                 self.error = str(error)
             self._read = time.monotonic()
 
-    async def _read_file(
-        self, stream: HostStream, file: str, kind: str, add: Callable[[dict[str, Any]], None]
-    ) -> None:
+    async def _read_file(self, stream: HostStream, file: str, kind: str, add: Callable[[dict[str, Any]], None]) -> None:
         more = True
         while more:
             offset, inode = self._places.get(file, (0, 0))

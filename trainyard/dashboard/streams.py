@@ -98,8 +98,13 @@ class HostStream:
     async def _lines(self, transport: StreamTransport) -> Any:
         """Connect, and yield the kind and content of each line. Raises RemoteError and ReplyError."""
         command = remote_command("sample", self.host.python)
-        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-        process = await asyncio.create_subprocess_exec(*transport.stream_argv(command), limit=REPLY_LIMIT, **pipes)
+        process = await asyncio.create_subprocess_exec(
+            *transport.stream_argv(command),
+            limit=REPLY_LIMIT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
         assert process.stdin and process.stdout and process.stderr
         errors = bytearray()
         request = {

@@ -79,7 +79,9 @@ def search(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     with os.fdopen(open_regular(path), "rb") as file:
         skipped = max(0, file.seek(0, os.SEEK_END) - SEARCH_LIMIT)
         file.seek(skipped)
-        matches = [line for line in file.read(SEARCH_LIMIT).decode(errors="replace").splitlines() if text in line.lower()]
+        matches = [
+            line for line in file.read(SEARCH_LIMIT).decode(errors="replace").splitlines() if text in line.lower()
+        ]
     return {"lines": [line[:4000] for line in matches[-MATCHES:]], "found": len(matches), "skipped": skipped}
 
 
