@@ -43,9 +43,9 @@ def set_size(driver: webdriver.Chrome, width: int, height: int = 900, dark: bool
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
 
 
-def screenshot(driver: webdriver.Chrome, file: Path) -> None:
-    """Write a PNG image of the whole page."""
-    taken: dict[str, Any] = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+def screenshot(driver: webdriver.Chrome, file: Path, whole: bool = True) -> None:
+    """Write a PNG image of the whole page, or of its visible part."""
+    taken: dict[str, Any] = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole})
     file.write_bytes(base64.b64decode(taken["data"]))
 
 

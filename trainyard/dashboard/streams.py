@@ -70,8 +70,10 @@ class HostStream:
                     connected = True
                     self._handle(kind, line)
                 reason = "the connection was closed"
-            except (RemoteError, ReplyError, OSError, ValueError) as error:
+            except (RemoteError, ReplyError, OSError) as error:
                 reason = printable(error, MAX_MESSAGE)
+            except Exception as error:  # a fault here concerns this host only, and must be seen
+                reason = printable(f"{type(error).__name__}: {error}", MAX_MESSAGE)
             self._fail_queries(reason)
             self._lost(self.host.name, reason)
             failures = 0 if connected else min(failures + 1, len(RETRY) - 1)
@@ -170,12 +172,12 @@ def _parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
     if not line.startswith(b"{"):
         return None
     value = untrusted_json(line.decode(errors="replace"))
-    kind = value.get("kind") if isinstance(value, dict) else None
+    kind = str(value.get("kind")) if isinstance(value, dict) else ""
     if kind not in LINES:
         error = value.get("error") if isinstance(value, dict) else None
         raise RemoteError(error or "sent a line of an unknown kind")
     try:
-        return str(kind), checked_reply(f"sample {kind}", value)
+        return kind, checked_reply(f"sample {kind}", value)
     except ReplyError as error:
         return "invalid", {"error": str(error)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ CHUNK = 256 << 10  # bytes of metrics in one answer
 SPEC_LIMIT = 256 << 10  # bytes
 SEARCH_LIMIT = 64 << 20  # bytes of a log that a search reads, from its end
 MATCHES = 500  # lines that a search returns, the last ones
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECORDS = ("metrics.jsonl", "evals.jsonl")
 
 
 def _run_dir(runs_dir: Path, request: Mapping[str, Any]) -> Path:
     name = str(request["run"])
-    if name != Path(name).name or name.startswith("."):
+    if not RUN_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a run")
     return runs_dir / name
 

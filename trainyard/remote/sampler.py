@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import Any
 from trainer.supervise.files import read_json
 from trainer.supervise.status import read_state
 from trainyard.remote.host_use import HostUse, gpu_use, ollama_use
-from trainyard.remote.run_queries import QUERIES
+from trainyard.remote.run_queries import QUERIES, RUN_NAME
 
 TICK = 0.5  # s between two looks at the runs that are alive
 SCAN = 2.0  # s between two looks at all run folders, and between two samples of the host
@@ -29,7 +28,6 @@ BEAT = 1.0  # s without a line after which an empty one is sent
 SILENCE = 30.0  # s without a line from the controller after which the connection counts as lost
 OLLAMA = 10.0  # s between two requests to Ollama
 CHECKPOINTS = 50  # of a run, the newest
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a run; other folders are not ours
 
 
 def sample(request: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +121,9 @@ class Sampler:
 
     def _names(self) -> set[str]:
         with contextlib.suppress(OSError):
-            return {entry.name for entry in os.scandir(self.runs_dir) if _NAME.fullmatch(entry.name) and entry.is_dir()}
+            return {
+                entry.name for entry in os.scandir(self.runs_dir) if RUN_NAME.fullmatch(entry.name) and entry.is_dir()
+            }
         return set()
 
     def _send_run(self, name: str, every: bool) -> bool:
