@@ -246,7 +246,7 @@ def test_only_who_has_the_token_gets_in(site: Site) -> None:
     session = site.session()
     status, headers, _ = site.ask("GET", "/", Cookie=session)
     assert status == 200 and "unsafe" not in headers["content-security-policy"]
-    assert "script-src 'self'" in headers["content-security-policy"] and headers["referrer-policy"] == "no-referrer"
+    assert "script-src 'self'" in headers["content-security-policy"] and headers["referrer-policy"] == "same-origin"
     # A name that an attacker's DNS server maps to 127.0.0.1.
     assert site.ask("GET", "/", Cookie=session, Host=f"evil.example:{site.port}")[0] == 400
     assert (
