@@ -50,6 +50,7 @@ class RunState:
         results: {host: the result, or None}.
         status: of the whole run; see `overall_status`.
         cause: why it failed, or an empty string.
+        version: changes with every line about the run.
     """
 
     name: str
@@ -59,6 +60,7 @@ class RunState:
     status: str = ""
     cause: str = ""
     reported: tuple[int, str] = (0, "")  # attempt and status of the newest event
+    version: int = 0
 
     @property
     def newest(self) -> list[Part]:
@@ -223,6 +225,7 @@ class Cluster:
             state = self.hosts[part.host]
             part.silent = 0.0 if state.connected else max(LOST, time.time() - state.since)
             part.error = state.why
+        run.version += 1
         newest = run.newest
         run.status = overall_status(newest)
         found = causes(newest, LOST - 0.1) if run.status not in ("finished", "stopped") else []

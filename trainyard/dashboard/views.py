@@ -42,6 +42,7 @@ class Pages:
         )
         self._templates.filters |= FILTERS
         self._templates.globals |= {"csrf": csrf}
+        self._rows: dict[str, tuple[int, str]] = {}  # {run: (its version, its row)}
         self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
 
     def page(self, name: str, *arguments: str, **more: Any) -> str:
@@ -80,9 +81,17 @@ class Pages:
         runs = sorted(self.cluster.runs.values(), key=lambda run: (not run.alive, -run.started, run.name))
         alive = [run for run in runs if run.alive]
         shown = runs if every else runs[: len(alive) + LATEST]
-        rows = {f"run-{run.name}": self._render("run_row", id=f"run-{run.name}", run=run) for run in shown}
+        rows = {f"run-{run.name}": self._row(run) for run in shown}
         summary = self._render("runs_summary", cluster=self.cluster, runs=runs, shown=shown, alive=alive)
         return {"summary": {"runs-summary": summary}, "runs": rows}
+
+    def _row(self, run: RunState) -> str:
+        """Return the row of a run, rendered again only when the run has changed: there may be thousands of runs."""
+        version, html = self._rows.get(run.name, (-1, ""))
+        if version != run.version:
+            html = self._render("run_row", id=f"run-{run.name}", run=run)
+            self._rows[run.name] = (run.version, html)
+        return html
 
     def _events(self) -> dict[str, Regions]:
         events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]
