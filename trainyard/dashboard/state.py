@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from trainyard.run.status import newest_start
 EVENTS = 1000  # that are kept
 RUNS = 20_000  # of all hosts
 LOST = 4.0  # s without an answer after which a host counts as lost
+_versions = itertools.count(1)  # a run that has gone and comes again has a new version
 ALIVE = ("starting", "running", "unknown")
 
 
@@ -225,7 +227,7 @@ class Cluster:
             state = self.hosts[part.host]
             part.silent = 0.0 if state.connected else max(LOST, time.time() - state.since)
             part.error = state.why
-        run.version += 1
+        run.version = next(_versions)
         newest = run.newest
         run.status = overall_status(newest)
         found = causes(newest, LOST - 0.1) if run.status not in ("finished", "stopped") else []
