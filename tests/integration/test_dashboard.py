@@ -378,21 +378,6 @@ def test_hostile_text_is_shown_and_not_executed(site: Site, browser: WebDriver) 
     assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []
 
 
-def test_500_ended_runs_open_within_a_second(site: Site, browser: WebDriver) -> None:
-    for number in range(500):
-        ended_run(site.bed, f"many-{number:03}", time.time() - 90_000 - number)
-    site.open(browser, "/runs?all=1")
-    rows = "return document.querySelectorAll('tbody tr').length"
-    until(lambda: browser.execute_script(rows) >= 503, 60, "all runs")
-    timing = "const t = performance.getEntriesByType('navigation')[0]; return t.domContentLoadedEventEnd - t.startTime"
-    took: list[float] = []
-    for _ in range(3):
-        browser.get(site.url("/runs?all=1"))
-        took.append(browser.execute_script(timing) / 1000)
-    print(f"page of 500 runs: {', '.join(f'{one:.2f}' for one in took)} s")
-    assert len(browser.find_elements(By.CSS_SELECTOR, "tbody tr")) >= 503 and min(took) < 1.0
-
-
 def test_prometheus_reads_the_metrics(site: Site) -> None:
     assert site.ask("GET", "/metrics", Authorization="Bearer wrong")[0] == 401
     assert site.ask("GET", "/", Authorization=f"Bearer {site.token}")[0] == 401
@@ -435,6 +420,21 @@ def test_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_
             assert wide <= 0, f"{name} is {wide} px too wide at {width} px"
             screenshot(browser, folder / f"{name}-{width}.png")
     set_size(browser, 1440)
+
+
+def test_500_ended_runs_open_within_a_second(site: Site, browser: WebDriver) -> None:
+    for number in range(500):
+        ended_run(site.bed, f"many-{number:03}", time.time() - 90_000 - number)
+    site.open(browser, "/runs?all=1")
+    rows = "return document.querySelectorAll('tbody tr').length"
+    until(lambda: browser.execute_script(rows) >= 503, 60, "all runs")
+    timing = "const t = performance.getEntriesByType('navigation')[0]; return t.domContentLoadedEventEnd - t.startTime"
+    took: list[float] = []
+    for _ in range(3):
+        browser.get(site.url("/runs?all=1"))
+        took.append(browser.execute_script(timing) / 1000)
+    print(f"page of 500 runs: {', '.join(f'{one:.2f}' for one in took)} s")
+    assert len(browser.find_elements(By.CSS_SELECTOR, "tbody tr")) >= 503 and min(took) < 1.0
 
 
 def test_nothing_is_left_on_a_host_when_the_dashboard_ends(site: Site) -> None:
