@@ -438,8 +438,7 @@ def test_500_ended_runs_open_within_a_second(site: Site, browser: WebDriver) -> 
 
 
 def test_nothing_is_left_on_a_host_when_the_dashboard_ends(site: Site) -> None:
-    samplers = site.samplers()
-    assert len(samplers) == 2
+    samplers = until(lambda: (found := site.samplers()) and len(found) == 2 and found, 30, "the samplers")
     site.process.send_signal(signal.SIGINT)
     assert site.process.wait(20) == 0
     until(lambda: not any(map(is_running, samplers)), 20, "the samplers' end")
