@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site lock lock-unsloth lock-conda clean
+.PHONY: help setup train circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site dashboard-picture lock lock-unsloth lock-conda clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
@@ -30,6 +30,7 @@ help:
 	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
 	@echo "make docs                                     generate docs/run-spec.md and the tables of the role READMEs"
 	@echo "make docs-site                                build the documentation site into site/"
+	@echo "make dashboard-picture                        take the picture of docs/dashboard.md (needs chromium)"
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make lab-down                                 stop the lab"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
@@ -46,7 +47,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): torch first, then the other packages (takes minutes, once)"
 	@$(PIP) torch
 	@$(PIP) --no-build-isolation setuptools wheel
-	@$(PIP) --no-build-isolation --editable '.[controller,cli,node,dev]'
+	@$(PIP) --no-build-isolation --editable '.[controller,cli,dashboard,node,dev]'
 	@touch $@
 
 train: $(READY)
@@ -84,6 +85,9 @@ docs: $(READY)
 
 docs-site: $(READY)
 	@$(RUN) tools/docs-site
+
+dashboard-picture: $(READY)
+	@$(RUN) python tools/draw_dashboard.py docs/dashboard.png
 
 lock:
 	@tools/lock $(PYTHON)

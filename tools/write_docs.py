@@ -18,6 +18,7 @@ from trainer.strategy import summaries
 from trainyard.cli.commands import COMMANDS
 from trainyard.cli.flags import COMMON
 from trainyard.cli.options import SHORT, LogsOptions, PreflightOptions, StatusOptions, StopOptions
+from trainyard.dashboard.options import DashboardOptions
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
@@ -270,6 +271,11 @@ def queue(text: str) -> str:
     return with_block(text, "queue options", option_table({"file": FILE, **QUEUE_OPTIONS}))
 
 
+def dashboard(text: str) -> str:
+    """Return docs/dashboard.md with the current options."""
+    return with_block(text, "options", option_table(DashboardOptions.model_fields))
+
+
 def with_block(text: str, name: str, content: str) -> str:
     """Return a page with the current content of one of its generated blocks."""
     block = re.compile(rf"(<!-- generated: {re.escape(name)} -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -302,6 +308,7 @@ def pages() -> dict[Path, str]:
         docs / "launch-options.md": launch_options(),
         docs / "strategies.md": strategies((docs / "strategies.md").read_text()),
         docs / "command-line.md": command_line((docs / "command-line.md").read_text()),
+        docs / "dashboard.md": dashboard((docs / "dashboard.md").read_text()),
         docs / "distill.md": distill((docs / "distill.md").read_text()),
         docs / "queue.md": queue((docs / "queue.md").read_text()),
         docs / "roles.md": roles_page(roles),

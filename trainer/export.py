@@ -54,7 +54,7 @@ def finalize(
     result |= strategy.merge_replicas(state.totals, result["eval_loss"], evaluation)
     require_finite_weights(strategy, state.step)
     if result["eval_loss"] is not None:
-        recorder.scalars({"eval_loss": result["eval_loss"]}, state.step)
+        recorder.evaluation(result["eval_loss"], state.step)
     heartbeat("saving")
     hosts = world.gather(socket.gethostname())
     state_dict = strategy.weights()

@@ -112,7 +112,7 @@ def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
         DiskError: a file cannot be written.
     """
     try:
-        for path in [run_dir / "metrics.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
+        for path in [run_dir / "metrics.jsonl", run_dir / "evals.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
             if path.exists():
                 valid = [to_json(record) + "\n" for record in _records(path) if history.is_valid(record)]
                 write_atomic(path, "".join(valid))
@@ -158,10 +158,12 @@ class Recorder:
             (run_dir / "samples").mkdir(parents=True, exist_ok=True)
             self._samples = (run_dir / "samples" / f"rank{world.global_rank}.jsonl").open("a")
             self._metrics: TextIO | None = None
+            self._evals: TextIO | None = None
             self._tensorboard: Any = None
             self._wandb: Any = None
             if world.is_host_leader:
                 self._metrics = (run_dir / "metrics.jsonl").open("a")
+                self._evals = (run_dir / "evals.jsonl").open("a")
             if (
                 history.head_moved
             ):  # the event files of the previous head are on another host; those here may be incomplete
@@ -205,6 +207,16 @@ class Recorder:
                 f"step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  "
                 f"{record['tokens_per_second']:.0f} tokens/s  ETA {clock(eta)}"
             )
+
+    def evaluation(self, loss: float | None, step: int) -> None:
+        """Record the loss on the held-out samples after `step`; None where it is unknown.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        if self._evals and loss is not None:
+            self._write(self._evals, {"step": step, "eval_loss": loss, "start": self._start})
+        self.scalars({"eval_loss": loss or 0.0}, step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Send values to the loggers of the spec."""

@@ -421,7 +421,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
             raise NonFiniteError("loss is not a number", step, spec.lr)
 
         if len(job.eval_set) and is_due(spec.eval_interval, previous, step) and step < steps:
-            recorder.scalars({"eval_loss": evaluation.update(step) or 0.0}, step)
+            recorder.evaluation(evaluation.update(step), step)
         if reduced.written:
             saver.finish()
         state.synced_step = step

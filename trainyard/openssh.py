@@ -78,7 +78,11 @@ class LocalTransport:
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
-        return self._processes.run(["/bin/sh", "-c", command], stdin)
+        return self._processes.run(self.stream_argv(command), stdin)
+
+    def stream_argv(self, command: str) -> list[str]:
+        """Return the arguments of a process that runs a shell command until its standard input ends."""
+        return ["/bin/sh", "-c", command]
 
     def put(self, source: str, target: str) -> None:
         """Copy a file. Raises RemoteError."""
@@ -114,6 +118,15 @@ class OpenSSHTransport:
         if code == UNREACHABLE:
             raise RemoteError(last_line(err.decode(errors="replace")) or "unreachable")
         return code, out, err
+
+    def stream_argv(self, command: str) -> list[str]:
+        """Return the arguments of a process that runs a shell command until its standard input ends.
+
+        It has a connection of its own: a shared one ends neither with the process, nor when the host is lost.
+        """
+        alone = ("-o", "ControlMaster=no", "-o", "ControlPath=none")
+        login = [*self.login.ssh_arguments(), *OPTIONS]
+        return ["ssh", *alone, *login, "-T", "--", self.login.destination(), remote_shell(command)]
 
     def put(self, source: str, target: str) -> None:
         """Copy a file of the controller to the host. Raises RemoteError."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field
 
+from trainyard.dashboard.reply_types import DASHBOARD_REPLY_TYPES
 from trainyard.ollama.reply_types import OLLAMA_REPLY_TYPES
 from trainyard.reply_fields import (
     FILES_LIMIT,
@@ -492,4 +493,5 @@ REPLY_TYPES: dict[str, Any] = {
     "merge": Merged,
     "metrics.jsonl": Metrics,
     **OLLAMA_REPLY_TYPES,
+    **DASHBOARD_REPLY_TYPES,
 }

@@ -16,7 +16,7 @@ description:
   - The strings in the C(lines) of a result are printed unchanged, instead of C(ok) or after the error.
   - Before the recap of C(site.yml), one line names the roles that changed something, and the hosts.
   - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs), M(trainyard_distill),
-    M(trainyard_merge)) is printed before its output.
+    M(trainyard_merge), M(trainyard_dashboard)) is printed before its output.
 extends_documentation_fragment:
   - default_callback
   - result_format_callback
@@ -43,7 +43,14 @@ except ModuleNotFoundError as error:
 
 MESSAGE_ONLY = ("fail", "assert")  # their message is written for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
-LIVE = ("trainyard_run", "trainyard_runs", "check_training", "trainyard_distill", "trainyard_merge")
+LIVE = (
+    "trainyard_run",
+    "trainyard_runs",
+    "check_training",
+    "trainyard_distill",
+    "trainyard_merge",
+    "trainyard_dashboard",
+)
 
 
 class CallbackModule(Default):

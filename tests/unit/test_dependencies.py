@@ -11,6 +11,7 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parents[2]
 # The package that provides or requires a module, where the names differ.
 PACKAGES = {"ansible": "ansible-core", "yaml": "pyyaml", "pydantic_core": "pydantic", "typing_extensions": "pydantic"}
+PACKAGES |= {"sse_starlette": "sse-starlette", "prometheus_client": "prometheus-client"}
 # Programs for hosts use what is there; the environment of the nodes has these.
 ON_HOSTS = {"torch", "huggingface_hub"}
 
@@ -30,7 +31,7 @@ def imported(folder: Path) -> set[str]:
 def test_the_controllers_imports_are_declared() -> None:
     project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *extras["controller"], *extras["cli"]]
+    required = [*project["dependencies"], *extras["controller"], *extras["cli"], *extras["dashboard"]]
     declared = {re.split(r"[^A-Za-z0-9-]", line, maxsplit=1)[0].lower() for line in required}
     needed = imported(TOP / "trainyard") | imported(TOP / "plugins")
     ours = {"trainyard", "trainer"}

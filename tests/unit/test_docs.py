@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from trainyard.dashboard.options import DashboardOptions
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
@@ -32,6 +33,7 @@ FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "host", "json", "logs_to", "quick", "run"}
 PLAYBOOK_VARIABLES |= {"deploy_as", "deploy_base", "deploy_name", "deploy_quantize", "deploy_replace", "template"}
 PLAYBOOK_VARIABLES |= set(DISTILL_OPTIONS) | set(MERGE_OPTIONS) | set(QUEUE_OPTIONS) | {"do", "file"}
+PLAYBOOK_VARIABLES |= set(DashboardOptions.model_fields)
 # What an error message in the documentation is about.
 UNKNOWN_ON_PURPOSE = {"lerning_rate"}
 

@@ -20,6 +20,7 @@ from trainyard.cli.options import (
     StopOptions,
 )
 from trainyard.cli.playbooks import run_playbook
+from trainyard.dashboard.options import DashboardOptions, run_dashboard
 from trainyard.ollama.deploy import Deployment, server_urls
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.distill import Distillation, make_distill_options, student_specs
@@ -53,6 +54,7 @@ UNDEPLOY = Group("command options", {"deploy_name": DeployOptions.model_fields["
 QUEUE_ADD = Group("queue options", {"file": FILE, **QUEUE_OPTIONS})
 QUEUE_CHANGE = Group("command options", CHANGE_OPTIONS)
 QUEUE_RUNS = Group("command options", {"run": CHANGE_OPTIONS["run"]})
+DASHBOARD = Group("command options", DashboardOptions.model_fields)
 COMPLETION = Group("command options", CompletionOptions.model_fields)
 
 
@@ -163,6 +165,12 @@ def queue(call: Call, verb: str) -> dict[str, Any]:
 
     cluster = Cluster(inventory.hosts, inventory.groups, variable, inventory.connect_name, launch_of)
     return manage_queue(values, cluster, call.top, call.output.report, call.check)
+
+
+def dashboard(call: Call) -> dict[str, Any]:
+    """Serve the dashboard until Ctrl-C."""
+    options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
+    return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, check=call.check)
 
 
 def _playbook(call: Call, playbook: str) -> dict[str, Any]:
@@ -293,6 +301,10 @@ COMMANDS: dict[str, Command] = {
         *("playbooks/preflight.yml", preflight, (PREFLIGHT, _launch("limit", "master_port"))),
     ),
     **_queue_commands(),
+    "dashboard": Command(
+        "serve a web page with the hosts, the runs and their curves",
+        *("playbooks/dashboard.yml", dashboard, (DASHBOARD, _launch("limit", "lost_limit"))),
+    ),
     **_playbooks(
         [
             ("site", "site.yml", "provision the hosts"),

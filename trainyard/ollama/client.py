@@ -166,6 +166,12 @@ class OllamaClient:
                 found[name] = str(digest)
         return found
 
+    def loaded(self) -> list[str]:
+        """Return the names of the models that are in memory, sorted. Malformed entries are left out."""
+        models = self._request_json("GET", "/api/ps").get("models") or []
+        entries = [entry.get("name") for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
+        return sorted(name for name in entries if isinstance(name, str) and name.isprintable())
+
     def digest(self, model: str) -> str:
         """Return the digest of a model; empty if the server does not have it. `name` is `name:latest`."""
         return self.tags().get(full_name(model), "")

@@ -37,6 +37,7 @@ VERBS = {
     "run_status": ("trainer.supervise.status", "status"),
     "run_stop": ("trainer.supervise.stop", "stop"),
     "run_list": ("trainer.supervise.status", "list_runs"),
+    "sample": ("trainyard.remote.sampler", "sample"),
 }
 
 
@@ -44,7 +45,7 @@ def main() -> NoReturn:
     """Carry out one request, print the answer and exit."""
     verb = sys.argv[1]
     try:
-        request: dict[str, Any] = json.loads(sys.stdin.buffer.read())
+        request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())  # `sample` reads further lines
         if verb not in VERBS:
             raise ValueError(f"unknown verb {verb!r}")
         module, name = VERBS[verb]

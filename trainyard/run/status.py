@@ -56,6 +56,14 @@ def find_parts(
     """
     parts = [Part(host.name, f"{host.data_dir}/runs/{run}") for host in hosts]
     errors = request_statuses(parts, connect, limit)
+    found = newest_start(parts, every_start=every_start)
+    members = {host for part in found for host in part.node.get("hosts", [])}
+    missing = {host: error for host, error in errors.items() if host in members or not found}
+    return found, missing
+
+
+def newest_start(parts: Iterable[Part], *, every_start: bool = False) -> list[Part]:
+    """Return the parts of a run's newest start by node rank, with their ranks; see `find_parts`."""
     known = [part for part in parts if part.node]
     # Two hosts that lost each other may both have made a start of the same number.
     newest = max((part.node for part in known), key=lambda node: (node["attempt"], node["started"]), default={})
@@ -68,9 +76,7 @@ def find_parts(
     for part in found:
         part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
         part.replica, part.teaches = part.node.get("replica"), bool(part.node.get("teaches"))
-    members = {host for part in found for host in part.node.get("hosts", [])}
-    missing = {host: error for host, error in errors.items() if host in members or not found}
-    return sorted(found, key=lambda part: part.node_rank), missing
+    return sorted(found, key=lambda part: part.node_rank)
 
 
 def with_absent_replicas(

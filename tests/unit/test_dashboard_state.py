@@ -1,0 +1,228 @@
+"""What the dashboard makes of the lines of hosts: bounded, and without a host's word for a path."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.connection import Host, RemoteError
+from trainyard.dashboard import state as state_module
+from trainyard.dashboard.formats import duration, number, rate, size
+from trainyard.dashboard.prometheus import exposition
+from trainyard.dashboard.records import RunRecords
+from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.streams import _parse
+from trainyard.dashboard.views import Pages, spec_rows, spec_values
+from trainyard.remote import run_queries
+from trainyard.remote.sampler import Sampler
+from trainyard.replies import ReplyError
+
+
+def hosts(count: int = 2) -> list[Host]:
+    return [Host(f"node{i + 1}", "127.0.0.1", f"/data{i + 1}", "/usr/bin/python3") for i in range(count)]
+
+
+def run_line(rank: int = 0, status: str = "running", name: str = "r", **more: Any) -> dict[str, Any]:
+    node = {
+        "run": name,
+        "node_rank": rank,
+        "ranks": [rank],
+        "hosts": ["node1", "node2"],
+        "attempt": 1,
+        "started": 1000.0,
+    }
+    node |= {"status": status, "failures": [], "ended": 1060.0 if status in ("failed", "finished") else None} | more
+    ranks = {str(rank): {"rank": rank, "status": "training", "step": 7, "steps": 40, "loss": 5.3, "time": 1050.0}}
+    state = {
+        "status": status,
+        "alive": status == "running",
+        "now": 1050.0,
+        "run_dir": "/etc",
+        "node": node,
+        "ranks": ranks,
+    }
+    return {"kind": "run", "name": name, "state": state, "checkpoints": [], "result": None}
+
+
+def cluster_with(*lines: tuple[str, dict[str, Any]]) -> Cluster:
+    cluster = Cluster(hosts())
+    for host, line in lines:
+        cluster.receive(host, *parsed(line))
+    return cluster
+
+
+def parsed(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    found = _parse(json.dumps(line).encode())
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"kind": "shell"}', b'{"kind": ["run"]}', b"{not json", b'{"error": "there is no Python"}', b"{" * 5000]
+)
+def test_what_is_no_line_of_a_sampler_ends_the_connection(line: bytes) -> None:
+    with pytest.raises((RemoteError, ReplyError)):
+        _parse(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        run_line(name="../../etc"),
+        run_line(name="<script>"),
+        run_line() | {"checkpoints": [{"step": -1, "bytes": 0, "time": 0}]},
+        {"kind": "host", "now": 1e300},
+        {"kind": "beat", "now": "<b>"},
+    ],
+)
+def test_an_invalid_line_is_reported_and_nothing_else(line: dict[str, Any]) -> None:
+    cluster = cluster_with(("node1", line))
+    assert not cluster.runs and not cluster.hosts["node1"].sample
+    assert [event.kind for event in cluster.events.values()] == ["warning"]
+    assert _parse(b"Welcome to node1!\n") is None
+
+
+def test_folders_come_from_the_inventory() -> None:
+    cluster = cluster_with(("node1", run_line()))
+    assert cluster.runs["r"].parts["node1"].run_dir == "/data1/runs/r"
+
+
+def test_a_failure_names_the_rank_that_caused_it() -> None:
+    failed = run_line(1, "failed", failures=[{"rank": 1, "exit_code": -9, "signal": "SIGKILL"}])
+    cluster = cluster_with(("node1", run_line(0)), ("node2", failed))
+    run = cluster.runs["r"]
+    assert (run.status, run.cause) == ("failed", "rank 1 on node2 was killed by SIGKILL")
+    assert [event.kind for event in cluster.events.values()] == ["started", "failed"]
+    cluster.receive("node2", *parsed(failed))
+    assert len(cluster.events) == 2  # the same failure again is no further event
+
+
+def test_a_lost_host_of_a_live_run_is_its_cause() -> None:
+    cluster = cluster_with(("node1", run_line(0)), ("node2", run_line(1)))
+    cluster.lost("node2", "sends nothing for 4 s")
+    assert cluster.runs["r"].cause == "node2 has not answered for 4 s (sends nothing for 4 s)"
+    cluster.receive("node2", "beat", {"now": time.time()})
+    assert cluster.runs["r"].cause == "" and cluster.hosts["node2"].connected
+    assert [event.kind for event in cluster.events.values()][-2:] == ["lost", "back"]
+
+
+def test_events_and_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "EVENTS", 5)
+    monkeypatch.setattr(state_module, "RUNS", 3)
+    cluster = cluster_with(*(("node1", run_line(name=f"r{place}")) for place in range(9)))
+    for place in range(9):
+        cluster.add_event("warning", f"event {place}", at=2000.0 + place)
+    assert len(cluster.runs) == 3 and next(event.text for event in cluster.events.values()) == "event 4"
+
+
+def test_pages_escape_and_are_rendered_once_for_all_browsers() -> None:
+    cluster = cluster_with(("node1", run_line()))
+    cluster.lost("node1", "<script>alert(1)</script>")
+    pages = Pages(cluster, "token")
+    html = pages.page("nodes") + pages.page("events") + pages.page("runs", "")
+    assert "<script>alert" not in html and "&lt;script&gt;alert" in html
+    assert pages.regions("nodes") is pages.regions("nodes")
+    cluster.change()
+    assert list(pages.regions("nodes")["hosts"]) == ["host-0", "host-1"]
+    assert b'trainyard_host_up{host="node1"} 0.0' in exposition(cluster)
+
+
+class OneHost:
+    """Answers queries about records from a folder of this machine."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+
+    async def ask(self, query: str, **request: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(json.dumps(run_queries.QUERIES[query](self.runs, request)))
+        return answer
+
+
+def test_records_grow_and_begin_again_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainyard.dashboard.records.INTERVAL", 0.0)
+    monkeypatch.setattr(run_queries, "CHUNK", 200)
+    folder = tmp_path / "r"
+    folder.mkdir()
+    line = lambda step, loss=1.5: json.dumps({"step": step, "loss": loss, "step_seconds": [0.1, 0.2]}) + "\n"  # noqa: E731
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(map(line, range(1, 21))) + '{"step": 21, "lo')
+    cluster = cluster_with(("node1", run_line()))
+    records = RunRecords("r")
+    read = lambda: asyncio.run(records.update(cluster, {"node1": OneHost(tmp_path)}))  # type: ignore[dict-item] # noqa: E731
+    read()
+    assert records.columns["step"] == list(range(1, 21)) and records.generation == 0
+    file.write_text("".join(map(line, range(1, 21))) + line(21) + "[1]\nnull\n" + line(22, float("nan")))
+    read()
+    assert records.columns["step"][-2:] == [21, 22] and records.columns["loss"][-1] is None
+    replaced = folder / "new"
+    replaced.write_text(line(1, 9.0) + line(2, 8.0))
+    replaced.replace(file)
+    read()
+    assert records.columns["loss"] == [9.0, 8.0] and records.generation == 1
+    assert records.series(1)["columns"]["step"] == [2]
+
+
+def test_long_runs_are_thinned_out() -> None:
+    records = RunRecords("r")
+    for step in range(1, 10_001):
+        records._add_step({"step": step, "loss": float(step)})
+    steps = records.series()["columns"]["step"]
+    assert len(steps) <= 4001 and steps[0] == 1 and steps[-1] == 10_000
+
+
+@pytest.mark.parametrize("name", ["..", "../r", "r/../../r", "/etc", ""])
+def test_queries_stay_in_the_folder_of_runs(tmp_path: Path, name: str) -> None:
+    (tmp_path / "runs/r/logs").mkdir(parents=True)
+    (tmp_path / "secret.log").write_text("secret")
+    for query in ("log", "search", "describe", "records"):
+        request = {"run": name, "file": "metrics.jsonl", "since": 0, "text": "secret", "offset": 0, "inode": 0}
+        with pytest.raises((ValueError, OSError)):
+            run_queries.QUERIES[query](tmp_path / "runs", request)
+    with pytest.raises(OSError):
+        run_queries.log(tmp_path / "runs", {"run": "r", "file": "../../../secret.log", "since": 0})
+
+
+def test_a_search_returns_the_lines_with_the_text(tmp_path: Path) -> None:
+    (tmp_path / "r/logs").mkdir(parents=True)
+    (tmp_path / "r/logs/rank0.log").write_text("step 1\nERROR here\nstep 2\n")
+    found = run_queries.search(tmp_path, {"run": "r", "file": "rank0.log", "text": "error"})
+    assert found == {"lines": ["ERROR here"], "found": 1, "skipped": 0}
+
+
+def test_the_sampler_sends_a_run_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(Sampler, "_send", staticmethod(sent.append))
+    monkeypatch.setattr(Sampler, "_receive", lambda self: None)
+    monkeypatch.setattr(Sampler, "_repeat", lambda self, *arguments: None)
+    folder = tmp_path / "runs/r/state"
+    folder.mkdir(parents=True)
+    (tmp_path / "runs/<script>").mkdir()
+    (folder / "node.json").write_text(json.dumps(run_line(status="finished")["state"]["node"]))
+    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_port": 0})
+    for _ in range(2):
+        sampler._send_runs(every=True)
+    assert [line["name"] for line in sent] == ["r"] and _parse(json.dumps(sent[0]).encode())
+    (folder / "node.json").write_text("{")
+    (folder / "other").write_text("")
+    sampler._send_runs(every=True)
+    assert sent[-1] == {"kind": "unreadable", "name": "r"}
+
+
+def test_specs_are_compared_by_field() -> None:
+    specs = {
+        "a": spec_values("lr: 0.1\nmodel: tiny\nlora_targets: [q, v]\n"),
+        "b": spec_values("lr: 0.2\nmodel: tiny\n"),
+    }
+    assert spec_rows(specs, differences=True) == [("lr", ["0.1", "0.2"]), ("lora_targets", ["q, v", ""])]
+    assert spec_values("- no mapping") == {} and spec_values("a: [") == {}
+
+
+def test_numbers_have_units() -> None:
+    assert (size(3 << 30), size(12), size(None)) == ("3.0 GiB", "12 B", "–")
+    assert (duration(42), duration(3723), duration(None)) == ("0:42 min", "1:02:03 h", "–")
+    assert (rate(1890.2), rate(None), number(5.30999), number(float("nan"))) == ("1.9k tok/s", "–", "5.31", "–")

@@ -1,0 +1,62 @@
+"""How the pages show numbers: each with its unit, and a dash for an unknown one."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import datetime
+
+from trainer.formats import clock, thousands
+
+NONE = "–"
+
+
+def size(value: float | None) -> str:
+    """Return a number of bytes with a binary unit."""
+    if value is None:
+        return NONE
+    for unit, limit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= limit:
+            return f"{value / limit:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number with so many significant digits."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
+
+
+def rate(value: float | None) -> str:
+    """Return tokens per second."""
+    return NONE if not value else f"{thousands(value)} tok/s"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration, as 1:02:03 h or 0:42 min."""
+    if seconds is None:
+        return NONE
+    text = clock(seconds)
+    return f"{text} {'h' if text.count(':') == 2 else 'min'}"
+
+
+def moment(at: float | None) -> str:
+    """Return a time of the controller's zone, without the date if it is today."""
+    if not at or not 0 < at < 2**33:
+        return NONE
+    when = datetime.fromtimestamp(at)
+    today = when.date() == datetime.fromtimestamp(time.time()).date()
+    return when.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M")
+
+
+def percent(part: float | None, whole: float | None) -> str:
+    """Return a share in percent."""
+    return NONE if part is None or not whole else f"{100 * part / whole:.0f} %"
+
+
+FILTERS = {
+    "size": size,
+    "number": number,
+    "rate": rate,
+    "duration": duration,
+    "moment": moment,
+}

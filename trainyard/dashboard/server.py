@@ -1,0 +1,71 @@
+"""Start the dashboard."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from trainer.errors import UserError
+from trainyard.connection import Host, HostConnection
+from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.app import Dashboard
+from trainyard.dashboard.options import DashboardOptions
+from trainyard.dashboard.security import Access
+from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.streams import HostStream
+from trainyard.dashboard.views import Pages
+from trainyard.run.options import LaunchOptions
+
+ADDRESS = "127.0.0.1"
+
+
+def serve(
+    hosts: list[Host],
+    connect: Callable[[Host], HostConnection],
+    launch: LaunchOptions,
+    options: DashboardOptions,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Serve the dashboard until Ctrl-C or SIGTERM. Call it in the main thread.
+
+    Args:
+        launch: limits of the actions.
+        report: gets the URL, with the token.
+
+    Raises:
+        UserError: the port is in use.
+    """
+    listener = _listen(options.dashboard_port)
+    access = Access(listener.getsockname()[1])
+    cluster = Cluster(hosts)
+    streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
+    pages = Pages(cluster, access.csrf)
+    actions = Actions(hosts, {host.name: connect(host) for host in hosts}, launch, pages)
+    app = Dashboard(cluster, streams, pages, actions, access).app()
+    # The access log would have the token.
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, ws="none"
+    )
+    report(f"dashboard: {access.url}")
+    report("The URL contains a token: whoever has it can stop runs. Ctrl-C ends the dashboard; runs continue.")
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
+        uvicorn.Server(config).run(sockets=[listener])
+    return {"lines": []}
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((ADDRESS, port))
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"the dashboard cannot listen on {ADDRESS}:{port}: {error.strerror}: end what uses the port, or set dashboard_port"
+        ) from None
+    listener.listen(128)
+    return listener

@@ -1,0 +1,256 @@
+"""What the hosts have sent: their samples, their runs, and events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.formats import counted
+from trainyard.connection import Host
+from trainyard.replies import ReplyError, checked_reply
+from trainyard.run.monitor import ENDED, Part, causes
+from trainyard.run.status import newest_start
+
+EVENTS = 1000  # that are kept
+RUNS = 20_000  # of all hosts
+LOST = 4.0  # s without an answer after which a host counts as lost
+_versions = itertools.count(1)  # a run that has gone and comes again has a new version
+ALIVE = ("starting", "running", "unknown")
+
+
+@dataclass
+class HostState:
+    """A host and its newest sample.
+
+    Attributes:
+        connected: whether it answers.
+        since: when `connected` changed last, in seconds since the epoch.
+        why: why it does not answer.
+        sample: see `reply_types.HostSample`; empty before the first one.
+        clock_offset: seconds by which its clock is ahead of the controller's; includes the time of the transfer.
+    """
+
+    host: Host
+    connected: bool = False
+    since: float = field(default_factory=time.time)
+    why: str = "connecting"
+    sample: dict[str, Any] = field(default_factory=dict)
+    clock_offset: float = 0.0
+
+
+@dataclass
+class RunState:
+    """A run as its hosts describe it.
+
+    Attributes:
+        parts: {host: its part}, of any start.
+        checkpoints: {host: its checkpoints}.
+        results: {host: the result, or None}.
+        status: of the whole run; see `overall_status`.
+        cause: why it failed, or an empty string.
+        version: changes with every line about the run.
+    """
+
+    name: str
+    parts: dict[str, Part] = field(default_factory=dict)
+    checkpoints: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    results: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    status: str = ""
+    cause: str = ""
+    reported: tuple[int, str] = (0, "")  # attempt and status of the newest event
+    version: int = 0
+
+    @property
+    def newest(self) -> list[Part]:
+        """The parts of the newest start, by node rank."""
+        return newest_start(self.parts.values())
+
+    @property
+    def attempt(self) -> int:
+        """Number of the newest start."""
+        return max((part.node.get("attempt", 0) for part in self.parts.values()), default=0)
+
+    @property
+    def started(self) -> float:
+        """When the newest start began, in seconds since the epoch."""
+        return max((part.node.get("started", 0.0) for part in self.newest), default=0.0)
+
+    @property
+    def ended(self) -> float | None:
+        """When the last host ended; None while one is alive or did not say."""
+        ends = [part.node.get("ended") for part in self.newest]
+        return max(filter(None, ends), default=None) if self.status in ENDED else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether a host runs it, as far as is known."""
+        return self.status in ALIVE
+
+    @property
+    def ranks(self) -> dict[int, tuple[str, dict[str, Any]]]:
+        """{rank: (host, heartbeat)} of the newest start."""
+        return {
+            rank: (part.host, part.states.get(rank, {})) for part in self.newest for rank in part.ranks or part.states
+        }
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The heartbeat of the first rank that has one."""
+        return next((state for _, (_, state) in sorted(self.ranks.items()) if state), {})
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The result of the first host that has one."""
+        return next((result for result in self.results.values() if result), {})
+
+
+@dataclass
+class Event:
+    """Something that happened; `kind` is failed, lost, stopped, finished, started, restarted, back, warning or action."""
+
+    time: float
+    kind: str
+    text: str
+    run: str = ""
+    host: str = ""
+
+
+def overall_status(parts: list[Part]) -> str:
+    """Return the status of a run from its parts: the worst one, or alive while one is alive and none failed."""
+    statuses = [part.status for part in parts]
+    for status in ("failed", "lost", "running", "starting", "stopped", "finished", "none"):
+        if status in statuses:
+            return status
+    return "unknown"
+
+
+class Cluster:
+    """The state of all hosts and runs. Used in the event loop only."""
+
+    def __init__(self, hosts: list[Host]) -> None:
+        self.hosts = {host.name: HostState(host) for host in hosts}
+        self.runs: dict[str, RunState] = {}
+        self.events: OrderedDict[tuple[str, ...], Event] = OrderedDict()
+        self.version = 0
+        self._changed = asyncio.Event()
+
+    async def wait(self, version: int, limit: float) -> None:
+        """Return when the state is newer than `version`, or after `limit` seconds."""
+        deadline = time.monotonic() + limit
+        while self.version == version and (left := deadline - time.monotonic()) > 0:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                return
+
+    def change(self) -> None:
+        """Tell all that wait that something has changed."""
+        self.version += 1
+        self._changed.set()
+
+    def receive(self, host: str, kind: str, line: dict[str, Any]) -> None:
+        """Take a line of a host's sampler."""
+        state = self.hosts[host]
+        if not state.connected:
+            if state.why != "connecting":
+                self.add_event("back", f"{host} answers again", host=host)
+            state.connected, state.since, state.why = True, time.time(), ""
+            for run in self.runs.values():
+                if host in run.parts and run.alive:
+                    self._judge(run)
+            self.change()
+        if kind == "beat":
+            return
+        if kind == "host":
+            state.sample = {**state.sample, **line}
+            state.clock_offset = line["now"] - time.time()
+        elif kind == "run":
+            self._take_run(host, line)
+        elif kind == "gone":
+            self._forget(host, line["name"])
+        else:
+            why = f"cannot read the run folder {line['name']}" if kind == "unreadable" else line["error"]
+            self.add_event("warning", f"{host}: {why}", host=host, key=("warning", host, why))
+        self.change()
+
+    def lost(self, host: str, why: str) -> None:
+        """Record that a host does not answer."""
+        state = self.hosts[host]
+        if state.connected:
+            self.add_event("lost", f"{host} does not answer: {why}", host=host)
+            state.since = time.time()
+        state.connected, state.why = False, why
+        for run in self.runs.values():
+            if host in run.parts and run.alive:
+                self._judge(run)
+        self.change()
+
+    def add_event(self, kind: str, text: str, *, at: float = 0.0, key: tuple[str, ...] = (), **about: str) -> None:
+        """Add an event, or replace the one with the same key."""
+        at = at or time.time()
+        key = key or (kind, text, str(at))
+        self.events[key] = Event(at, kind, text, **about)
+        if len(self.events) > EVENTS:
+            del self.events[min(self.events, key=lambda one: self.events[one].time)]
+
+    def _take_run(self, host: str, line: dict[str, Any]) -> None:
+        name = line["name"]
+        try:
+            answer = checked_reply("run_status", line["state"])
+        except ReplyError as error:
+            self.add_event("warning", f"{host}: run {name}: {error}", host=host, key=("warning", host, name))
+            return
+        if name not in self.runs and len(self.runs) >= RUNS:
+            return
+        new = name not in self.runs
+        run = self.runs.setdefault(name, RunState(name))
+        # The folder comes from the inventory: what a host says never names a path.
+        folder = f"{self.hosts[host].host.data_dir}/runs/{name}"
+        part = run.parts.setdefault(host, Part(host, folder))
+        part.answer, part.ranks = answer, (answer.get("node") or {}).get("ranks") or []
+        run.checkpoints[host], run.results[host] = line["checkpoints"], line["result"]
+        self._judge(run, new)
+
+    def _forget(self, host: str, name: str) -> None:
+        run = self.runs.get(name)
+        if run and run.parts.pop(host, None) and not run.parts:
+            del self.runs[name]
+
+    def _judge(self, run: RunState, new: bool = False) -> None:
+        """Set status and cause of a run, and add events about what changed."""
+        for part in run.parts.values():
+            state = self.hosts[part.host]
+            part.silent = 0.0 if state.connected else max(LOST, time.time() - state.since)
+            part.error = state.why
+        run.version = next(_versions)
+        newest = run.newest
+        run.status = overall_status(newest)
+        found = causes(newest, LOST - 0.1) if run.status not in ("finished", "stopped") else []
+        run.cause = found[0].text if found else ""
+        attempt = run.attempt
+        before, run.reported = run.reported, (attempt, run.status)
+        about = {"run": run.name}
+        if run.status in ("failed", "lost"):
+            text = f"run {run.name} failed: {run.cause or 'no cause is known'}"
+            self.add_event("failed", text, at=run.ended or _now(new, run), key=("end", run.name, str(attempt)), **about)
+        elif before == run.reported:
+            return
+        elif run.status in ("finished", "stopped"):
+            at = run.ended or _now(new, run)
+            self.add_event(
+                run.status, f"run {run.name} {run.status}", at=at, key=("end", run.name, str(attempt)), **about
+            )
+        elif attempt != before[0]:
+            kind = "restarted" if attempt > 1 else "started"
+            where = counted(len(newest[0].node.get("hosts", [])) if newest else 1, "host")
+            text = f"run {run.name} {kind} on {where}" + (f" (start {attempt})" if attempt > 1 else "")
+            self.add_event(kind, text, at=run.started, key=("start", run.name, str(attempt)), **about)
+
+
+def _now(new: bool, run: RunState) -> float:
+    return (run.started if new else 0.0) or time.time()

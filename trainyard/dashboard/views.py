@@ -1,0 +1,147 @@
+"""The pages: each has regions, which the server sends again when they change.
+
+A region is a piece of HTML with an id. `Pages.regions` renders those of a page; the browser replaces the ones that differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from trainer.config.yaml_text import YamlError, parse_yaml
+from trainyard.dashboard.formats import FILTERS
+from trainyard.dashboard.state import Cluster, RunState
+
+LATEST = 100  # ended runs on the page of runs
+EVENTS = 300  # events on their page
+OVERLAYS = 5  # runs that a run's page shows beside it
+Regions = dict[str, str]
+
+
+@dataclass
+class Action:
+    """An action that somebody started on a run's page: its progress."""
+
+    title: str
+    lines: list[str] = field(default_factory=list)
+    state: str = "running"  # or done, failed
+
+
+class Pages:
+    """Renders pages from the state of the cluster."""
+
+    def __init__(self, cluster: Cluster, csrf: str) -> None:
+        self.cluster = cluster
+        self.actions: dict[str, Action] = {}
+        loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
+        self._templates = jinja2.Environment(
+            loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        self._templates.filters |= FILTERS
+        self._templates.globals |= {"csrf": csrf}
+        self._rows: dict[str, tuple[int, str]] = {}  # {run: (its version, its row)}
+        self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
+
+    def page(self, name: str, *arguments: str, **more: Any) -> str:
+        """Render a page with its regions."""
+        groups = self.regions(name, *arguments)
+        template = self._templates.get_template(f"{name}.html")
+        return template.render(page=name, arguments=arguments, groups=groups, cluster=self.cluster, **more)
+
+    def regions(self, name: str, *arguments: str) -> dict[str, Regions]:
+        """Return {id of a group of regions: {id of a region: HTML}} of a page; equal requests share the work."""
+        key = (name, *arguments)
+        version, groups = self._cache.get(key, (-1, {}))
+        if version != self.cluster.version:
+            groups = getattr(self, f"_{name}")(*arguments)
+            if len(self._cache) > 64:
+                self._cache.clear()
+            self._cache[key] = (self.cluster.version, groups)
+        return groups
+
+    def _render(self, template: str, **values: Any) -> str:
+        return self._templates.get_template(f"regions/{template}.html").render(**values)
+
+    def _nodes(self) -> dict[str, Regions]:
+        cluster = self.cluster
+        busy: dict[str, list[str]] = {}
+        for run in cluster.runs.values():
+            for part in run.newest if run.alive else []:
+                busy.setdefault(part.host, []).append(run.name)
+        cards = {
+            f"host-{number}": self._render("host", id=f"host-{number}", host=host, runs=sorted(busy.get(name, [])))
+            for number, (name, host) in enumerate(cluster.hosts.items())
+        }
+        return {"summary": {"nodes-summary": self._render("nodes_summary", cluster=cluster)}, "hosts": cards}
+
+    def _runs(self, every: str = "") -> dict[str, Regions]:
+        runs = sorted(self.cluster.runs.values(), key=lambda run: (not run.alive, -run.started, run.name))
+        alive = [run for run in runs if run.alive]
+        shown = runs if every else runs[: len(alive) + LATEST]
+        rows = {f"run-{run.name}": self._row(run) for run in shown}
+        summary = self._render("runs_summary", cluster=self.cluster, runs=runs, shown=shown, alive=alive)
+        return {"summary": {"runs-summary": summary}, "runs": rows}
+
+    def _row(self, run: RunState) -> str:
+        """Return the row of a run, rendered again only when the run has changed: there may be thousands of runs."""
+        version, html = self._rows.get(run.name, (-1, ""))
+        if version != run.version:
+            html = self._render("run_row", id=f"run-{run.name}", run=run)
+            self._rows[run.name] = (run.version, html)
+        return html
+
+    def _events(self) -> dict[str, Regions]:
+        events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]
+        rows = {
+            f"event-{abs(hash(key)):x}": self._render("event", id=f"event-{abs(hash(key)):x}", event=event)
+            for key, event in events
+        }
+        summary = self._render("events_summary", events=events)
+        return {"summary": {"events-summary": summary}, "events": rows}
+
+    def _run(self, name: str) -> dict[str, Regions]:
+        run = self.cluster.runs[name]
+        slowest = _slowest(run)
+        head = self._render("run_head", run=run, cluster=self.cluster)
+        action = self._render("run_action", run=run, action=self.actions.get(name))
+        ranks = self._render("run_ranks", run=run, slowest=slowest)
+        kept = self._render("run_checkpoints", run=run)
+        return {
+            "head": {"run-head": head},
+            "action": {"run-action": action},
+            "ranks": {"run-ranks": ranks},
+            "checkpoints": {"run-checkpoints": kept},
+        }
+
+
+def _slowest(run: RunState) -> int | None:
+    """Return the rank whose share of a step takes longest, if there are several."""
+    seconds = run.first.get("step_seconds") or []
+    return seconds.index(max(seconds)) if len(seconds) > 1 else None
+
+
+def spec_values(text: str) -> dict[str, str]:
+    """Return the fields of a spec as text, by name; none for a text that is no spec."""
+    try:
+        value = parse_yaml(text)
+    except YamlError:
+        return {}
+    return {str(name): _shown(item) for name, item in value.items()} if isinstance(value, dict) else {}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return "" if value is None else str(value)
+
+
+def spec_rows(specs: dict[str, dict[str, str]], *, differences: bool) -> list[tuple[str, list[str]]]:
+    """Return rows of field and its value in every run; with `differences`, only those whose values differ."""
+    names = dict.fromkeys(name for values in specs.values() for name in values)
+    rows = [(name, [values.get(name, "") for values in specs.values()]) for name in names]
+    return [row for row in rows if len(set(row[1])) > 1 or not differences]

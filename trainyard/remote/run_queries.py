@@ -1,0 +1,107 @@
+"""Queries of the sampler: metrics, logs and the spec of one run. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import open_regular, read_json, read_log
+
+CHUNK = 256 << 10  # bytes of metrics in one answer
+SPEC_LIMIT = 256 << 10  # bytes
+SEARCH_LIMIT = 64 << 20  # bytes of a log that a search reads, from its end
+MATCHES = 500  # lines that a search returns, the last ones
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RECORDS = ("metrics.jsonl", "evals.jsonl")
+
+
+def _run_dir(runs_dir: Path, request: Mapping[str, Any]) -> Path:
+    name = str(request["run"])
+    if not RUN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a run")
+    return runs_dir / name
+
+
+def records(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return complete lines of a file of records.
+
+    Args:
+        request: `run`; `file`, one of RECORDS; `offset` in bytes, and the `inode` of the file that it belongs to.
+
+    Returns:
+        `lines`; `offset` at which the next query continues; `inode`; `more`, whether there are more lines; `reset`,
+        whether the file was replaced, so that the lines are those from its beginning.
+    """
+    if request["file"] not in RECORDS:
+        raise ValueError(f"{request['file']!r} has no records")
+    try:
+        handle = open_regular(_run_dir(runs_dir, request) / request["file"])
+    except FileNotFoundError:
+        return {"lines": [], "offset": 0, "inode": 0, "more": False, "reset": True}
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        reset = found.st_ino != request["inode"] or found.st_size < request["offset"]
+        offset = 0 if reset else int(request["offset"])
+        file.seek(offset)
+        text = file.read(CHUNK)
+    complete = text.rfind(b"\n") + 1
+    return {
+        "lines": text[:complete].decode(errors="replace").splitlines(),
+        "offset": offset + complete,
+        "inode": found.st_ino,
+        "more": complete > 0 and found.st_size > offset + complete,
+        "reset": reset,
+    }
+
+
+def log(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return lines of a log; see `read_log`.
+
+    Args:
+        request: `run`; `file`, a name in logs/; `since`, a byte, or -N for the last N lines.
+    """
+    path = _run_dir(runs_dir, request) / "logs" / Path(str(request["file"])).name
+    os.close(open_regular(path))
+    return read_log(path, int(request["since"]))
+
+
+def search(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the last lines of a log that contain a text, whatever its case.
+
+    Args:
+        request: `run`; `file`, a name in logs/; `text`.
+
+    Returns:
+        `lines`; `found`, the number of lines that contain the text; `skipped`, the bytes before those that were searched.
+    """
+    path, text = _run_dir(runs_dir, request) / "logs" / Path(str(request["file"])).name, str(request["text"]).lower()
+    with os.fdopen(open_regular(path), "rb") as file:
+        skipped = max(0, file.seek(0, os.SEEK_END) - SEARCH_LIMIT)
+        file.seek(skipped)
+        matches = [
+            line for line in file.read(SEARCH_LIMIT).decode(errors="replace").splitlines() if text in line.lower()
+        ]
+    return {"lines": [line[:4000] for line in matches[-MATCHES:]], "found": len(matches), "skipped": skipped}
+
+
+def describe(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `spec`, the text of the spec; `origin`, what it calls model and dataset; `logs`, {file: bytes}."""
+    folder = _run_dir(runs_dir, request)
+    try:
+        with os.fdopen(open_regular(folder / "spec.yml"), "rb") as file:
+            spec = file.read(SPEC_LIMIT).decode(errors="replace")
+    except FileNotFoundError:
+        spec = ""
+    logs = {path.name: path.stat().st_size for path in sorted((folder / "logs").glob("*.log"))[:4096]}
+    return {"spec": spec, "origin": read_json(folder / "origin.json") or {}, "logs": logs}
+
+
+QUERIES: dict[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = {
+    "records": records,
+    "log": log,
+    "search": search,
+    "describe": describe,
+}

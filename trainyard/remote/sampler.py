@@ -1,0 +1,184 @@
+"""Sends samples of this host and the states of its runs, and answers queries, until standard input ends.
+
+Standard library only. Every line of the output is a JSON object with its `kind`; `trainyard.dashboard.reply_types` has
+the types. Every line of the input is a query, or empty to keep the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import read_json
+from trainer.supervise.status import read_state
+from trainyard.remote.host_use import HostUse, gpu_use, ollama_use
+from trainyard.remote.run_queries import QUERIES, RUN_NAME
+
+TICK = 0.5  # s between two looks at the runs that are alive
+SCAN = 2.0  # s between two looks at all run folders, and between two samples of the host
+BEAT = 1.0  # s without a line after which an empty one is sent
+SILENCE = 30.0  # s without a line from the controller after which the connection counts as lost
+OLLAMA = 10.0  # s between two requests to Ollama
+CHECKPOINTS = 50  # of a run, the newest
+
+
+def sample(request: dict[str, Any]) -> dict[str, Any]:
+    """Send samples until standard input ends, or is silent for SILENCE seconds.
+
+    Args:
+        request: `data_dir`; `address`, the cluster address of this host; `ollama_port`, 0 for Ollama's usual one.
+    """
+    try:
+        Sampler(request).run()
+    except BrokenPipeError:
+        os._exit(0)  # the controller is gone
+    return {"kind": "end"}
+
+
+class Sampler:
+    """One connection: what was sent, and the queries that have arrived."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.runs_dir = Path(request["data_dir"]) / "runs"
+        self._known: dict[str, tuple[Any, ...]] = {}  # run: when its files changed last
+        self._sent: dict[str, dict[str, Any]] = {}  # the states of runs that are alive
+        self._alive: set[str] = set()
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        self._use = HostUse(request)
+        self._slow: dict[str, dict[str, Any]] = {}  # the latest answers of programs that may hang
+        threading.Thread(target=self._receive, daemon=True).start()
+        self._repeat("gpus", SCAN, gpu_use)
+        self._repeat("ollama", OLLAMA, lambda: ollama_use(request))
+
+    def run(self) -> None:
+        """Send until the connection ends."""
+        heard = time.monotonic()
+        scan = tick = sent = 0.0
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.01, tick - time.monotonic()))
+                if line is None:
+                    return
+                heard = time.monotonic()
+                if line.strip():
+                    self._send({"kind": "reply", **_answer(self.runs_dir, line)})
+            except queue.Empty:
+                pass
+            now = time.monotonic()
+            if now - heard > SILENCE:
+                return
+            if now < tick:
+                continue
+            tick = now + TICK
+            if now >= scan:
+                scan = now + SCAN
+                self._send({"kind": "host", **self._use.read(), **self._slow})
+                sent = now
+            sent = now if self._send_runs(every=scan == now + SCAN) else sent
+            if now - sent >= BEAT:
+                self._send({"kind": "beat", "now": time.time()})
+                sent = now
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in sys.stdin.buffer:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def _repeat(self, name: str, interval: float, read: Callable[[], Any]) -> None:
+        """Read a value in a thread, again and again: the program behind it may hang."""
+
+        def loop() -> None:
+            while True:
+                self._slow[name] = read()
+                time.sleep(interval)
+
+        threading.Thread(target=loop, daemon=True).start()
+
+    @staticmethod
+    def _send(line: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+    def _send_runs(self, every: bool) -> bool:
+        """Send the runs whose state changed; look at `every` run, or only at those that are alive."""
+        names = self._alive if not every else self._names()
+        if every:
+            for name in self._known.keys() - names:
+                del self._known[name]
+                self._alive.discard(name)
+                self._send({"kind": "gone", "name": name})
+        changed = [name for name in sorted(names) if self._send_run(name, every)]
+        return bool(changed)
+
+    def _names(self) -> set[str]:
+        with contextlib.suppress(OSError):
+            return {
+                entry.name for entry in os.scandir(self.runs_dir) if RUN_NAME.fullmatch(entry.name) and entry.is_dir()
+            }
+        return set()
+
+    def _send_run(self, name: str, every: bool) -> bool:
+        folder = self.runs_dir / name
+        stamp = tuple(_changed(folder / part) for part in ("state", "checkpoints", "result.json"))
+        if stamp == self._known.get(name) and not (every and name in self._alive):
+            return False
+        try:
+            os.lstat(folder / "state/node.json")
+            state = read_state(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False  # not started yet
+        except (OSError, KeyError, TypeError, ValueError):
+            state = None
+        if state is None or state["node"] is None:
+            self._known[name] = stamp
+            self._send({"kind": "unreadable", "name": name})
+            return True
+        self._alive = self._alive | {name} if state["alive"] else self._alive - {name}
+        without_time = {key: value for key, value in state.items() if key != "now"}
+        if stamp == self._known.get(name) and without_time == self._sent.get(name):
+            return False
+        self._known[name] = stamp
+        self._sent.pop(name, None)
+        if state["alive"]:
+            self._sent[name] = without_time
+        more = {"checkpoints": checkpoints(folder), "result": read_json(folder / "result.json")}
+        self._send({"kind": "run", "name": name, "state": state, **more})
+        return True
+
+
+def checkpoints(run_dir: Path) -> list[dict[str, Any]]:
+    """Return `step`, `bytes` and `time` of the newest complete checkpoints, by step."""
+    found = []
+    for folder in sorted((run_dir / "checkpoints").glob("step-*"))[-CHECKPOINTS:]:
+        with contextlib.suppress(OSError, ValueError):
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            found.append({"step": int(folder.name[5:]), "bytes": size, "time": folder.stat().st_mtime})
+    return found
+
+
+def _changed(path: Path) -> int:
+    """Return when a file was replaced, or an entry of a folder changed, in ns; 0 for a missing one."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _answer(runs_dir: Path, line: bytes) -> dict[str, Any]:
+    """Return the `answer` to a query or its `error`, with its `id`."""
+    number = 0
+    try:
+        request = json.loads(line)
+        number = request["id"]
+        return {"id": number, "answer": QUERIES[request["query"]](runs_dir, request)}
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        return {"id": number, "error": " ".join(str(error).split()) or type(error).__name__}
