@@ -97,6 +97,7 @@ INVENTORY: dict[str, Any] = {
     "__cluster_login": {"stdout_lines": ["ubuntu", "users", "/home/ubuntu", "1000"]},
     "__nfs_ids": {"results": [{"stdout": "1000"}, {"stdout": "1000"}]},
     "__queue_digest": "0" * 64,
+    "queue_phase": "epilog",
     "__ollama_machine": {"stdout": "x86_64"},
     "__python_wheels": {"files": [{"path": "/wheels/torch-2.13.0-cp311-none-any.whl", "checksum": "0" * 64}]},
 }
@@ -235,7 +236,8 @@ def outcome(path: Path, values: dict[str, Any]) -> str | None:
 def used(path: Path, values: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Return the places of the variables of operators and hosts that change the result."""
     base = render(path, values)
-    derived = {"groups", "inventory_hostname", "cluster_members", *read(ROOT / "roles/cluster/vars/main.yml")}
+    derived = {"groups", "inventory_hostname", "cluster_members", "queue_phase"}
+    derived |= set(read(ROOT / "roles/cluster/vars/main.yml"))
     derived |= set(read(path.parents[1] / "vars/main.yml"))
     places = [place for place in leaves(values) if place[0] not in derived]
     return [place for place in places if outcome(path, replaced(values, place, "7")) != base]
