@@ -56,6 +56,8 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "deepspeed_stage": ("3", 3),
+        "teacher_host": ("node3", "node3"),
+        "pipeline_layers": ("10,6", "10,6"),
     }
     words = []
     for name, field in FIELDS.items():
@@ -80,6 +82,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "teacher": {"distill_alpha": 0.5},
     "gkd_lambda": {"distill_alpha": 0.5, "teacher": "folder"},
     "gkd_beta": {"distill_alpha": 0.5, "teacher": "folder"},
+    "teacher_host": {"distill_alpha": 0.5, "teacher": "folder", "teacher_top_k": 20},
+    "teacher_top_k": {"distill_alpha": 0.5, "teacher": "folder"},
 }
 
 
@@ -308,7 +312,8 @@ def test_fields_that_a_resumed_run_may_change() -> None:
     spec = make_spec({}, "")
     assert changed_fields(spec, spec) == []
     later = {name: text for name, text, _ in field_strings() if name in MUTABLE}
-    assert changed_fields(spec, make_spec(later, "")) == []
+    required = {key: value for name in later for key, value in REQUIRED.get(name, {}).items()}
+    assert changed_fields(make_spec(required, ""), make_spec(required | later, "")) == []
     assert changed_fields(spec, make_spec({"lr": 0.5, "seed": 3}, "")) == [
         "lr: was 0.003, now 0.5",
         "seed: was 1, now 3",
