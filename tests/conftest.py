@@ -36,30 +36,38 @@ hypothesis.settings.load_profile("trainyard")
 
 SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests prints in its summary
 
+# Lab tests of these files check durations, machine load or traces of a lab: they run without another test beside them.
+SERIAL = (
+    "test_faults.py",
+    "test_firewall.py",
+    "test_life.py",
+    "test_preflight.py",
+    "test_ranks_systemd.py",
+    "test_session.py",
+)
 # The files that take longest, which begin first, so that no worker process is left alone with one at the end.
 LONGEST = (
-    "test_train.py",
-    "test_train_torchft.py",
-    "test_cold.py",
     "test_torchrun.py",
     "test_train_playbook.py",
-    "test_site.py",
     "test_replicas.py",
     "test_sharded.py",
     "test_finite.py",
     "test_ranks.py",
-    "test_ranks_systemd.py",
     "test_run_session.py",
+    "test_site.py",
+    "test_train.py",
     "test_login.py",
     "test_metal.py",
-    "test_firewall.py",
     "test_isolation_hosts.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move LONGEST to the front."""
+    """Move LONGEST to the front, and mark the lab tests that run alone: SERIAL, and those that measure times in network namespaces."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    for item in items:
+        if item.get_closest_marker("lab") and (item.path.name in SERIAL or item.path.parent.name != "lab"):
+            item.add_marker(pytest.mark.serial)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from lab_hosts import NEEDS_LAB, REPO, VENV
 from testbed.machine import os_release
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.serial]
 PARTS = [
     "ansible.cfg", "site.yml", "train.yml", "Makefile", "pyproject.toml", "constraints.txt", "benchmarks", "docs", "group_vars",
     "inventory", "molecule", "playbooks", "plugins", "roles", "tools", "trainer", "trainyard",
@@ -96,6 +96,7 @@ def test_the_documented_commands_work_on_new_hosts(clone: NewClone) -> None:
 @pytest.mark.skipif(
     os_release().get("VERSION_CODENAME") not in MIXED, reason="hosts of Debian 12 and 13 need apt sources of Debian"
 )
+@pytest.mark.long
 def test_hosts_of_debian_12_and_13_train_together(clone: NewClone) -> None:
     play = ".venv/bin/ansible-playbook -i inventory/lab.yml"
     clone.run("make lab N=2 RELEASE=bookworm,trixie")

@@ -40,7 +40,6 @@ def test_cut(lab: Lab, hosts: list[Host]) -> None:
     eventually(lab, lambda: reaches(lab, hosts[0], hosts[1]), "node2 does not answer")
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(("rate", "low", "high"), [("100mbit", 80, 101), ("1gbit", 700, 1010)])
 def test_shape(lab: Lab, hosts: list[Host], rate: str, low: float, high: float) -> None:
     """Both directions have the rate. Half a second of data empties the bucket, the next half second is measured."""
@@ -90,7 +89,6 @@ def test_pause(lab: Lab, hosts: list[Host]) -> None:
         assert link.recv(4) == b"SSH-"
 
 
-@pytest.mark.serial
 def test_crash(lab: Lab, hosts: list[Host]) -> None:
     lab.inside(hosts[2], "echo kept > /var/lib/kept; sync; systemd-run --quiet --collect sleep 1000")
     begun = time.monotonic()
@@ -116,7 +114,6 @@ def test_fill(lab: Lab, hosts: list[Host]) -> None:
     assert 45 <= free <= 51
 
 
-@pytest.mark.serial
 def test_cpu(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "cpu", "30")
     assert share(lab, hosts[1]) == pytest.approx(0.30, abs=0.06)

@@ -16,8 +16,7 @@ from lab_hosts import NEEDS_LAB, REPO, Lab
 from testbed import machine
 from testbed.machine import LabError
 
-# These tests compare the mounts, links and firewall of this machine before and after a lab, and measure a start.
-pytestmark = [*NEEDS_LAB, pytest.mark.serial]
+pytestmark = NEEDS_LAB
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO / "molecule/resources")}
 

@@ -14,8 +14,7 @@ import pytest
 from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, inventory_with
 from testbed import faults, machine
 
-# These tests measure loads and links of the machine.
-pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.serial]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 TORCHRUN = f"exec -a python {VENV}/bin/python -c 'import time; time.sleep(600)' -m torch.distributed.run train.py"
 

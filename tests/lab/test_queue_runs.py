@@ -16,7 +16,7 @@ from lab_hosts import NEEDS_LAB, VENV, Host, Lab, inventory_with, run_playbook
 from queued_runs import QueuedRun, add_run, install_counting
 from testbed import faults
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
 LEFT = "grep -lsaz TRAINYARD_LEASE= /proc/[0-9]*/environ || :"
 

@@ -150,7 +150,6 @@ def as_user(lab: Lab, host: Host, command: str) -> str:
     return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout.strip()
 
 
-@pytest.mark.serial
 def test_system_unit_with_sudo(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan(torchrun=True), progress_interval=1)
     worker = site.at_step(1)["pid"]
@@ -172,7 +171,6 @@ def test_system_unit_with_sudo(lab: Lab, site: Site) -> None:
     site.check_no_processes()
 
 
-@pytest.mark.serial
 def test_user_unit_with_lingering(lab: Lab, site: Site) -> None:
     for host in lab.hosts:
         lab.inside(host, "loginctl enable-linger tester")
@@ -227,7 +225,6 @@ def test_controller_reattaches(lab: Lab, site: Site) -> None:
     site.check_no_processes()
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("fault", ["cut", "pause"])
 def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) -> None:
     playbook = site.run(site.plan())
@@ -246,7 +243,6 @@ def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) ->
     site.check_no_processes()
 
 
-@pytest.mark.serial
 def test_power_loss_of_a_host_ends_the_playbook(lab: Lab, site: Site) -> None:
     playbook = site.run(site.plan())
     site.at_step(2)
@@ -261,7 +257,6 @@ def test_power_loss_of_a_host_ends_the_playbook(lab: Lab, site: Site) -> None:
     assert row[3] == "lost"
 
 
-@pytest.mark.serial
 def test_out_of_memory_kill_is_reported(lab: Lab, site: Site) -> None:
     site.stage("FAKE=1:3:eat\n")
     faults.FAULTS["memory"].inject(lab, lab.hosts[1], "1000")

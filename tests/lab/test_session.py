@@ -12,8 +12,7 @@ import pytest
 from fault_trial import Trial, questions, run_variables
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
-# A host that does not answer for 10 s is lost: other tests must not delay its answers.
-pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.serial]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def test_killed_replica_rejoins(provisioned: Lab, hosts: list[Host], variables: 
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
+@pytest.mark.long
 def test_disconnected_host_rejoins(provisioned: Lab, hosts: list[Host], variables: dict[str, Any]) -> None:  # noqa: F811
     """Neither its peers nor the controller reach a host. The peers continue, the host rejoins, and a stop then ends all three cleanly."""
     fields = variables | {"run": "cut", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}

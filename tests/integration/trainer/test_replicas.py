@@ -300,7 +300,7 @@ def test_averaging_to_a_lower_rank(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_r", [8, 0])
+@pytest.mark.parametrize("lora_r", [8, pytest.param(0, marks=pytest.mark.long)])
 def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
     """Two hosts of two ranks each: the outer step is across hosts; inside a host, FSDP gives the same result as DDP."""
     fields = LONG | {"max_steps": 10, "local_steps": 5, "total_batch_size": 8, "strategy": "diloco", "lora_r": lora_r}

@@ -28,7 +28,6 @@ def found(report: Report) -> list[str]:
 
 
 @pytest.mark.lab
-@pytest.mark.serial
 @pytest.mark.parametrize("live", [8, 40])
 def test_a_24_is_scanned_within_120_percent_of_the_timeout(lab24, live):
     # 40 namespaces exist; those without a server must be silent, not refuse.
@@ -43,7 +42,6 @@ def test_a_24_is_scanned_within_120_percent_of_the_timeout(lab24, live):
 
 
 @pytest.mark.lab
-@pytest.mark.serial
 def test_servers_that_answer_in_450_ms_are_all_found_in_under_600_ms(lab24):
     servers = [Server(f"10.9.0.{i}", namespace=f"{lab24.tag}-n{i}", delay=0.45) for i in range(11, 19)]
     with serve(servers):
@@ -58,7 +56,6 @@ def neighbour_table() -> dict[str, int]:
 
 
 @pytest.mark.lab
-@pytest.mark.serial
 def test_a_22_does_not_overflow_the_neighbour_table(lab):
     lab.controller("10.20.0.1/22")
     live = [
@@ -77,7 +74,6 @@ def test_a_22_does_not_overflow_the_neighbour_table(lab):
 
 
 @pytest.mark.lab
-@pytest.mark.serial
 def test_the_second_pass_scans_silent_addresses_only(lab):
     lab.controller("10.21.0.1/28")
     node = lab.node("n", "10.21.0.5/28")
