@@ -71,30 +71,31 @@ def test_check_mode_changes_nothing(cluster: tuple[Lab, Path]) -> None:
 
 
 def test_all_hosts_are_idle_and_run_a_job(cluster: tuple[Lab, Path], site: Played) -> None:
+    """`srun -Q`: a job may wait for the Epilog of the one before it."""
     lab, _ = cluster
     assert nodes(lab) == {"node1": "idle", "node2": "idle", "node3": "idle"}
-    names = as_user(lab, lab.hosts[0], "srun -N3 hostname").split()
+    names = as_user(lab, lab.hosts[0], "srun -Q -N3 hostname").split()
     assert sorted(names) == ["node1", "node2", "node3"]
     # The daemons of the other hosts have no file: they fetch the configuration, and clients find it.
     assert lab.inside(lab.hosts[2], "ls /etc/slurm/*.conf 2>/dev/null || :").split() in (
         [],
         ["/etc/slurm/plugstack.conf"],
     )
-    assert as_user(lab, lab.hosts[2], "srun -w node2 hostname") == "node2"
+    assert as_user(lab, lab.hosts[2], "srun -Q -w node2 hostname") == "node2"
     assert "Gres=gpu:standingpu:2,vram:24" in as_user(lab, lab.hosts[0], "scontrol show node node2")
 
 
 def test_gpu_memory_selects_the_host_or_refuses(cluster: tuple[Lab, Path], site: Played) -> None:
     lab, _ = cluster
     head = lab.hosts[0]
-    assert as_user(lab, head, "srun --gres=gpu:1,vram:16 hostname") == "node2"
-    assert as_user(lab, head, "srun --gres=gpu:1,vram:8 -x node2 hostname") == "node3"
+    assert as_user(lab, head, "srun -Q --gres=gpu:1,vram:16 hostname") == "node2"
+    assert as_user(lab, head, "srun -Q --gres=gpu:1,vram:8 -x node2 hostname") == "node3"
     for wanted in ("gpu:1,vram:25", "gpu:3"):
         began = time.monotonic()
         refused = as_user(lab, head, f"srun --gres={wanted} hostname", check=False)
         assert "Requested node configuration is not available" in refused and time.monotonic() - began < 5, refused
     # Two runs with one GPU each share the host, on different GPUs.
-    both = 'srun --exact -N1 -w node2 --gres=gpu:1 sh -c "echo \\$CUDA_VISIBLE_DEVICES; sleep 3"'
+    both = 'srun -Q --exact -N1 -w node2 --gres=gpu:1 sh -c "echo \\$CUDA_VISIBLE_DEVICES; sleep 3"'
     assert sorted(as_user(lab, head, f"{both} & {both} & wait").split()) == ["0", "1"]
 
 
