@@ -195,7 +195,7 @@ def test_a_failed_run_has_exit_code_1_and_its_evidence(bed: Bed) -> None:
         (["status", "-e", "limit=node9"], "no host matches node9: the hosts of the inventory are node1, node2"),
         (["status", "-e", "lost_limt=1"], "-e lost_limt: unknown name; did you mean 'lost_limit'?"),
         (["merge", "one", "one"], "merge: runs: name each run once, and give the result another name with run="),
-        (["deploy", "r"], "deploy_name is missing: set it with -e deploy_name=NAME"),
+        (["deploy", "r"], "deploy: deploy_name is missing: set it with -e deploy_name=NAME"),
         (["distill", "--teacher", "llama3"], "distill: set -e prompts=FILE"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
