@@ -107,11 +107,12 @@ def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> Non
     def manage(state: str, run: str = "r", **how: Any) -> dict[str, Any]:
         return manage_runs(state, run, hosts(bed.folder), connect, LaunchOptions(), lines.append, **how)
 
-    listed = manage("listed", "")
-    assert [line.split()[:4] for line in listed["lines"][1:]] == [
-        ["r", "node1", "0", "training"],
-        ["r", "node2", "1", "training"],
-    ]
+    training = [["r", "node1", "0", "training"], ["r", "node2", "1", "training"]]
+    until(
+        lambda: [line.split()[:4] for line in manage("listed", "")["lines"][1:]] == training,
+        30,
+        "both hosts in the list",
+    )
     followed: list[dict[str, Any]] = []
     follower = threading.Thread(target=lambda: followed.append(manage("followed")), daemon=True)
     follower.start()
