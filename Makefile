@@ -87,7 +87,7 @@ docs-site: $(READY)
 	@$(RUN) tools/docs-site
 
 dashboard-picture: $(READY)
-	@$(RUN) python tools/draw_dashboard.py docs/dashboard.png
+	@$(RUN) PYTHONPATH=.:tests/support python tools/draw_dashboard.py docs/dashboard.png
 
 lock:
 	@tools/lock $(PYTHON)

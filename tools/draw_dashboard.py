@@ -12,12 +12,9 @@ import time
 from pathlib import Path
 
 import yaml
+from browser import screenshot, set_size, start_browser
 
 TOP = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TOP / "tests/support"))
-
-from browser import screenshot, set_size, start_browser  # noqa: E402
-
 RUN = "tiny-demo"
 STEP = 34  # of 40; the picture is taken after it
 LIMIT = 600.0  # s

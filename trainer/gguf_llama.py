@@ -19,9 +19,8 @@ from trainer.formats import quoted
 from trainer.gguf_fields import is_byte_level
 from trainer.plain_adapter import AdapterError, float32_array, read_plain_adapter
 
-MAX_BYTES = (
-    1 << 30
-)  # of the weights, which are in memory at once; for a larger model the imports of torch do not matter
+# Of the weights, which are in memory at once. For a larger model the time to import torch does not matter.
+MAX_BYTES = 1 << 30
 TYPES = {
     "f16": (gguf.LlamaFileType.MOSTLY_F16, gguf.GGMLQuantizationType.F16),
     "q8_0": (gguf.LlamaFileType.MOSTLY_Q8_0, gguf.GGMLQuantizationType.Q8_0),
@@ -72,9 +71,8 @@ def write_llama(base: Path, tokenizer: Path, adapter: Path | None, target: Path,
     for name, values in weights.items():
         module = name.removesuffix(".weight")
         if module.endswith(("q_proj", "k_proj")):
-            values = _pairs(
-                values, sizes["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
-            )
+            heads = "num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"
+            values = rotary_pairs(values, sizes[heads])
         _add_tensor(writer, f"{names.get_name(module)}.weight", values, TYPES[quantize][1])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -228,7 +226,7 @@ def _tokens(parsed: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
-def _pairs(values: np.ndarray, heads: int) -> np.ndarray:
+def rotary_pairs(values: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows [heads * head_dim, in] from two halves per head to pairs, as llama.cpp rotates them."""
     return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 

@@ -46,9 +46,8 @@ class TeacherLostError(ConnectionError):
 class RemoteTeacher:
     """The teacher on the host `teacher_host`. One question at a time; its answer is a function of the question alone."""
 
-    ahead = (
-        1  # micro-batches that are asked before they are needed, so that the teacher computes during backward passes
-    )
+    # Micro-batches that are asked before they are needed, so that the teacher computes during backward passes.
+    ahead = 1
 
     def __init__(
         self, spec: RunSpec, tokenizer: Any, device: torch.device, waiting: Callable[[str], object] = lambda note: None

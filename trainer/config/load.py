@@ -59,8 +59,8 @@ def _unknown_key(problem: ErrorDetails) -> bool:
     return problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the names and values of a YAML file.
+def read_yaml(path: Path, what: str = "run spec") -> dict[str, Any]:
+    """Read the names and values of a YAML file, which error messages call `what`.
 
     Raises:
         UserError: the file is missing, is not a regular file, is too large, is not YAML (with the line), or is not a
@@ -69,24 +69,24 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = read_regular(path, MAX_YAML).decode("utf-8")
     except OSError as error:
-        raise UserError(f"run spec: cannot read {path}: {error.strerror}") from None
+        raise UserError(f"{what}: cannot read {printable(path)}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"run spec: {path} is not UTF-8 text") from None
-    return parse_mapping(text, str(path))
+        raise UserError(f"{what}: {printable(path)} is not UTF-8 text") from None
+    return parse_mapping(text, str(path), what)
 
 
-def parse_mapping(text: str, source: str) -> dict[str, Any]:
+def parse_mapping(text: str, source: str, what: str = "run spec") -> dict[str, Any]:
     """Return the names and values of a YAML text; error messages name its `source`. Raises UserError as `read_yaml`."""
     try:
         values = parse_yaml(text)
     except YamlError as error:
         line = f":{error.line}" if error.line else ""
-        raise UserError(f"run spec: {source}{line}: {error}") from None
+        raise UserError(f"{what}: {source}{line}: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError(
-            f"run spec: {source}: expected names and values (model: tiny), got a value of type {type(values).__name__}"
+            f"{what}: {source}: expected names and values (model: tiny), got a value of type {type(values).__name__}"
         )
     return {str(name): value for name, value in values.items()}
 

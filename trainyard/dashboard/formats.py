@@ -22,7 +22,7 @@ def size(value: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many significant digits."""
+    """Return a number with `digits` significant digits."""
     return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
 
 
@@ -46,11 +46,6 @@ def moment(at: float | None) -> str:
     when = datetime.fromtimestamp(at)
     today = when.date() == datetime.fromtimestamp(time.time()).date()
     return when.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M")
-
-
-def percent(part: float | None, whole: float | None) -> str:
-    """Return a share in percent."""
-    return NONE if part is None or not whole else f"{100 * part / whole:.0f} %"
 
 
 FILTERS = {

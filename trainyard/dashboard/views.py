@@ -23,7 +23,7 @@ Regions = dict[str, str]
 
 @dataclass
 class Action:
-    """An action that somebody started on a run's page: its progress."""
+    """An action that was started on a run's page: its progress."""
 
     title: str
     lines: list[str] = field(default_factory=list)

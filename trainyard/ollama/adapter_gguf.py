@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 
 from trainer.formats import quoted
+from trainer.gguf_llama import rotary_pairs
 from trainer.plain_adapter import AdapterError, read_plain_adapter
 
 # Architectures of transformers: that of GGUF, and whether llama.cpp stores the rows of q and k in another order.
@@ -95,7 +96,7 @@ def _permute(b: np.ndarray, heads: int, name: str) -> np.ndarray:
     """Reorder the rows of B [heads * head_dim, r] from two halves per head to pairs, as llama.cpp rotates them."""
     if b.shape[0] % (2 * heads):
         raise AdapterError(f"{quoted(name)} has {b.shape[0]} outputs, which {heads} heads cannot share")
-    return b.reshape(heads, 2, b.shape[0] // heads // 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
+    return rotary_pairs(b, heads)
 
 
 def _write(arch: gguf.MODEL_ARCH, alpha: float, tensors: Mapping[str, np.ndarray], target: Path) -> None:

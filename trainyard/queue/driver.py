@@ -23,6 +23,7 @@ from trainyard.queue.carry import Copy, Keeper
 from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, Job, Leases, leased_hosts, read_job
 from trainyard.queue.run_folder import Session, read_session
 from trainyard.remote.queue_job import command
+from trainyard.remote.queue_phases import LIVE
 from trainyard.run.errors import PartlyActiveError, RunError
 from trainyard.run.launch import stop_parts
 from trainyard.run.monitor import Part
@@ -52,7 +53,7 @@ class Driver:
 
     def drive(self) -> None:
         """Drive the run until its job waits or has ended."""
-        while self.state["phase"] in ("waiting", "running"):
+        while self.state["phase"] in LIVE:
             job = self.job()
             if job is None or job.state in ENDED:
                 if not self.close(job):

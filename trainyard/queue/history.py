@@ -9,6 +9,7 @@ from trainer.formats import clock, printable, table
 from trainyard.queue.client import MAX_TIME, Job, QueueState, clock_time
 from trainyard.queue.reasons import RUNNING, why_waiting
 from trainyard.queue.request import Request
+from trainyard.queue.slurm import PRIORITIES
 
 ENDED = ("finished", "failed", "cancelled", "stopped")
 _LIST = ["run", "priority", "state", "hosts", "submitted", "ends about", "reason"]
@@ -114,8 +115,8 @@ def list_queue(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _place(run: dict[str, Any]) -> tuple[int, int]:
-    ranks = {"critical": 0, "high": 1, "normal": 2, "low": 3}
-    return ranks.get(run["priority"], 4), run["job"] or 0
+    known = run["priority"] in PRIORITIES
+    return -PRIORITIES.index(run["priority"]) if known else 1, run["job"] or 0
 
 
 def _hint(queue: QueueState) -> list[str]:

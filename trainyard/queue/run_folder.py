@@ -10,10 +10,8 @@ driver.log      what the driver reports
 
 from __future__ import annotations
 
-import io
+import functools
 import json
-import zipfile
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from trainer.errors import UserError
 from trainyard.connection import Host, Login
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.session import SessionState
+from trainyard.run.trainer_archive import zip_packages
 
 KEY = ".ssh/trainyard_queue_ed25519"  # in the home of the user of the queue host; made by the role queue
 KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"  # written by the role ssh
@@ -99,18 +98,7 @@ def _below(folder: Path, name: str) -> Path:
     return path
 
 
+@functools.cache
 def program_archive() -> bytes:
-    """Return trainyard and trainer as one zip file. Equal sources give equal bytes."""
-    return zip_packages(Path(package.__path__[0]) for package in (trainyard, trainer))
-
-
-def zip_packages(packages: Iterable[Path]) -> bytes:
-    """Return the Python files of these packages as one zip file, with fixed dates."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for package in packages:
-            for path in sorted(package.rglob("*.py")):
-                entry = zipfile.ZipInfo(str(path.relative_to(package.parent)), date_time=(1980, 1, 1, 0, 0, 0))
-                entry.external_attr = 0o644 << 16
-                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
+    """Return trainyard and trainer as one zip file."""
+    return zip_packages(trainyard, trainer)

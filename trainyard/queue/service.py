@@ -21,11 +21,11 @@ import zipfile
 from pathlib import Path
 
 from trainer.supervise.files import read_json
+from trainyard.remote.queue_phases import LIVE
 
 POLL = 0.5  # s between two questions to Slurm while there are runs
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
-LIVE = ("waiting", "running")  # phases of a run that has not ended
 WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PROGRAMS = ".programs"

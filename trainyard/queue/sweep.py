@@ -22,11 +22,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import parse_mapping
-from trainer.config.yaml_text import MAX_YAML
+from trainer.config import read_yaml
 from trainer.errors import UserError
 from trainer.formats import printable, quoted
-from trainer.inputs import read_regular
 from trainyard.queue.request import MAX_RUNS, is_run_name
 
 GRID, RUNS = "grid", "runs"
@@ -45,17 +43,7 @@ def read_sweep(path: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
         UserError: the file cannot be read, a run is not a mapping, two runs have the same name or the same values, a value
             is given twice, or there are more than MAX_RUNS runs.
     """
-    try:
-        text = read_regular(path, MAX_YAML).decode("utf-8")
-    except OSError as error:
-        raise UserError(f"file: cannot read {printable(path)}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"file: {printable(path)} is not UTF-8 text") from None
-    try:
-        document = parse_mapping(text, str(path))
-    except UserError as error:
-        raise UserError(str(error).replace("run spec:", "file:", 1)) from None
-    return expand(document, given, path.name, path.stem)
+    return expand(read_yaml(path, "file"), given, path.name, path.stem)
 
 
 def expand(document: Mapping[str, Any], given: Mapping[str, Any], source: str, stem: str) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_atomic
 from trainyard.remote.queue_job import command, submit
+from trainyard.remote.queue_phases import LIVE
 
 JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
 NODE_FORMAT = "%N|%T|%c|%m|%G"
@@ -29,7 +30,6 @@ LINES_LIMIT = 10_000
 TEXT_LIMIT = 1 << 18  # bytes of request.json and state.json
 LOCK_LIMIT = 20.0  # s to wait for another controller that adds a run
 LOCK = ".lock"
-LIVE = ("waiting", "running")  # phases in which the driver of a run has not recorded its end
 _COMMANDS = {"cancel": ["scancel"], "hold": ["scontrol", "hold"], "release": ["scontrol", "release"]}
 
 

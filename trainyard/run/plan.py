@@ -206,7 +206,6 @@ def plan_nodes(
     shared_gpus = len(used) > len(set(used))  # all ranks need the same backend
     nodes: list[Node] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
-        facts = host.facts
         first = sum(counts[:place])
         if replica_hosts:
             meeting = _replica_rendezvous(addresses, counts, place, ports, replica_hosts)
@@ -218,32 +217,20 @@ def plan_nodes(
         run_dir = f"{host.host.data_dir}/runs/{run}"
         nodes.append(
             Node(
-                host=host.name,
+                **_of_host(host, addresses[place]),
                 node_rank=place,
                 ranks=list(range(first, first + count)),
-                address=addresses[place],
-                interface="lo" if addresses[place] == LOOPBACK else facts["interface"],
                 threads=threads[place],
                 run_dir=run_dir,
-                data_dir=host.host.data_dir,
                 command=_command(host.host, run_dir, meeting, count),
-                backend=host.host.backend,
-                properties=_granted_cores(host),
                 attempt=attempt,
                 replica=meeting.replica,
                 restarts=restarts if replica_hosts else 0,
                 lighthouse=meeting.lighthouse if place == 0 else "",
-                # CPU tensors use malloc, and glibc's keeps up to twice the memory that they need.
-                allocator="" if host.gpus else facts.get("allocator", ""),
                 elastic=bool(elastic),
-                stale=facts.get("running", False),
                 peers=peers,
                 isolated=isolation.outgoing,
-                devices=devices(host.gpus),
-                gpu_numbers=numbers(host),
-                hide_gpus=bool(facts["gpus"]) and not host.gpus,
                 shared_gpus=shared_gpus,
-                lease=host.host.lease,
                 teacher=teacher_at,
             )
         )
@@ -252,9 +239,25 @@ def plan_nodes(
     return nodes
 
 
-def _granted_cores(host: HostState) -> list[str]:
-    """Return the properties of a unit that keep it to the cores that the queue granted."""
-    return [f"CPUAffinity={' '.join(map(str, host.host.cpus))}"] if host.host.cpus else []
+def _of_host(state: HostState, address: str) -> dict[str, Any]:
+    """Return the fields of a node that its host alone determines. `address`: where it meets the others."""
+    host, facts = state.host, state.facts
+    return {
+        "host": host.name,
+        "address": address,
+        "interface": "lo" if address == LOOPBACK else facts["interface"],
+        "data_dir": host.data_dir,
+        "backend": host.backend,
+        # A unit keeps to the cores that the queue granted.
+        "properties": [f"CPUAffinity={' '.join(map(str, host.cpus))}"] if host.cpus else [],
+        # CPU tensors use malloc, and glibc's keeps up to twice the memory that they need.
+        "allocator": "" if state.gpus else facts.get("allocator", ""),
+        "stale": facts.get("running", False),
+        "devices": devices(state.gpus),
+        "gpu_numbers": numbers(state),
+        "hide_gpus": bool(facts["gpus"]) and not state.gpus,
+        "lease": host.lease,
+    }
 
 
 def _teacher_address(hosts: list[HostState], port: int) -> str:
@@ -265,27 +268,15 @@ def _teacher_address(hosts: list[HostState], port: int) -> str:
 def _teacher_node(host: HostState, head: Node, world: int, threads: int, place: int) -> Node:
     """Return the node of the teacher's host in the run of `head`. `world`: number of ranks."""
     run_dir = f"{host.host.data_dir}/runs/{PurePosixPath(head.run_dir).name}"
-    address = head.teacher.rpartition(":")[0]
     module = [host.host.python, "-m", "trainer.teacher_server", f"{run_dir}/spec.yml"]
     return replace(
         head,
-        host=host.name,
+        **_of_host(host, head.teacher.rpartition(":")[0]),
         node_rank=place,
         ranks=[world],
-        address=address,
-        interface="lo" if address == LOOPBACK else host.facts["interface"],
         threads=threads,
         run_dir=run_dir,
-        data_dir=host.host.data_dir,
         command=[*module, f"--run-dir={run_dir}", f"--rank={world}"],
-        backend=host.host.backend,
-        properties=_granted_cores(host),
-        allocator="" if host.gpus else host.facts.get("allocator", ""),
-        stale=host.facts.get("running", False),
-        devices=devices(host.gpus),
-        gpu_numbers=numbers(host),
-        hide_gpus=bool(host.facts["gpus"]) and not host.gpus,
-        lease=host.host.lease,
         teaches=True,
     )
 

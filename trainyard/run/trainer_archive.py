@@ -1,4 +1,4 @@
-"""The trainer as one zip file on the controller, which the hosts run it from."""
+"""Packages of this program as zip files, from which hosts run them: the trainer, and what drives a queued run."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ import hashlib
 import io
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import trainer
 from trainer.files import write_atomic
 
 
 def trainer_archive(work: Path) -> Path:
-    """Return the trainer as one zip file. Equal sources give equal bytes, so it is staged only when it changed."""
-    package = Path(trainer.__file__).parent
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(package.rglob("*.py")):
-            entry = zipfile.ZipInfo(str(path.relative_to(package.parent)), date_time=(1980, 1, 1, 0, 0, 0))
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    target = work / "stage" / f"trainer-{hashlib.sha256(buffer.getvalue()).hexdigest()[:16]}.zip"
+    """Write the trainer as one zip file, which is staged only when it changed, and return its path."""
+    content = zip_packages(trainer)
+    target = work / "stage" / f"trainer-{hashlib.sha256(content).hexdigest()[:16]}.zip"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, buffer.getvalue())
+        write_atomic(target, content)
     return target
+
+
+def zip_packages(*packages: ModuleType) -> bytes:
+    """Return the Python files of packages as one zip file. Equal sources give equal bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for package in packages:
+            folder = Path(package.__path__[0])
+            for path in sorted(folder.rglob("*.py")):
+                entry = zipfile.ZipInfo(str(path.relative_to(folder.parent)), date_time=(1980, 1, 1, 0, 0, 0))
+                entry.external_attr = 0o644 << 16
+                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()

@@ -53,7 +53,7 @@ def batch() -> Batch:
     return Batch(ids, positions, labels)
 
 
-def whole(spec: RunSpec) -> TokenLoss:
+def undivided_model(spec: RunSpec) -> TokenLoss:
     """Return the whole model as strategy=ddp loads it, without dropout."""
     return TokenLoss(load_model(spec.model_copy(update={"strategy": "ddp"}), CPU)).eval()
 
@@ -74,7 +74,7 @@ def test_stages_compute_what_the_whole_model_computes(kind: str, lora: int, tmp_
     tied = bool(lora) == (kind == "llama")  # both forms, whatever the default of the model type
     spec = spec_of(saved(tmp_path / "model", kind, tie_word_embeddings=not tied), lora_r=lora)
     stages = [load_stage(spec, Division((1, 2), rank), CPU) for rank in range(2)]
-    expected = whole(spec)
+    expected = undivided_model(spec)
     loss = expected(*batch())
     loss.backward()
     torch.testing.assert_close(run(stages), loss.detach(), rtol=1e-6, atol=1e-5)
