@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import hashlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -104,4 +105,14 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's own end: threads of rattler still run, and sometimes crash during it.
+    os._exit(code if isinstance(code, int) else 1)

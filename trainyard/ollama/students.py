@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable, Sequence
@@ -159,9 +160,9 @@ def _options_of(groups: Sequence[Sequence[Host]], options: LaunchOptions) -> lis
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that are free on this machine. Raises UserError."""
+    """Return ports that are free on this machine, drawn at random because other runs may start now. Raises UserError."""
     free: list[int] = []
-    for port in PORTS:
+    for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

@@ -92,7 +92,7 @@ class LaunchOptions(BaseModel):
     )
     elastic: bool = declare(False, "let torchrun restart the ranks itself with its c10d rendezvous")
     master_port: Port = declare(
-        None, "rendezvous port on the head; empty: the first free port from 29500", ge=1, le=65_535
+        None, "rendezvous port on the head; empty: a free port from 29500 to 29599", ge=1, le=65_535
     )
     run_env: Environment = declare(
         {}, "environment variables for the ranks, such as tokens; they travel in a file of mode 0600"

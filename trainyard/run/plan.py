@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -91,10 +92,11 @@ class Node:
         return cls(**{name: entry[name] for name in cls.__dataclass_fields__ if name in entry})
 
 
-def choose_port(requested: int | None, free: list[int], head: str, lease: str = "") -> int:
-    """Return the rendezvous port on the head: the requested one, or the first free one.
+def choose_port(requested: int | None, free: list[int], head: str, run: str, lease: str = "") -> int:
+    """Return the rendezvous port on the head: the requested one, or a free one that the name of the run selects.
 
-    The queue may start several runs on one host at the same time: with a `lease`, its job selects the port.
+    Runs that start on one machine at the same time see the same free ports, so the first one would be used twice. The
+    jobs of the queue have consecutive numbers: with a `lease`, its job selects the port.
 
     Raises:
         PlanError: it is in use, or none is free.
@@ -108,7 +110,7 @@ def choose_port(requested: int | None, free: list[int], head: str, lease: str = 
     if not free:
         raise PlanError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on the head {head}: set master_port")
     job = Path(lease).name
-    return free[int(job) % len(free)] if job.isdecimal() else free[0]
+    return free[(int(job) if job.isdecimal() else zlib.crc32(run.encode())) % len(free)]
 
 
 def head_first(hosts: list[HostState], head: str) -> list[HostState]:

@@ -103,7 +103,7 @@ def plan_run(
     port = 0
     if not members:
         head = hosts[0]
-        port = choose_port(options.master_port, head.facts["free_ports"], head.name, head.host.lease)
+        port = choose_port(options.master_port, head.facts["free_ports"], head.name, run, head.host.lease)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     if members:
