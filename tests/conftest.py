@@ -25,8 +25,9 @@ ansible.module_utils.__path__.append(str(Path(__file__).resolve().parent.parent 
 
 # SIGTERM raises KeyboardInterrupt, so that fixtures remove what they created.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
-# Tests end playbooks by SIGHUP, which nohup ignores for all processes below it.
+# Tests end playbooks by SIGHUP and SIGINT, which nohup and a shell's background jobs ignore for all processes below them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The duration of an example depends on the machine, not on the code.
 hypothesis.settings.register_profile(
@@ -57,7 +58,6 @@ LONGEST = (
     "test_site.py",
     "test_train.py",
     "test_login.py",
-    "test_metal.py",
     "test_isolation_hosts.py",
 )
 

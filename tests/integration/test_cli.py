@@ -112,6 +112,7 @@ def words_of_run(bed: Bed, hosts: Path, steps: int) -> list[object]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     this_run = words_of_run(bed, hosts, 6)
     planned = answer("plan", *this_run)

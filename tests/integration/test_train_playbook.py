@@ -20,11 +20,17 @@ from typing import Any
 import pytest
 import yaml
 from lab_hosts import Played, run_playbook
-from run_hosts import free_port, until
+from run_hosts import TOP, free_port, until
 from safetensors.numpy import load_file
 
+from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
 from trainer.supervise.processes import run_processes
+from trainyard.connection import Host, HostConnection
+from trainyard.extra_vars import read_run_spec
+from trainyard.run.errors import RunError
+from trainyard.run.options import options_from_variables
+from trainyard.run.session import RunSession
 
 SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 8, "checkpoint_interval": 2, "eval_interval": 4}
 
@@ -98,7 +104,6 @@ BAD_INPUT: list[tuple[dict[str, Any], list[str]]] = [
     ({"dataset": "@broken"}, ["broken.jsonl:2:", "not JSON"]),
     ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "expected messages"]),
     ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
-    ({"hosts": "nobody"}, ["no host matches nobody", "node1"]),
     ({"dataset": "~nosuchuser/x"}, ["dataset: '~nosuchuser/x'", "unknown user"]),
     ({"collective_timeout": 1e300}, ["collective_timeout: expected a number of seconds", "got 1e+300"]),
     ({"run_env": {"TOKEN": "secret\nA=b"}}, ["run_env: the value of TOKEN has a line break"]),
@@ -107,14 +112,9 @@ BAD_INPUT: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [*BAD_INPUT[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in BAD_INPUT[2:])],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
-)
-def test_bad_input_is_one_line_before_any_host(
-    said: dict[str, Any], words: list[str], nowhere: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def bad_files(tmp_path: Path) -> Path:
+    """The folder of the files that BAD_INPUT names with @."""
     texts = {
         "empty.jsonl": "",
         "broken.jsonl": BROKEN,
@@ -125,10 +125,41 @@ def test_bad_input_is_one_line_before_any_host(
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    # A model is read in a process of its own.
+    [pytest.param(*case, marks=[pytest.mark.slow] if "model" in case[0] else []) for case in BAD_INPUT],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_one_line(said: dict[str, Any], words: list[str], bad_files: Path) -> None:
+    """As the action plugin reads extra variables and prepares a run; no host may be reached."""
     said = {
-        name: str(next(tmp_path.glob(f"{value[1:]}.*"))) if str(value).startswith("@") else value
+        name: str(next(bad_files.glob(f"{value[1:]}.*"))) if str(value).startswith("@") else value
         for name, value in said.items()
     }
+
+    def connect(host: Host) -> HostConnection:
+        raise AssertionError(f"{host.name} was reached")
+
+    with pytest.raises((UserError, RunError)) as raised:
+        options = options_from_variables(said, lambda value: value)
+        spec = read_run_spec(options.spec, said, TOP)
+        RunSession(
+            [Host("node1", "127.0.0.1", "/data", "/python")], connect, options, spec=spec, home=bad_files, report=print
+        ).prepare()
+    (line,) = str(raised.value).splitlines()
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [({"lrr": 1}, ["-e lrr", "'lr'"]), ({"hosts": "nobody"}, ["no host matches nobody", "node1"])],
+)
+def test_bad_input_ends_the_playbook_before_any_host(said: dict[str, Any], words: list[str], nowhere: Path) -> None:
     played = run_playbook("train.yml", nowhere, said)
     assert played.rc != 0
     assert played.count("dark") == 0

@@ -8,7 +8,8 @@ import pytest
 from lab_hosts import NEEDS_LAB, Lab
 from testbed import faults
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+# They test the lab itself, whose hosts under qemu only nightly tests use.
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 
 
 def test_hosts_have_their_own_kernel(metal: Lab) -> None:

@@ -46,10 +46,14 @@ CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
     "zero 2, full weights": ({"strategy": "deepspeed"} | FULL, 2, False),
     "zero 3, full weights": ({"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_offload": "all"} | FULL, 2, False),
 }  # fmt: skip
+# Among them are both strategies, LoRA and full weights, a lost folder, and another number of hosts; the others are nightly.
+FEW = ("fsdp, full weights, more hosts", "zero 2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+)
 def test_a_killed_run_resumes_with_the_losses_of_ddp(case: str, cluster: Cluster, curves: Cluster) -> None:
     fields, hosts, lost = CASES[case]
     if fields["strategy"] == "deepspeed":

@@ -188,7 +188,7 @@ def test_different_data_on_hosts_is_an_error_before_the_first_step(cluster: Clus
     assert head["message"] == peer["message"] == why
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(5, 80), pytest.param(20, 300, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kills", "steps"), [(3, 50), pytest.param(20, 300, marks=pytest.mark.long)])
 def test_kills_lose_no_sample_and_repeat_none(cluster: Cluster, kills: int, steps: int) -> None:
     fields = {"balance": "even", "epochs": 200, "max_steps": steps, "checkpoint_interval": 4}
     wanted = cluster.run(1, 2, run="undisturbed", **fields)
