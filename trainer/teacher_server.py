@@ -88,7 +88,11 @@ class TeacherServer:
 
     def _accept(self) -> None:
         while True:
-            connection, (host, *_) = self._server.accept()
+            try:
+                connection, (host, *_) = self._server.accept()
+            except OSError:  # the peer has left already, or this process has too many open files
+                time.sleep(TICK)
+                continue
             with self._lock:
                 crowded = self._connections >= MAX_CONNECTIONS
                 self._connections += not crowded
