@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("trainyard")
 
 SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests prints in its summary
+DEADLINE = float(os.environ.get("TRAINYARD_DEADLINE", "inf"))  # s since the epoch after which no test begins
 
 # Lab tests of these files check durations, machine load or traces of a lab: they run without another test beside them.
 SERIAL = (
@@ -68,6 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("lab") and (item.path.name in SERIAL or item.path.parent.name != "lab"):
             item.add_marker(pytest.mark.serial)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests for which no time is left, before their fixtures."""
+    if time.time() > DEADLINE:
+        pytest.skip(f"NOT RUN, no time was left: tests of {item.path.name}")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
