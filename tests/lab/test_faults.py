@@ -1,4 +1,4 @@
-"""Every fault of the lab has its effect, and its undo removes it."""
+"""Every fault of the lab has its effect, and its undo removes it. Most of these tests are nightly: they test the lab."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ print((got - half[0]) * 8e-6 / (time.monotonic() - half[1]))
         return float(server.stdout.readline())
 
 
+@pytest.mark.long
 def test_pause(lab: Lab, hosts: list[Host]) -> None:
     assert connects(hosts[2], 22)
     faults.inject(lab, hosts[2], "pause")
@@ -103,6 +104,7 @@ def test_crash(lab: Lab, hosts: list[Host]) -> None:
     assert lab.inside(hosts[2], "systemctl list-units --no-legend 'run-*.service'") == ""
 
 
+@pytest.mark.long
 def test_fill(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "fill")
     output = lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 2>&1 || true")
@@ -114,6 +116,7 @@ def test_fill(lab: Lab, hosts: list[Host]) -> None:
     assert 45 <= free <= 51
 
 
+@pytest.mark.long
 def test_cpu(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "cpu", "30")
     assert share(lab, hosts[1]) == pytest.approx(0.30, abs=0.06)
@@ -132,6 +135,7 @@ def share(lab: Lab, host: Host) -> float:
     return float(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.long
 def test_memory(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "memory", "200")
     eat = "python3 -c 'print(len(bytearray(300 << 20)))'"
@@ -142,6 +146,7 @@ def test_memory(lab: Lab, hosts: list[Host]) -> None:
     assert lab.inside(hosts[1], unit).strip() == str(300 << 20)
 
 
+@pytest.mark.long
 def test_skew(lab: Lab, hosts: list[Host]) -> None:
     ask = f"{VENV}/bin/python -c 'import importlib.metadata as m, yaml; print(m.version(\"PyYAML\"), yaml.__version__)'"
     real = lab.inside(hosts[0], ask).split()
@@ -155,6 +160,7 @@ def test_skew(lab: Lab, hosts: list[Host]) -> None:
     assert lab.inside(hosts[1], ask).split() == real
 
 
+@pytest.mark.long
 def test_port(lab: Lab, hosts: list[Host]) -> None:
     assert not connects(hosts[0], 29500)
     faults.inject(lab, hosts[0], "port", "29500")
@@ -163,6 +169,7 @@ def test_port(lab: Lab, hosts: list[Host]) -> None:
     assert not connects(hosts[0], 29500)
 
 
+@pytest.mark.long
 def test_hosts(lab: Lab, hosts: list[Host]) -> None:
     before = lab.inside(hosts[1], "cat /etc/hosts")
     faults.inject(lab, hosts[1], "hosts")
@@ -172,6 +179,7 @@ def test_hosts(lab: Lab, hosts: list[Host]) -> None:
     assert lab.inside(hosts[1], "cat /etc/hosts") == before
 
 
+@pytest.mark.long
 def test_nic(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "nic")
     assert f"10.232.{hosts[1].net}.10/24" in lab.inside(hosts[1], "ip -4 -brief address show up")
@@ -181,6 +189,7 @@ def test_nic(lab: Lab, hosts: list[Host]) -> None:
     assert "10.232." not in lab.inside(hosts[1], "ip address")
 
 
+@pytest.mark.long
 def test_clone(lab: Lab, hosts: list[Host]) -> None:
     first, second = (lab.inside(host, "cat /etc/machine-id") for host in hosts[:2])
     faults.inject(lab, hosts[1], "clone", "node1")
@@ -199,6 +208,7 @@ def test_block(lab: Lab, hosts: list[Host]) -> None:
     assert connects(hosts[1], 40000)
 
 
+@pytest.mark.long
 def test_mtu(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "mtu", "1280")
     assert "mtu 1280" in lab.inside(hosts[1], f"ip link show {hosts[1].nic}")

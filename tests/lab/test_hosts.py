@@ -67,6 +67,7 @@ def test_torch_runs_on_a_host(lab: Lab) -> None:
     assert as_user(lab, "node2", f"{VENV}/bin/python -c 'import torch; print(torch.ones(3).sum().item())'") == "3.0\n"
 
 
+@pytest.mark.long
 def test_apt_and_pip_install(lab: Lab) -> None:
     as_user(
         lab, "node1", "sudo apt-get update -qq && sudo apt-get install -y -qq --no-install-recommends tree >/dev/null"
@@ -99,6 +100,7 @@ def test_ansible_reaches_the_hosts_in_inventory_order(lab: Lab, tmp_path) -> Non
     assert output == {f"node{n + 1}": f"{n} ['node1']" for n in range(3)}
 
 
+@pytest.mark.long
 def test_host_reboots(lab: Lab) -> None:
     host = lab.host("node3")
     lab.inside(host, "touch /run/before /var/lib/kept; ip address add 10.99.0.1/32 dev lo")

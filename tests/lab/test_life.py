@@ -1,4 +1,4 @@
-"""A lab starts, changes its size, and leaves nothing behind, also after failures."""
+"""A lab starts, changes its size, and leaves nothing behind, also after failures. Most of these tests are nightly: they test the lab."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def gone(cable: str) -> bool:
     return not Path(f"/sys/class/net/{cable}").exists()
 
 
+@pytest.mark.long
 def test_ten_labs_leave_the_machine_unchanged(one: Lab) -> None:
     before = traces(one)
     for _ in range(10):
@@ -112,8 +113,17 @@ def start(lab: Lab, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("moment", ["state.json", "node1/console.log"])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGTERM, "state.json"),
+        (signal.SIGKILL, "node1/console.log"),
+        pytest.param(signal.SIGKILL, "state.json", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "node1/console.log", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, "state.json", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, "node1/console.log", marks=pytest.mark.long),
+    ],
+)
 def test_interrupted_up_leaves_nothing(one: Lab, number: signal.Signals, moment: str) -> None:
     before = traces(one)
     with start(one) as begun:
@@ -124,6 +134,7 @@ def test_interrupted_up_leaves_nothing(one: Lab, number: signal.Signals, moment:
     ends_as(one, before)
 
 
+@pytest.mark.long
 def test_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
     before = traces(one)
     with start(one) as begun:
@@ -139,6 +150,7 @@ def test_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
     one.down()
 
 
+@pytest.mark.long
 def test_lab_of_a_test_ends_with_the_test(one: Lab) -> None:
     before = traces(one)
     code = f"from testbed.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, persistent=False); print('up', flush=True); time.sleep(600)"
@@ -149,6 +161,7 @@ def test_lab_of_a_test_ends_with_the_test(one: Lab) -> None:
     ends_as(one, before)
 
 
+@pytest.mark.long
 def test_two_labs_are_isolated(one: Lab) -> None:
     other = Lab(f"{one.name}-b")
     try:
@@ -163,6 +176,7 @@ def test_two_labs_are_isolated(one: Lab) -> None:
     assert one.inside(one.host("node1"), "hostname") == "node1\n"
 
 
+@pytest.mark.long
 def test_lab_uses_no_routed_network(one: Lab) -> None:
     # A route in a free network of the lab's range, which the lab must not use.
     free = next(net for net in range(1, 255) if not any(r.startswith(f"10.231.{net}.") for r in machine.routes()))
@@ -174,6 +188,7 @@ def test_lab_uses_no_routed_network(one: Lab) -> None:
         subprocess.run(["ip", "route", "del", "blackhole", f"10.231.{free}.128/25"], check=True)
 
 
+@pytest.mark.long
 def test_lab_reaches_only_package_registries(one: Lab) -> None:
     """slirp4netns sends all traffic of a lab, and only these rules forward packets to it."""
     one.up(hosts=1)
@@ -217,6 +232,7 @@ def test_without_root_the_reason_is_one_line(tmp_path: Path) -> None:
     assert done.stdout == "a lab requires root to create namespaces and mounts: run it with sudo\n"
 
 
+@pytest.mark.long
 def test_three_hosts_start_within_15_seconds(one: Lab) -> None:
     """With a built root three hosts start in 6 s. The limit allows for other load of the machine."""
     begun = time.monotonic()

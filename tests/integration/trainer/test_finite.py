@@ -191,7 +191,12 @@ def test_a_checkpoint_that_is_not_finite_is_ignored(here: Here) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "zero 2", "diloco", *(pytest.param(one, marks=pytest.mark.long) for one in ("fsdp", "zero 3", "averaging"))],
+    [
+        "ddp",
+        "zero 2",
+        "diloco",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("fsdp", "zero 3", "averaging")),
+    ],
 )
 def test_all_ranks_fail_at_the_step_of_one_rank(strategy: str, cluster: Cluster, rare: dict[str, Any]) -> None:
     """One rank has a loss that is not a number: no rank applies the gradient, and every host keeps its checkpoint."""
