@@ -77,10 +77,15 @@ def run_both(bed: Bed, lrs: tuple[float, float], offset: float, login: Login | N
 
 
 OFFSETS = (0.0, 0.1, 0.3, 0.8, 1.5, 3.0)
+EVERY_DAY = (("local", 0.1), ("local", 0.8), ("ssh", 0.3))  # the other cases are nightly
+CASES = [
+    pytest.param(*case, marks=[] if case in EVERY_DAY else pytest.mark.long)
+    for case in [*(("local", offset) for offset in OFFSETS), ("ssh", 0.0), ("ssh", 0.3)]
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "offset"), [("local", o) for o in OFFSETS] + [("ssh", o) for o in (0.0, 0.3)])
+@pytest.mark.parametrize(("transport", "offset"), CASES)
 def test_different_specs_never_mix(bed: Bed, transport: str, offset: float, request: pytest.FixtureRequest) -> None:
     login = request.getfixturevalue("server").login if transport == "ssh" else None
     lrs = (1e-3, 2e-3)
@@ -98,7 +103,7 @@ def test_different_specs_never_mix(bed: Bed, transport: str, offset: float, requ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "offset"), [("local", o) for o in OFFSETS] + [("ssh", o) for o in (0.0, 0.3)])
+@pytest.mark.parametrize(("transport", "offset"), CASES)
 def test_the_same_spec_is_followed(bed: Bed, transport: str, offset: float, request: pytest.FixtureRequest) -> None:
     login = request.getfixturevalue("server").login if transport == "ssh" else None
     ends = run_both(bed, (1e-3, 1e-3), offset, login)

@@ -159,6 +159,7 @@ def test_versions_that_do_not_fit_are_refused_before_a_change(cluster: tuple[Lab
     assert after == before and nodes(lab)["node2"] == "idle"
 
 
+@pytest.mark.long
 def test_the_queue_moves_to_another_host(cluster: tuple[Lab, Path], site: Played, tmp_path: Path) -> None:
     lab, inventory = cluster
     document = yaml.safe_load(inventory.read_text())

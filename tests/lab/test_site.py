@@ -292,6 +292,7 @@ def test_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
         assert not differences(before, state(bare, bare.host(name)))
 
 
+@pytest.mark.long
 def test_unreachable_host_is_removed(bare: Lab, tmp_path: Path) -> None:
     from testbed import faults
 

@@ -112,9 +112,9 @@ def losses(lab: Lab, host: Host, run: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.long) for name in ("deepspeed", "diloco", "averaging"))]
-)
+# On lab hosts ddp is enough for every day: the strategies run on processes in tests/integration/trainer.
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "diloco", "averaging"])
 def test_strategy_trains_and_resumes_and_matches_ddp(
     strategy: str, provisioned: Lab, hosts: list[Host], variables: dict[str, Any]
 ) -> None:

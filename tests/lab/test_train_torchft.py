@@ -30,6 +30,7 @@ def at_step(lab: Lab, host: Host, rank: int, step: int, run: str = "members") ->
     return now
 
 
+@pytest.mark.long
 def test_killed_replica_rejoins(provisioned: Lab, hosts: list[Host], variables: dict[str, Any]) -> None:  # noqa: F811
     fields = variables | {"run": "members", "strategy": "diloco", "diloco_membership": "torchft", "local_steps": 5}
     fields |= {"max_steps": 300, "epochs": 300, "checkpoint_interval": 50}

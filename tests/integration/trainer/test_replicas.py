@@ -318,6 +318,8 @@ def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
     assert_every_sample_once(cluster, FOUR)
     ended = digests("r")
     assert len(set(ended)) == 1
+    if lora_r:  # the resume is a nightly test
+        return
     for host in (0, 1):
         (cluster.run_dir(host) / "result.json").unlink()
         shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000010")
