@@ -76,7 +76,8 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(task.run()) for task in (*self.streams.values(), self.pages.queue)]
+        tasks = [asyncio.create_task(stream.run()) for stream in self.streams.values()]
+        tasks.append(asyncio.create_task(self.pages.queue.run()))
         yield
         for task in tasks:
             task.cancel()
