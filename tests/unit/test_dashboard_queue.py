@@ -108,6 +108,16 @@ def test_the_timeline_has_gpus_of_the_drivers_and_the_jobs_of_slurm() -> None:
     assert [span.state for span in found.spans if span.end == NOW - 3600] == ["preempted", "preempted"]
 
 
+def test_the_drawing_moves_every_30_seconds_so_that_an_equal_answer_sends_nothing() -> None:
+    drawn = {}
+    for later in (0, 3, 29, 31):
+        found = watch(QueueHost(now=NOW // 30 * 30 + 60 + later))
+        asyncio.run(found.ask())
+        pages = Pages(found._cluster, "token", found)
+        drawn[later] = pages.regions("queue")["timeline"]
+    assert drawn[0] == drawn[3] == drawn[29] != drawn[31]
+
+
 def test_jobs_of_other_users_and_lists_of_hosts_are_in_the_timeline() -> None:
     noon = "JobId=20 UserId=a(1) Name=other JobState=COMPLETED Partition=low StartTime={} EndTime={} NodeList=node[1-2] x=1"
     times = [time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(NOW - ago)) for ago in (3000, 1000)]

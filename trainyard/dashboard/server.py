@@ -55,7 +55,9 @@ def serve(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, ws="none"
     )
     report(f"dashboard: {access.url}")
-    report("The URL contains a token: whoever has it can stop runs. Ctrl-C ends the dashboard; runs continue.")
+    report(
+        "The URL contains a token: whoever has it can stop runs and change the queue. Ctrl-C ends the dashboard; runs continue."
+    )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
         uvicorn.Server(config).run(sockets=[listener])
     return {"lines": []}

@@ -196,7 +196,7 @@ def _bars(spans: Sequence[Span], now: float) -> list[Bar]:
     for number, lane in enumerate(lanes):
         for span, after in zip(lane, [*lane[1:], None], strict=True):
             left = max(0.0, _place(span.begin, now))
-            right = max(left, _place(min(span.end, now + STEP), now))
+            right = max(left, _place(now if span.running else span.end, now))
             rest = max(0.0, min(100.0, _place(span.until, now)) - right) if span.until else 0.0
             room = (_place(after.begin, now) if after else 100.0) - left
             bars.append(Bar(span, number, left, max(0.3, right - left), rest, room))
