@@ -111,7 +111,7 @@ def test_the_timeline_has_gpus_of_the_drivers_and_the_jobs_of_slurm() -> None:
 def test_the_drawing_moves_every_30_seconds_so_that_an_equal_answer_sends_nothing() -> None:
     drawn = {}
     for later in (0, 3, 29, 31):
-        found = watch(QueueHost(now=NOW // 30 * 30 + 60 + later))
+        found = watch(QueueHost(now=NOW // 30 * 30 + 60 + later, completed=[]))
         asyncio.run(found.ask())
         pages = Pages(found._cluster, "token", found)
         drawn[later] = pages.regions("queue")["timeline"]
