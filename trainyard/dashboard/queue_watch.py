@@ -1,4 +1,4 @@
-"""The queue as the dashboard shows it: asked of the queue host while somebody looks, and kept as rows and a timeline."""
+"""The queue as the dashboard shows it: asked of the queue host while a page is open, and kept as rows and a timeline."""
 
 from __future__ import annotations
 
