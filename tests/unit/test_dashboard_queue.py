@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import queue
 import re
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_slurm import FakeSlurm
 from test_queue_front_state import NOW, answer, state, utc
 
 from trainer.errors import UserError
+from trainer.supervise.files import SupervisorError
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.dashboard import queue_watch, timeline
 from trainyard.dashboard.actions import Actions
@@ -21,6 +27,9 @@ from trainyard.dashboard.timeline import Timeline, make_timeline
 from trainyard.dashboard.views import Pages
 from trainyard.queue.history import list_queue
 from trainyard.queue.manage import queue_host
+from trainyard.remote import queue as remote_queue
+from trainyard.remote.sampler import Sampler
+from trainyard.replies import checked_reply
 from trainyard.run.options import LaunchOptions
 
 __all__ = ["utc"]
@@ -244,3 +253,56 @@ def test_an_action_changes_the_job_and_shows_its_lines() -> None:
         pages.actions["busy"].state == "failed"
         and "only a run that waits can be held" in pages.actions["busy"].lines[0]
     )
+
+
+def test_a_hanging_slurm_blocks_neither_the_sampler_nor_the_next_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: queue.Queue[dict[str, Any]] = queue.Queue()
+    answers = threading.Event()
+
+    def info(request: dict[str, Any]) -> dict[str, Any]:
+        assert request == {"folder": str(tmp_path / "queue"), "recent": 5}
+        assert answers.wait(10)
+        raise SupervisorError("squeue: down")
+
+    monkeypatch.setattr(Sampler, "_send", staticmethod(sent.put))
+    monkeypatch.setattr(Sampler, "_receive", lambda self: None)
+    monkeypatch.setattr(Sampler, "_repeat", lambda self, *arguments: None)
+    monkeypatch.setattr(remote_queue, "info", info)
+    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_port": 0})
+    ask = lambda number: sampler._reply(json.dumps({"id": number, "query": "queue", "recent": 5}).encode())  # noqa: E731
+    ask(1)
+    ask(2)
+    assert sent.get(timeout=5) == {
+        "kind": "reply",
+        "id": 2,
+        "error": "Slurm has not answered the question before this one",
+    }
+    sampler._reply(b"[]")
+    assert sent.get(timeout=5)["id"] == 0
+    answers.set()
+    assert sent.get(timeout=5) == {"kind": "reply", "id": 1, "error": "squeue: down"}
+    ask(3)
+    assert sent.get(timeout=5)["id"] == 3
+
+
+def test_recent_runs_are_those_with_a_job_and_the_newest_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The programs of Slurm are stand-ins, see fake_slurm."""
+    slurm = FakeSlurm(tmp_path / "slurm", tmp_path)
+    for number, run in enumerate(("waits", "old", "new")):
+        slurm.add_run(run)
+        os.utime(slurm.runs / run, (1000 + number, 1000 + number))
+    slurm.set_jobs(["1|low|PENDING|Resources|N/A|N/A|UNLIMITED||waits", "2|low|RUNNING|None|9|N/A|UNLIMITED|a,b|other"])
+    log = tmp_path / "jobcomp.log"
+    log.write_text("JobId=3 Name=x NodeList=c,d NodeCnt=2 x\nJobId=4 Name=x NodeList=$(x) NodeCnt=2 x\n")
+    monkeypatch.setattr(remote_queue, "COMPLETED", str(log))
+    monkeypatch.setenv("PATH", f"{slurm.programs}:{os.environ['PATH']}")
+    asked = {"folder": str(slurm.runs)}
+    assert set(remote_queue.info(asked | {"recent": 1})["runs"]) == {"waits", "new"}
+    assert set(remote_queue.info(asked)["runs"]) == {"waits", "old", "new"}
+    hosts = checked_reply("query queue", remote_queue.info(asked | {"recent": 1}))["hosts"]
+    assert hosts == {"a,b": ["a", "b"], "c,d": ["c", "d"]}  # and what is no list is not expanded
+    assert remote_queue.info(asked)["hosts"] == {"a,b": ["a", "b"]}
