@@ -395,13 +395,12 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
         buttons = f"[...document.querySelectorAll('#queued-{run} button')]"
         browser.execute_script(f"{buttons}.find((one) => one.textContent === '{button}').click()")
 
-    before = site.slurm.asked()
+    assert site.slurm.asked() == 0  # no page has shown the queue
     site.open(browser, "/queue")
     until(lambda: "wants-gpu" in body(browser), 20, "the queue")
     assert "waits for 16 GB of GPU memory and 1 GPU: node1 has it, busy with run first-run until about" in row(
         "wants-gpu"
     )
-    assert before == 0  # no page had shown the queue
     labels = [one.text for one in browser.find_elements(By.CSS_SELECTOR, ".timeline .label")]
     assert labels == ["node1 GPU 0", "node1 GPU 1", "node2"]
     assert browser.execute_script("return window.executed") is None and "<script>" in body(browser)
@@ -416,11 +415,9 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
 
     session = site.session()
     form = {"Cookie": session, "Content_Type": "application/x-www-form-urlencoded"}
-    token = re.search(r'name="csrf" value="(\w+)"', site.ask("GET", "/queue", Cookie=session)[2])[1]  # type: ignore[index]
-    assert (
-        site.ask("GET", (cancel := "/queue/first-run/cancel"), Cookie=session)[0] == 405
-        and site.ask("POST", cancel, f"csrf={token}")[0] == 401
-    )
+    token = re.findall(r'name="csrf" value="(\w+)"', site.ask("GET", "/queue", Cookie=session)[2])[0]
+    cancel = "/queue/first-run/cancel"
+    assert site.ask("GET", cancel, Cookie=session)[0] == 405 and site.ask("POST", cancel, f"csrf={token}")[0] == 401
     for text, more in (("csrf=x", {}), (f"csrf={token}", {"Origin": "http://evil.example"})):
         assert site.ask("POST", cancel, text, **form, **more)[0] == 403
     assert site.ask("POST", "/queue/first-run/add", f"csrf={token}", **form)[0] == 404
