@@ -301,6 +301,10 @@ class Inventory:
             "another inventory with -i"
         )
 
+    def variable(self, host: str, name: str) -> Any:
+        """Return a variable of a host, or None."""
+        return self.variables[host].get(name)
+
     def connect_name(self, name: str) -> HostConnection:
         """Make the connection to any host of the inventory by its name, whatever the limit. As `connect`."""
         return self.connect(make_host(name, self.variables[name]))

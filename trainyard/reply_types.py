@@ -478,6 +478,7 @@ REPLY_TYPES: dict[str, Any] = {
     "commit": Commit,
     "read_files": ReadFiles,
     "queue_info": QueueInfo,
+    "query queue": QueueInfo,
     "queue_add": QueueAdd,
     "queue_change": QueueChange,
     "checkpoints": Checkpoints,

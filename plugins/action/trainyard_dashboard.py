@@ -9,6 +9,7 @@ from trainyard.ansible_adapter import ClusterAction, Inventory, failure
 from trainyard.connection import InventoryError
 from trainyard.dashboard.options import PORT, DashboardOptions, run_dashboard
 from trainyard.extra_vars import plain_data
+from trainyard.queue.manage import queue_host
 from trainyard.run.options import options_from_variables
 
 ARGUMENTS = {"port": {"type": "int", "default": PORT}}
@@ -25,7 +26,9 @@ class ActionModule(ClusterAction):
             launch = options_from_variables(variables, resolve)
             # Its connections stay open, which Ansible's plugins cannot do.
             inventory = Inventory(variables["ansible_inventory_sources"], ",".join(variables["ansible_play_hosts"]))
-            how = {"check": self._task.check_mode}
+            hostvars = variables["hostvars"]
+            find_queue = lambda: queue_host(variables["groups"], lambda host, name: hostvars[host].get(name))  # noqa: E731
+            how: dict[str, Any] = {"find_queue": find_queue, "check": self._task.check_mode}
             return run_dashboard(inventory.hosts, inventory.connect, launch, options, Display().display, **how)
         except (UserError, InventoryError) as error:
             return failure(str(error))

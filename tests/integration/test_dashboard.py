@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from browser import browser, console_errors, screenshot, set_size
+from fake_slurm import FakeSlurm, busy_queue
 from prometheus_client.parser import text_string_to_metric_families
 from run_hosts import TOP, Bed, until
 from selenium.webdriver.chrome.webdriver import WebDriver
@@ -62,6 +63,7 @@ class Site:
     token: str
     training: subprocess.Popen[bytes]
     ssh_port: int
+    slurm: FakeSlurm
     opened: set[str] = field(default_factory=set)
 
     def url(self, path: str = "/") -> str:
@@ -152,12 +154,16 @@ def site(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[S
         "cluster_address": "127.0.0.1",
         "cluster_backend": "process",
         "cluster_managed": False,
+        "queue_state": "present",
     }
     hosts = {f"node{i}": {"cluster_data_dir": str(bed.folder / f"node{i}")} for i in (1, 2)}
     hosts["node2"] |= over_ssh
     inventory = bed.folder / "inventory.yml"
     inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
     environment = {**os.environ, "PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1", "ANSIBLE_NOCOLOR": "1"}
+    slurm = FakeSlurm(bed.folder / "slurm", bed.folder / "node1")
+    busy_queue(slurm)
+    environment["PATH"] = f"{slurm.programs}:{environment['PATH']}"
     program = [sys.executable, "-m", "trainyard.cli"]
     for number in range(3):
         ended_run(bed, f"old-{number}", time.time() - 86_400 * (number + 1))
@@ -196,7 +202,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[S
         assert process.stdout
         found = re.search(r"http://127\.0\.0\.1:(\d+)/login\?token=(\S+)", process.stdout.readline())
         assert found, "the dashboard printed no URL"
-        yield Site(bed, process, int(found[1]), found[2], training, login.port)
+        yield Site(bed, process, int(found[1]), found[2], training, login.port, slurm)
     finally:
         for started in (process, training):
             started.terminate()
@@ -378,6 +384,55 @@ def test_hostile_text_is_shown_and_not_executed(site: Site, browser: WebDriver) 
     assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []
 
 
+def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> None:
+    """The programs of Slurm are stand-ins, see fake_slurm."""
+
+    def row(run: str) -> str:
+        return browser.execute_script(f"return document.getElementById('queued-{run}')?.textContent || ''")
+
+    def press(run: str, button: str) -> None:
+        # In one step, because the page may replace the row between two.
+        buttons = f"[...document.querySelectorAll('#queued-{run} button')]"
+        browser.execute_script(f"{buttons}.find((one) => one.textContent === '{button}').click()")
+
+    assert site.slurm.asked() == 0  # no page has shown the queue
+    site.open(browser, "/queue")
+    until(lambda: "wants-gpu" in body(browser), 20, "the queue")
+    assert "waits for 16 GB of GPU memory and 1 GPU: node1 has it, busy with run first-run until about" in row(
+        "wants-gpu"
+    )
+    labels = [one.text for one in browser.find_elements(By.CSS_SELECTOR, ".timeline .label")]
+    assert labels == ["node1 GPU 0", "node1 GPU 1", "node2"]
+    assert browser.execute_script("return window.executed") is None and "<script>" in body(browser)
+    press("parked", "Release")
+    until(lambda: "waiting" in row("parked") and "released" in row("parked"), 20, "the release")
+    press("wants-gpu", "high")
+    until(lambda: "Change the priority to high: run wants-gpu" in row("wants-gpu"), 20, "the priority")
+    press("parked", "critical")
+    until(lambda: "Access/permission denied" in row("parked"), 20, "the refusal of the stand-in")
+    press("after-it", "Cancel the run")
+    until(lambda: not browser.find_elements(By.ID, "queued-after-it"), 20, "the cancelled run's end")
+
+    session = site.session()
+    form = {"Cookie": session, "Content_Type": "application/x-www-form-urlencoded"}
+    token = re.findall(r'name="csrf" value="(\w+)"', site.ask("GET", "/queue", Cookie=session)[2])[0]
+    cancel = "/queue/first-run/cancel"
+    assert site.ask("GET", cancel, Cookie=session)[0] == 405 and site.ask("POST", cancel, f"csrf={token}")[0] == 401
+    for text, more in (("csrf=x", {}), (f"csrf={token}", {"Origin": "http://evil.example"})):
+        assert site.ask("POST", cancel, text, **form, **more)[0] == 403
+    assert site.ask("POST", "/queue/first-run/add", f"csrf={token}", **form)[0] == 404
+    assert site.ask("POST", "/queue/none/cancel", f"csrf={token}", **form)[0] == 404
+    assert site.ask("POST", "/queue/wants-gpu/priority", f"csrf={token}&priority=top", **form)[0] == 400
+    assert site.ask("POST", cancel, f"csrf={token}", **form, Host="evil.example")[0] == 400
+
+    site.slurm.set_up(False)
+    until(lambda: "has not answered since" in body(browser), 20, "the error")
+    assert "Unable to contact slurm controller" in body(browser) and "wants-gpu" in body(browser)
+    site.slurm.set_up(True)
+    until(lambda: "has not answered since" not in body(browser), 20, "the queue's return")
+    assert console_errors(browser) == []
+
+
 def test_prometheus_reads_the_metrics(site: Site) -> None:
     assert site.ask("GET", "/metrics", Authorization="Bearer wrong")[0] == 401
     assert site.ask("GET", "/", Authorization=f"Bearer {site.token}")[0] == 401
@@ -398,6 +453,7 @@ def test_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_
         "nodes": "/",
         "runs": "/runs",
         "events": "/events",
+        "queue": "/queue",
         "run": "/runs/real",
         "compare": "/runs/real?with=old-1",
     }

@@ -5,9 +5,11 @@ The service that drives the runs is stopped, so that a job keeps its hosts and n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,12 @@ from lab_hosts import NEEDS_LAB, REPO, Lab, Played, inventory_with, run_playbook
 from test_queue import as_user, cluster, site
 from testbed.root import DATA_DIR
 
+from trainyard.ansible_adapter import Inventory
 from trainyard.cli import __main__ as program
+from trainyard.dashboard.queue_watch import QueueWatch
+from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.streams import HostStream
+from trainyard.queue.manage import queue_host
 
 __all__ = ["cluster", "site"]
 
@@ -105,6 +112,39 @@ def test_a_sweep_is_added_listed_and_changed(queue: tuple[Lab, Path], tmp_path: 
     lab.wait(lambda: "never starts" in listed(inventory)["next"]["reason"], "the reason does not change", 60)
     past = {run["run"]: run["state"] for run in trainyard(inventory, "history")["runs"]}
     assert past["busy"] == past["grid-lr3e-4"] == "cancelled" and past["wants"] == "running"
+
+
+def test_the_dashboard_asks_the_real_queue(queue: tuple[Lab, Path]) -> None:
+    """The sampler answers over SSH what `list` shows; what the dashboard asks every few seconds costs little."""
+    _, inventory = queue
+    found = Inventory([str(inventory)])
+    cluster = Cluster(found.hosts)
+    streams = {
+        host.name: HostStream(host, found.connect(host).transport, cluster.receive, cluster.lost)
+        for host in found.hosts[:1]
+    }
+
+    async def look() -> tuple[QueueWatch, float]:
+        watch = QueueWatch(cluster, streams, lambda: queue_host(found.groups, found.variable))
+        task = asyncio.create_task(streams[watch.host].run())
+        while not cluster.hosts[watch.host].connected:
+            await cluster.wait(cluster.version, 1.0)
+        await watch.ask()
+        begun = time.monotonic()
+        await watch.ask()
+        took = time.monotonic() - begun
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return watch, took
+
+    watch, took = asyncio.run(asyncio.wait_for(look(), 60))
+    assert watch.view, watch.error
+    shown = {run["run"]: (run["state"], run["reason"]) for run in watch.view.live}
+    assert shown == {run: (state["state"], state["reason"]) for run, state in listed(inventory).items()}
+    on_node2 = [span for span in watch.view.timeline.spans if span.host == "node2"]
+    assert {"wants": True, "busy": False}.items() <= {span.run: span.running for span in on_node2}.items()
+    assert [row.label for row in watch.view.timeline.rows if "GPU 1" in row.label] == ["node2 GPU 1"]
+    print(f"the queue host answers the dashboard after {took:.2f} s")
 
 
 def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from trainyard.connection import Host, RemoteError
 from trainyard.dashboard import state as state_module
 from trainyard.dashboard.formats import duration, number, rate, size
 from trainyard.dashboard.prometheus import exposition
+from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import _parse
@@ -123,7 +124,7 @@ def test_events_and_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_escape_and_are_rendered_once_for_all_browsers() -> None:
     cluster = cluster_with(("node1", run_line()))
     cluster.lost("node1", "<script>alert(1)</script>")
-    pages = Pages(cluster, "token")
+    pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
     html = pages.page("nodes") + pages.page("events") + pages.page("runs", "")
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html
     assert pages.regions("nodes") is pages.regions("nodes")

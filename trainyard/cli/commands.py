@@ -27,7 +27,7 @@ from trainyard.ollama.distill import Distillation, make_distill_options, student
 from trainyard.ollama.options import DeployOptions, make_deploy_options
 from trainyard.ollama.teachers import candidates
 from trainyard.preflight.runner import run_preflight
-from trainyard.queue.manage import CHANGE_OPTIONS, FILE, Cluster, manage_queue
+from trainyard.queue.manage import CHANGE_OPTIONS, FILE, Cluster, manage_queue, queue_host
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
@@ -157,20 +157,19 @@ def queue(call: Call, verb: str) -> dict[str, Any]:
     values = {name: value for name, value in call.everything().items() if name != "limit"} | {"do": verb}
     inventory = call.inventory
 
-    def variable(host: str, name: str) -> Any:
-        return inventory.variables[host].get(name)
-
     def launch_of(given: Mapping[str, Any]) -> LaunchOptions:
         return call.launch_with(given)
 
-    cluster = Cluster(inventory.hosts, inventory.groups, variable, inventory.connect_name, launch_of)
+    cluster = Cluster(inventory.hosts, inventory.groups, inventory.variable, inventory.connect_name, launch_of)
     return manage_queue(values, cluster, call.top, call.output.report, call.check)
 
 
 def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
-    return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, check=call.check)
+    find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
+    how: dict[str, Any] = {"find_queue": find_queue, "check": call.check}
+    return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, **how)
 
 
 def _playbook(call: Call, playbook: str) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from typing import Any
 from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.dashboard.views import Action, Pages
+from trainyard.queue.client import QueueClient
+from trainyard.queue.manage import Verb, change_options, change_runs
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.runs import stop_run
 
 
 class Actions:
-    """Carries out actions in a thread, and shows their progress on the run's page."""
+    """Carries out actions in a thread, and shows their progress on the page of the run and in its row of the queue."""
 
     def __init__(
         self, hosts: list[Host], connections: Mapping[str, HostConnection], options: LaunchOptions, pages: Pages
@@ -30,6 +32,16 @@ class Actions:
         """Stop a run, after a checkpoint or `now`. Returns False if an action on the run is in progress."""
         title = "Kill the ranks" if now else "Stop after a checkpoint"
         return self._begin(run, title, lambda: stop_run(run, self._hosts, self._connect, self._options, now=now))
+
+    def change_queue(self, run: str, verb: Verb, priority: str) -> bool:
+        """Cancel, hold or release a run of the queue, or give it another priority. As `stop`.
+
+        Raises UserError for a wrong priority.
+        """
+        options = change_options(verb, {"run": run, "priority": priority})
+        client = QueueClient(self._connections[self._pages.queue.host])
+        title = f"Change the priority to {priority}" if verb == "priority" else verb.capitalize()
+        return self._begin(run, title, lambda: change_runs(client, verb, options))
 
     def _connect(self, name: str) -> HostConnection:
         return self._connections[name]
@@ -52,4 +64,5 @@ class Actions:
             action.lines, action.state = [str(line) for line in done.get("lines", [])], "done"
         except (RunError, RemoteError, UserError) as error:
             action.lines, action.state = [str(error)], "failed"
+        self._pages.queue.ask_soon()
         self._pages.cluster.change()

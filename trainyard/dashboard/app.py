@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from trainer.errors import UserError
 from trainyard.connection import RemoteError
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
@@ -26,11 +27,13 @@ from trainyard.dashboard.security import Access, Guard
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
+from trainyard.queue.manage import CHANGES, check_verb
 
 PAUSE = 0.4  # s between two messages to a browser
 IDLE = 15.0  # s after which a message without content is sent
 BROWSERS = 64  # pages that receive messages at the same time
 LOG_LINES = 300  # lines of a log that a page shows at first
+NOT_OUR_FORM = "403: the form did not come from this page: reload it and try again\n"
 STATIC = Path(__file__).with_name("static")
 
 
@@ -56,6 +59,8 @@ class Dashboard:
             Route("/", self.nodes),
             Route("/runs", self.runs),
             Route("/events", self.events),
+            Route("/queue", self.queue),
+            Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
             Route("/runs/{run}/series", self.series),
             Route("/runs/{run}/log", self.log),
@@ -72,6 +77,7 @@ class Dashboard:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(stream.run()) for stream in self.streams.values()]
+        tasks.append(asyncio.create_task(self.pages.queue.run()))
         yield
         for task in tasks:
             task.cancel()
@@ -98,6 +104,10 @@ class Dashboard:
     async def events(self, request: Request) -> Response:
         """Show the events."""
         return HTMLResponse(self.pages.page("events"))
+
+    async def queue(self, request: Request) -> Response:
+        """Show the queue, and who had which host when."""
+        return HTMLResponse(self.pages.page("queue", queue=self.pages.queue))
 
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
@@ -152,9 +162,24 @@ class Dashboard:
         run = self._run(request)
         form = await self.access.read_form(request)
         if form is None:
-            return PlainTextResponse("403: the form did not come from this page: reload it and try again\n", 403)
+            return PlainTextResponse(NOT_OUR_FORM, 403)
         self.actions.stop(run.name, now=form.get("now") == "1")
         return RedirectResponse(f"/runs/{run.name}", 303)
+
+    async def change_queue(self, request: Request) -> Response:
+        """Cancel, hold or release a run of the queue, or change its priority to the field `priority`."""
+        run, verb = request.path_params["run"], request.path_params["verb"]
+        view = self.pages.queue.view
+        if verb not in CHANGES or not view or run not in view.names:
+            raise HTTPException(404)
+        form = await self.access.read_form(request)
+        if form is None:
+            return PlainTextResponse(NOT_OUR_FORM, 403)
+        try:
+            self.actions.change_queue(run, check_verb(verb), form.get("priority", ""))
+        except UserError as error:
+            return PlainTextResponse(f"400: {error}\n", 400)
+        return RedirectResponse("/queue", 303)
 
     async def metrics(self, request: Request) -> Response:
         """Return the state of the cluster for Prometheus."""
@@ -163,7 +188,9 @@ class Dashboard:
     async def live(self, request: Request) -> Response:
         """Send the regions of a page that change, and a run's new metrics, as server-sent events."""
         page, argument = request.path_params["page"], request.query_params.get("argument", "")
-        if page not in ("nodes", "runs", "events", "run") or (page == "run" and argument not in self.cluster.runs):
+        if page not in ("nodes", "runs", "events", "queue", "run") or (
+            page == "run" and argument not in self.cluster.runs
+        ):
             raise HTTPException(404)
         if self.listeners >= BROWSERS:
             return PlainTextResponse(f"503: {BROWSERS} pages are open: close one\n", 503)
@@ -171,7 +198,10 @@ class Dashboard:
 
     async def _messages(self, page: str, arguments: list[str]) -> AsyncIterator[dict[str, str]]:
         self.listeners += 1
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave)
+            if page == "queue":
+                stack.enter_context(self.pages.queue.page())
             sent: dict[str, str] = {}
             place = (-1, 0, 0)  # generation, and numbers of metrics and evaluations that were sent
             while page != "run" or arguments[0] in self.cluster.runs:
@@ -192,8 +222,9 @@ class Dashboard:
                     place = there
                 await asyncio.sleep(PAUSE)
                 await self.cluster.wait(version, IDLE)
-        finally:
-            self.listeners -= 1
+
+    def _leave(self) -> None:
+        self.listeners -= 1
 
 
 def _named_spec(found: dict[str, Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import time
 from datetime import datetime
 
 from trainer.formats import clock, thousands
+from trainyard.queue.client import clock_time
 
 NONE = "–"
 
@@ -54,4 +55,5 @@ FILTERS = {
     "rate": rate,
     "duration": duration,
     "moment": moment,
+    "near": clock_time,
 }

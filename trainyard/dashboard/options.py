@@ -32,9 +32,13 @@ def run_dashboard(
     options: DashboardOptions,
     report: Callable[[str], None],
     *,
+    find_queue: Callable[[], str],
     check: bool = False,
 ) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C, see `server.serve`; with `check`, do not.
+
+    Args:
+        find_queue: returns the name of the queue host; raises UserError where there is no queue.
 
     Raises:
         UserError: a package is not installed, a host is not described completely, or the port is in use.
@@ -47,4 +51,4 @@ def run_dashboard(
 
     if check:
         return {"skipped": True, "msg": f"would serve the dashboard on 127.0.0.1:{options.dashboard_port}"}
-    return serve(hosts, connect, launch, options, report)
+    return serve(hosts, connect, launch, options, report, find_queue)

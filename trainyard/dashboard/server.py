@@ -14,6 +14,7 @@ from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.options import DashboardOptions
+from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import Access
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream
@@ -29,12 +30,14 @@ def serve(
     launch: LaunchOptions,
     options: DashboardOptions,
     report: Callable[[str], None],
+    find_queue: Callable[[], str],
 ) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C or SIGTERM. Call it in the main thread.
 
     Args:
         launch: limits of the actions.
         report: gets the URL, with the token.
+        find_queue: returns the name of the queue host; raises UserError where there is no queue.
 
     Raises:
         UserError: the port is in use.
@@ -43,7 +46,8 @@ def serve(
     access = Access(listener.getsockname()[1])
     cluster = Cluster(hosts)
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
-    pages = Pages(cluster, access.csrf)
+    queue = QueueWatch(cluster, streams, find_queue)
+    pages = Pages(cluster, access.csrf, queue)
     actions = Actions(hosts, {host.name: connect(host) for host in hosts}, launch, pages)
     app = Dashboard(cluster, streams, pages, actions, access).app()
     # The access log would have the token.
@@ -51,7 +55,9 @@ def serve(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, ws="none"
     )
     report(f"dashboard: {access.url}")
-    report("The URL contains a token: whoever has it can stop runs. Ctrl-C ends the dashboard; runs continue.")
+    report(
+        "The URL contains a token: whoever has it can stop runs and change the queue. Ctrl-C ends the dashboard; runs continue."
+    )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
         uvicorn.Server(config).run(sockets=[listener])
     return {"lines": []}

@@ -90,7 +90,9 @@ class HostStream:
             await self._writer.drain()
             answer = await asyncio.wait_for(self._queries[number], QUERY_LIMIT)
             return checked_reply(f"query {query}", answer)
-        except (OSError, TimeoutError):
+        except TimeoutError:
+            raise RemoteError(f"{self.host.name} has not answered the query {query} for {QUERY_LIMIT:.0f} s") from None
+        except OSError:
             raise RemoteError(f"{self.host.name} does not answer") from None
         except ReplyError as error:
             raise RemoteError(f"{self.host.name} {error}") from None

@@ -13,7 +13,9 @@ import jinja2
 
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainyard.dashboard.formats import FILTERS
+from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import Cluster, RunState
+from trainyard.queue.slurm import PRIORITIES
 
 LATEST = 100  # ended runs on the page of runs
 EVENTS = 300  # events on their page
@@ -23,7 +25,7 @@ Regions = dict[str, str]
 
 @dataclass
 class Action:
-    """An action that was started on a run's page: its progress."""
+    """An action that was started on a run's page, or on that of the queue: its progress."""
 
     title: str
     lines: list[str] = field(default_factory=list)
@@ -33,8 +35,8 @@ class Action:
 class Pages:
     """Renders pages from the state of the cluster."""
 
-    def __init__(self, cluster: Cluster, csrf: str) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, csrf: str, queue: QueueWatch) -> None:
+        self.cluster, self.queue = cluster, queue
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
@@ -92,6 +94,26 @@ class Pages:
             html = self._render("run_row", id=f"run-{run.name}", run=run)
             self._rows[run.name] = (run.version, html)
         return html
+
+    def _queue(self) -> dict[str, Regions]:
+        queue, view = self.queue, self.queue.view
+        more = {"actions": self.actions, "known": self.cluster.runs, "now": view.at if view else 0.0}
+        live = {
+            f"queued-{run['run']}": self._render(
+                "queue_row", id=f"queued-{run['run']}", run=run, priorities=PRIORITIES, **more
+            )
+            for run in (view.live if view else [])
+        }
+        ended = {
+            f"ended-{run['run']}": self._render("queue_ended", id=f"ended-{run['run']}", run=run, **more)
+            for run in (view.ended if view else [])
+        }
+        return {
+            "summary": {"queue-summary": self._render("queue_summary", queue=queue)},
+            "live": live,
+            "ended": ended,
+            "timeline": {"queue-timeline": self._render("queue_timeline", timeline=view.timeline if view else None)},
+        }
 
     def _events(self) -> dict[str, Regions]:
         events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]

@@ -83,6 +83,7 @@ class QueueState:
     Attributes:
         jobs: that wait or run, by the names of their runs.
         ended: the last end of each job that is in the completion log, by name.
+        leases: every job that has hosts, and every one of the completion log that had some, also those that are no runs.
         requests: of the runs that have a folder.
         states: what the drivers say of their runs.
         specs: spec and digests of the runs that were asked for.
@@ -95,6 +96,7 @@ class QueueState:
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     specs: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: dict[str, Job] = field(default_factory=dict)
+    leases: tuple[Job, ...] = ()
     now: float = 0.0
 
 
@@ -156,6 +158,8 @@ def parse_state(answer: Mapping[str, Any]) -> QueueState:
     """Return the answer of the queue host as checked data; what is not understood is left out."""
     names = {text: tuple(hosts) for text, hosts in answer["hosts"].items()}
     jobs = [job for line in answer["jobs"] if (job := parse_job(line, names))]
+    offset = answer["offset"]
+    ended = [job for line in answer["completed"] if (job := parse_completed(line, offset, names))]
     runs = {name: folder for name, folder in answer["runs"].items() if is_run_name(name)}
     requests = {name: request for name, folder in runs.items() if (request := _request(name, folder["request"]))}
     return QueueState(
@@ -164,7 +168,8 @@ def parse_state(answer: Mapping[str, Any]) -> QueueState:
         requests=requests,
         states={name: _object(runs[name]["state"]) for name in requests},
         specs={name: dict(spec) for name, spec in answer["specs"].items()},
-        ended={job.name: job for line in answer["completed"] if (job := parse_completed(line, answer["offset"]))},
+        ended={job.name: job for job in ended},
+        leases=tuple(job for job in (*ended, *jobs) if job.hosts and job.start),
         now=min(max(0.0, answer["now"]), MAX_TIME),
     )
 
@@ -207,17 +212,19 @@ def parse_node(line: str) -> Node | None:
     return Node(printable(words[0], 64), state, int(words[2]), int(words[3]), gpus, gpu_memory)
 
 
-def parse_completed(line: str, offset: int) -> Job | None:
+def parse_completed(line: str, offset: int, hosts: Mapping[str, tuple[str, ...]] | None = None) -> Job | None:
     """Return the job of a line of Slurm's completion log; None if it is not one.
 
     Args:
         offset: seconds by which the local time of the log is ahead of UTC.
+        hosts: the hosts that each list of Slurm stands for; a list that is not among them is kept as it is.
     """
     found: dict[str, str] = {}
     for name, value in _FIELD.findall(line):
         found.setdefault(name, value)
     if len(found) < 7 or not _NUMBER.fullmatch(found["JobId"]) or not is_run_name(found["Name"]):
         return None
+    listed = found["NodeList"]
     return Job(
         number=int(found["JobId"]),
         name=found["Name"],
@@ -225,7 +232,7 @@ def parse_completed(line: str, offset: int) -> Job | None:
         state=printable(found["JobState"], 32),
         start=_local_time(found["StartTime"], offset),
         end=_local_time(found["EndTime"], offset),
-        hosts=() if found["NodeList"] == "(null)" else (printable(found["NodeList"], 200),),
+        hosts=() if listed == "(null)" else (hosts or {}).get(listed, (printable(listed, 200),)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ from trainer.formats import clock, printable, table
 from trainyard.queue.client import MAX_TIME, Job, QueueState, clock_time
 from trainyard.queue.reasons import RUNNING, why_waiting
 from trainyard.queue.request import Request
-from trainyard.queue.slurm import PRIORITIES
+from trainyard.queue.slurm import MAX_GPUS, PRIORITIES
 
 ENDED = ("finished", "failed", "cancelled", "stopped")
+_GPU = re.compile(r"[A-Za-z0-9-]{1,64}")
 _LIST = ["run", "priority", "state", "hosts", "submitted", "ends about", "reason"]
 _HISTORY = ["run", "priority", "state", "hosts", "submitted", "started", "ended", "took", "reason"]
 _BY_SLURM = {"COMPLETED": "finished", "CANCELLED": "cancelled", "PREEMPTED": "preempted", "TIMEOUT": "stopped"}
@@ -37,7 +39,7 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
     """Return one run as plain data: times are seconds since the epoch, and 0 if unknown."""
     request, job, state = queue.requests[run], queue.jobs.get(run), run_state(run, queue)
     last = job or queue.ended.get(run)
-    attempts = _attempts(queue.states.get(run, {}))
+    attempts = read_attempts(queue.states.get(run, {}))
     begun = [attempt["begin"] for attempt in attempts if attempt["begin"]]
     start = begun[0] if begun else last.start if last and (not job or job.state in RUNNING) else 0.0
     end = last.end if last else 0.0
@@ -75,18 +77,30 @@ def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict
     return ""
 
 
-def _attempts(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the starts of a run, as its driver recorded them on the queue host."""
+def read_attempts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the starts of a run, as its driver recorded them in `state` on the queue host.
+
+    Each has `hosts`, names; `gpus`, numbers or UUIDs by host; `begin` and `end` in seconds since the epoch, 0 if unknown;
+    `reason`, why it ended, or an empty string.
+    """
     listed = state.get("attempts")
     found = []
     for attempt in listed[-100:] if isinstance(listed, list) else []:
         if isinstance(attempt, dict):
             hosts = attempt.get("hosts")
-            names = hosts if isinstance(hosts, list | dict) else []
+            names = [printable(name, 64) for name in list(hosts)[:64]] if isinstance(hosts, list | dict) else []
+            gpus = {printable(name, 64): _gpus(has) for name, has in hosts.items()} if isinstance(hosts, dict) else {}
             times = {name: _time(attempt.get(name)) for name in ("begin", "end")}
             reason = printable(attempt.get("reason") or "", 200)
-            found.append({"hosts": [printable(name, 64) for name in list(names)[:64]], **times, "reason": reason})
+            found.append({"hosts": names, "gpus": gpus, **times, "reason": reason})
     return found
+
+
+def _gpus(has: Any) -> list[str]:
+    """Return the GPUs that a start had on a host."""
+    listed = has.get("gpus") if isinstance(has, dict) else None
+    texts = listed[:MAX_GPUS] if isinstance(listed, list) else []
+    return [text for text in texts if isinstance(text, str) and _GPU.fullmatch(text)]
 
 
 def _time(value: Any) -> float:

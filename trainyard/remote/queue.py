@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import functools
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -25,11 +27,14 @@ JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
 NODE_FORMAT = "%N|%T|%c|%m|%G"
 COMPLETED = "/var/log/slurm/jobcomp.log"
 LOG_LIMIT = 1 << 20  # bytes of the completion log, from its end
+RECENT_LOG_LIMIT = 1 << 17  # bytes of it that are read if only `recent` runs are asked for
 RUNS_LIMIT = 2000  # folders of runs, the newest first
 LINES_LIMIT = 10_000
+LISTS_LIMIT = 200  # lists of hosts of the completion log
 TEXT_LIMIT = 1 << 18  # bytes of request.json and state.json
 LOCK_LIMIT = 20.0  # s to wait for another controller that adds a run
 LOCK = ".lock"
+_NODE_LIST = re.compile(r" NodeList=([A-Za-z0-9][A-Za-z0-9.,\[\]-]{0,500}) NodeCnt=")
 _COMMANDS = {"cancel": ["scancel"], "hold": ["scontrol", "hold"], "release": ["scontrol", "release"]}
 
 
@@ -37,28 +42,35 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
     """Return the jobs and hosts of Slurm, and the runs of the queue.
 
     Args:
-        request: `folder` of the queue; `specs`, names of runs whose spec is returned, too.
+        request: `folder` of the queue; `specs`, names of runs whose spec is returned, too; `recent`, number of runs without a
+            job that are returned, the newest; without it, all runs and more of the completion log are.
 
     Returns:
         `jobs` and `nodes`: lines in JOB_FORMAT and NODE_FORMAT, times in seconds since the epoch; `hosts`: the hosts of each
-        list of hosts among the jobs; `runs`: the texts of `request.json` and `state.json` by run; `specs`: the fields of the
+        list of hosts among the jobs, and with `recent` in the completion log; `runs`: the texts of `request.json` and `state.json` by run; `specs`: the fields of the
         prepared run without paths; `completed`: lines of the completion log, in local time, which is `offset` seconds
         ahead of UTC; `now`.
     """
     os.environ["SLURM_TIME_FORMAT"] = "%s"  # of this process, which answers one request
     jobs = _lines(["squeue", "--noheader", "--all", f"--format={JOB_FORMAT}"])
     nodes = _lines(["sinfo", "--noheader", "--Node", "--partition=normal", f"--format={NODE_FORMAT}"])
-    lists = {line.split("|")[7] for line in jobs if line.count("|") >= 8} - {""}
+    words = [line.split("|", 8) for line in jobs if line.count("|") >= 8]
+    hosts = {text: list(_host_names(text)) for text in sorted({row[7] for row in words} - {""})}
+    recent = request.get("recent")
+    completed = _completed(LOG_LIMIT if recent is None else RECENT_LOG_LIMIT)
+    if recent is not None:
+        hosts = _past_hosts(completed) | hosts
     folder = Path(request["folder"])
     return {
         "jobs": jobs,
         "nodes": nodes,
-        "hosts": {text: _lines(["scontrol", "show", "hostnames", "--", text]) for text in sorted(lists)},
+        "hosts": hosts,
         "runs": {
-            run.name: {name: _text(run / f"{name}.json") for name in ("request", "state")} for run in _runs(folder)
+            run.name: {name: _text(run / f"{name}.json") for name in ("request", "state")}
+            for run in _recent(_runs(folder), {row[8] for row in words}, recent)
         },
         "specs": {name: spec for name in request.get("specs", []) if (spec := _prepared(folder / name))},
-        "completed": _completed(),
+        "completed": completed,
         "offset": time.localtime().tm_gmtoff,
         "now": time.time(),
     }
@@ -124,6 +136,30 @@ def _lines(words: Sequence[str]) -> list[str]:
     return [line for line in command(words).split("\n") if line][:LINES_LIMIT]
 
 
+@functools.lru_cache(1024)  # the sampler of the dashboard asks again and again
+def _host_names(text: str) -> tuple[str, ...]:
+    """Return the hosts of a list of Slurm, such as `node[1-3]`. Raises SupervisorError."""
+    return tuple(_lines(["scontrol", "show", "hostnames", "--", text]))
+
+
+def _past_hosts(completed: Sequence[str]) -> dict[str, list[str]]:
+    """Return the hosts of the newest lists of the completion log; Slurm may no longer know some of them."""
+    texts = dict.fromkeys(found[1] for line in reversed(completed) if (found := _NODE_LIST.search(line)))
+    hosts = {}
+    for text in list(texts)[:LISTS_LIMIT]:
+        with contextlib.suppress(SupervisorError):
+            hosts[text] = list(_host_names(text))
+    return hosts
+
+
+def _recent(runs: list[Path], with_job: set[str], recent: int | None) -> list[Path]:
+    """Return the runs that have a job, and the first `recent` of the others; all for None."""
+    if recent is None:
+        return runs
+    others = [run for run in runs if run.name not in with_job]
+    return [run for run in runs if run.name in with_job] + others[:recent]
+
+
 def _link(target: Path, source: Path) -> None:
     """Give a file a second name, so that runs share its content; copy it to another file system. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -164,14 +200,14 @@ def _prepared(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _completed() -> list[str]:
-    """Return the last lines of the completion log."""
+def _completed(limit: int) -> list[str]:
+    """Return the last lines of the completion log, `limit` bytes."""
     try:
         with Path(COMPLETED).open("rb") as file:
             file.seek(0, os.SEEK_END)
             size = file.tell()
-            file.seek(max(0, size - LOG_LIMIT))
-            text = file.read(LOG_LIMIT).decode(errors="replace")
+            file.seek(max(0, size - limit))
+            text = file.read(limit).decode(errors="replace")
     except OSError:
         return []
-    return [line for line in text.split("\n")[int(size > LOG_LIMIT) :] if line][-LINES_LIMIT:]
+    return [line for line in text.split("\n")[int(size > limit) :] if line][-LINES_LIMIT:]

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import read_json
+from trainer.supervise.files import SupervisorError, read_json
 from trainer.supervise.status import read_state
+from trainyard.remote import queue as slurm_queue
 from trainyard.remote.host_use import HostUse, gpu_use, ollama_use
 from trainyard.remote.run_queries import QUERIES, RUN_NAME
 
@@ -28,6 +29,7 @@ BEAT = 1.0  # s without a line after which an empty one is sent
 SILENCE = 30.0  # s without a line from the controller after which the connection counts as lost
 OLLAMA = 10.0  # s between two requests to Ollama
 CHECKPOINTS = 50  # of a run, the newest
+_OUTPUT = threading.Lock()  # of standard output
 
 
 def sample(request: dict[str, Any]) -> dict[str, Any]:
@@ -48,6 +50,8 @@ class Sampler:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.runs_dir = Path(request["data_dir"]) / "runs"
+        self._queue_dir = Path(request["data_dir"]) / "queue"
+        self._queue_asked = threading.Lock()
         self._known: dict[str, tuple[Any, ...]] = {}  # run: when its files changed last
         self._sent: dict[str, dict[str, Any]] = {}  # the states of runs that are alive
         self._alive: set[str] = set()
@@ -69,7 +73,7 @@ class Sampler:
                     return
                 heard = time.monotonic()
                 if line.strip():
-                    self._send({"kind": "reply", **_answer(self.runs_dir, line)})
+                    self._reply(line)
             except queue.Empty:
                 pass
             now = time.monotonic()
@@ -86,6 +90,26 @@ class Sampler:
             if now - sent >= BEAT:
                 self._send({"kind": "beat", "now": time.time()})
                 sent = now
+
+    def _reply(self, line: bytes) -> None:
+        """Answer a query; one about the queue in a thread, because Slurm may hang."""
+        request = _request(line)
+        if request.get("query") != "queue":
+            self._send({"kind": "reply", **_answer(request, lambda: QUERIES[request["query"]](self.runs_dir, request))})
+        elif self._queue_asked.acquire(blocking=False):
+            threading.Thread(target=self._reply_queue, args=(request,), daemon=True).start()
+        else:
+            error = "Slurm has not answered the question before this one"
+            self._send({"kind": "reply", "id": request.get("id", 0), "error": error})
+
+    def _reply_queue(self, request: dict[str, Any]) -> None:
+        asked = {"folder": str(self._queue_dir), "recent": request.get("recent", 0)}
+        try:
+            reply = _answer(request, lambda: slurm_queue.info(asked))
+        finally:
+            self._queue_asked.release()
+        with contextlib.suppress(BrokenPipeError):  # `run` ends the process
+            self._send({"kind": "reply", **reply})
 
     def _receive(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -105,8 +129,9 @@ class Sampler:
 
     @staticmethod
     def _send(line: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        with _OUTPUT:
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
 
     def _send_runs(self, every: bool) -> bool:
         """Send the runs whose state changed; look at `every` run, or only at those that are alive."""
@@ -173,12 +198,19 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def _answer(runs_dir: Path, line: bytes) -> dict[str, Any]:
-    """Return the `answer` to a query or its `error`, with its `id`."""
-    number = 0
+def _request(line: bytes) -> dict[str, Any]:
+    """Return a query; an empty one for a line that is none."""
     try:
         request = json.loads(line)
-        number = request["id"]
-        return {"id": number, "answer": QUERIES[request["query"]](runs_dir, request)}
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    except ValueError:
+        return {}
+    return request if isinstance(request, dict) else {}
+
+
+def _answer(request: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the `answer` to a query or its `error`, with its `id`."""
+    number = request.get("id", 0)
+    try:
+        return {"id": number, "answer": work()}
+    except (OSError, LookupError, TypeError, ValueError, SupervisorError) as error:
         return {"id": number, "error": " ".join(str(error).split()) or type(error).__name__}

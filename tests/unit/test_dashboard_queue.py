@@ -1,0 +1,308 @@
+"""The queue on the dashboard: what its page makes of an answer of the queue host, and when the host is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FakeSlurm
+from test_queue_front_state import NOW, answer, state, utc
+
+from trainer.errors import UserError
+from trainer.supervise.files import SupervisorError
+from trainyard.connection import Host, HostConnection, RemoteError
+from trainyard.dashboard import queue_watch, timeline
+from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.queue_watch import QueueWatch, make_view
+from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.timeline import Timeline, make_timeline
+from trainyard.dashboard.views import Pages
+from trainyard.queue.history import list_queue
+from trainyard.queue.manage import queue_host
+from trainyard.remote import queue as remote_queue
+from trainyard.remote.sampler import Sampler
+from trainyard.replies import checked_reply
+from trainyard.run.options import LaunchOptions
+
+__all__ = ["utc"]
+SCRIPT = "<script>alert(1)</script>"
+
+
+def cluster() -> Cluster:
+    return Cluster([Host("node1", "127.0.0.1", "/data", "/usr/bin/python3")])
+
+
+class QueueHost:
+    """Answers the query `queue`, or does not."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.changed, self.asked, self.error = changed, 0, ""
+
+    async def ask(self, query: str, **request: Any) -> dict[str, Any]:
+        assert query == "queue" and request["recent"] > 0
+        self.asked += 1
+        if self.error:
+            raise RemoteError(self.error)
+        return answer(**self.changed)
+
+
+def watch(host: QueueHost, name: str = "node1") -> QueueWatch:
+    return QueueWatch(cluster(), {"node1": host}, lambda: name)
+
+
+def page(found: QueueWatch) -> str:
+    pages = Pages(found._cluster, "token", found)
+    return pages.page("queue", queue=found)
+
+
+def attempts(**runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the folders of the runs, some with the records of their drivers."""
+    folders = answer()["runs"]
+    for run, found in runs.items():
+        folders[run]["state"] = json.dumps({"phase": "finished", "attempts": found})
+    return folders
+
+
+def bars(found: Timeline) -> dict[str, list[str]]:
+    return {row.label: [bar.span.run for bar in row.bars] for row in found.rows}
+
+
+def test_the_page_has_the_words_of_list_and_the_runs_that_have_just_ended() -> None:
+    found = make_view(state(), NOW)
+    listed = list_queue(state())["runs"]
+    assert [(run["run"], run["reason"]) for run in found.live] == [(run["run"], run["reason"]) for run in listed]
+    assert next(run for run in found.live if run["run"] == "two")["start"] == 1795431930  # as Slurm expects
+    assert [run["run"] for run in found.ended] == ["ok", "bad", "gone"]
+    html = page_after_answer(QueueHost())
+    assert "busy with run busy until about 11:05" in html and "is held: release it with do=release run=held" in html
+    assert html.count("/queue/held/release") == 1 and "/queue/held/hold" not in html and "/queue/busy/hold" not in html
+    assert "/queue/busy/cancel" in html and "1 held" in html and "waits for the end of runs busy and small" in html
+
+
+def page_after_answer(host: QueueHost) -> str:
+    found = watch(host)
+    asyncio.run(found.ask())
+    assert not found.error
+    return page(found)
+
+
+def test_the_timeline_has_gpus_of_the_drivers_and_the_jobs_of_slurm() -> None:
+    gpus = {"node2": {"gpus": ["0"]}, "node1": {"gpus": []}}
+    first = {"hosts": gpus, "begin": NOW - 7200, "end": NOW - 3600, "reason": "preempted"}
+    runs = attempts(busy=[first, {"hosts": {"node2": {"gpus": ["0", "1"]}}, "begin": NOW - 8, "end": None}])
+    found = make_timeline(
+        state(runs=runs, hosts={"node2": ["node2"], "node3": ["node3"], "node[1-2]": ["node1", "node2"]})
+    )
+    assert bars(found) == {
+        "node1": ["busy"],
+        "node2 GPU 0": ["busy", "busy"],
+        "node2 GPU 1": ["busy"],
+        "node3, runs without a recorded GPU": ["small"],
+        "node3 GPU 0": [],
+    }
+    running = [span for span in found.spans if span.running]
+    assert {(span.run, span.host, span.gpu, span.until) for span in running} == {
+        ("busy", "node2", "0", 1795431930),
+        ("busy", "node2", "1", 1795431930),
+        ("small", "node3", "", 1795431330),
+    }
+    assert [span.state for span in found.spans if span.end == NOW - 3600] == ["preempted", "preempted"]
+
+
+def test_the_drawing_moves_every_30_seconds_so_that_an_equal_answer_sends_nothing() -> None:
+    drawn = {}
+    for later in (0, 3, 29, 31):
+        found = watch(QueueHost(now=NOW // 30 * 30 + 60 + later, completed=[]))
+        asyncio.run(found.ask())
+        pages = Pages(found._cluster, "token", found)
+        drawn[later] = pages.regions("queue")["timeline"]
+    assert drawn[0] == drawn[3] == drawn[29] != drawn[31]
+
+
+def test_jobs_of_other_users_and_lists_of_hosts_are_in_the_timeline() -> None:
+    noon = "JobId=20 UserId=a(1) Name=other JobState=COMPLETED Partition=low StartTime={} EndTime={} NodeList=node[1-2] x=1"
+    times = [time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(NOW - ago)) for ago in (3000, 1000)]
+    found = make_timeline(
+        state(jobs=[], completed=[noon.format(*times)], hosts={"node[1-2]": ["node1", "node2"]}, runs={})
+    )
+    assert {label: runs for label, runs in bars(found).items() if runs} == {
+        "node1": ["other"],
+        "node2, runs without a recorded GPU": ["other"],
+    }
+    assert found.spans[0].end - found.spans[0].begin == 2000
+
+
+def test_runs_that_share_a_host_have_lanes_of_their_own() -> None:
+    jobs = [f"{number}|low|RUNNING|None|{NOW - 600:.0f}|N/A|UNLIMITED|node1|job{number}" for number in range(30)]
+    found = make_timeline(state(jobs=jobs, hosts={"node1": ["node1"]}, runs={}, completed=[]))
+    row = next(row for row in found.rows if row.label == "node1")
+    assert row.lanes == timeline.LANES and len(found.spans) == 30  # the table has those without a lane
+    assert len({bar.lane for bar in row.bars}) == timeline.LANES
+    places = {row.label: top for top, row in found.places}
+    assert sorted(places.values()) == list(places.values()) and found.height > max(places.values())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"nodes": [f"{SCRIPT[:60]}|idle|2|100|gpu:x:999999"] + [f"n{n}|idle|1|1|gpu:9999" for n in range(4000)]},
+        {"jobs": [f"1|low|RUNNING|None|{NOW - 9:.0f}|1|1|node1|{SCRIPT}"], "hosts": {"node1": [SCRIPT] * 4000}},
+        {
+            "runs": attempts(
+                ok=[{"hosts": {SCRIPT: {"gpus": [SCRIPT, "0", 7, None]}}, "begin": NOW - 9, "end": NOW}] * 5000
+            )
+        },
+        {"runs": attempts(ok=[{"hosts": {"node1": {"gpus": "01"}}, "begin": -1e300, "end": "x"}])},
+        {"now": -1e15},
+        {"jobs": ["1|low|RUNNING|None|9999999999|0|1|node1|x"], "now": 1e15},
+    ],
+)
+def test_hostile_answers_are_bounded_and_escaped(changed: dict[str, Any]) -> None:
+    begun = time.process_time()
+    html = page_after_answer(QueueHost(**changed))
+    assert time.process_time() - begun < 3 and len(html) < 2_000_000
+    assert "<script>alert" not in html and not re.search(r"(nan|inf)%", html)
+
+
+def test_a_queue_that_does_not_answer_says_since_when_and_keeps_its_last_answer() -> None:
+    host = QueueHost()
+    found = watch(host)
+    asyncio.run(found.ask())
+    host.error = "squeue: Unable to contact slurm controller"
+    asyncio.run(found.ask())
+    since = found.since
+    asyncio.run(found.ask())
+    assert found.since == since > 0 and found.view and host.asked == 3
+    html = page(found)
+    assert "has not answered since" in html and "Unable to contact slurm controller" in html and "wantvram" in html
+    host.error = ""
+    asyncio.run(found.ask())
+    assert "has not answered since" not in page(found)
+
+
+def test_the_queue_host_is_asked_only_while_a_page_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_watch, "PAUSE", 0.02)
+    host = QueueHost()
+
+    async def look() -> tuple[int, int, int]:
+        found = watch(host)
+        task = asyncio.create_task(found.run())
+        await asyncio.sleep(0.1)
+        before = host.asked
+        with found.page():
+            while host.asked < 3:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # the question that was in progress
+        after = host.asked
+        await asyncio.sleep(0.15)
+        task.cancel()
+        return before, after, host.asked
+
+    before, after, end = asyncio.run(asyncio.wait_for(look(), 10))
+    assert before == 0 and end == after >= 3
+
+
+def test_without_a_queue_the_page_says_how_to_get_one() -> None:
+    groups = {"cluster": ["node1"]}
+    found = QueueWatch(cluster(), {}, lambda: queue_host(groups, lambda host, name: None))
+    html = page(found)
+    assert "set queue_state: present for the group cluster in the inventory" in html and "<table" not in html
+    asyncio.run(asyncio.wait_for(found.run(), 1))  # asks nobody
+    assert "is not among the hosts" in watch(QueueHost(), "node9").missing
+
+
+class SlurmConnection(HostConnection):
+    """Answers the verbs of the queue in the place of a host."""
+
+    def __init__(self) -> None:
+        self.host = Host("node1", "127.0.0.1", "/data", "/usr/bin/python3")
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def call(self, verb: str, request: dict[str, Any], *, python: str = "") -> dict[str, Any]:
+        self.calls.append((verb, request))
+        return answer() if verb == "queue_info" else {"changed": request["jobs"], "refused": {}}
+
+
+def test_an_action_changes_the_job_and_shows_its_lines() -> None:
+    async def act() -> tuple[SlurmConnection, Pages, list[bool]]:
+        found = watch(QueueHost())
+        pages = Pages(found._cluster, "token", found)
+        connection = SlurmConnection()
+        actions = Actions([connection.host], {"node1": connection}, LaunchOptions(), pages)
+        with pytest.raises(UserError, match="priority"):
+            actions.change_queue("wantvram", "priority", "")
+        begun = [actions.change_queue("wantvram", "priority", "high"), actions.change_queue("wantvram", "hold", "")]
+        begun.append(actions.change_queue("busy", "hold", ""))
+        await asyncio.gather(*actions._tasks)
+        return connection, pages, begun
+
+    connection, pages, begun = asyncio.run(act())
+    assert begun == [True, False, True]  # one action at a time on a run
+    changes = [request for verb, request in connection.calls if verb == "queue_change"]
+    assert changes == [{"do": "priority", "jobs": [3], "priority": "high"}]
+    assert pages.actions["wantvram"].lines == ["run wantvram, which is waiting, changed to high"]
+    assert (
+        pages.actions["busy"].state == "failed"
+        and "only a run that waits can be held" in pages.actions["busy"].lines[0]
+    )
+
+
+def test_a_hanging_slurm_blocks_neither_the_sampler_nor_the_next_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: queue.Queue[dict[str, Any]] = queue.Queue()
+    answers = threading.Event()
+
+    def info(request: dict[str, Any]) -> dict[str, Any]:
+        assert request == {"folder": str(tmp_path / "queue"), "recent": 5}
+        assert answers.wait(10)
+        raise SupervisorError("squeue: down")
+
+    monkeypatch.setattr(Sampler, "_send", staticmethod(sent.put))
+    monkeypatch.setattr(Sampler, "_receive", lambda self: None)
+    monkeypatch.setattr(Sampler, "_repeat", lambda self, *arguments: None)
+    monkeypatch.setattr(remote_queue, "info", info)
+    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_port": 0})
+    ask = lambda number: sampler._reply(json.dumps({"id": number, "query": "queue", "recent": 5}).encode())  # noqa: E731
+    ask(1)
+    ask(2)
+    assert sent.get(timeout=5) == {
+        "kind": "reply",
+        "id": 2,
+        "error": "Slurm has not answered the question before this one",
+    }
+    sampler._reply(b"[]")
+    assert sent.get(timeout=5)["id"] == 0
+    answers.set()
+    assert sent.get(timeout=5) == {"kind": "reply", "id": 1, "error": "squeue: down"}
+    ask(3)
+    assert sent.get(timeout=5)["id"] == 3
+
+
+def test_recent_runs_are_those_with_a_job_and_the_newest_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The programs of Slurm are stand-ins, see fake_slurm."""
+    slurm = FakeSlurm(tmp_path / "slurm", tmp_path)
+    for number, run in enumerate(("waits", "old", "new")):
+        slurm.add_run(run)
+        os.utime(slurm.runs / run, (1000 + number, 1000 + number))
+    slurm.set_jobs(["1|low|PENDING|Resources|N/A|N/A|UNLIMITED||waits", "2|low|RUNNING|None|9|N/A|UNLIMITED|a,b|other"])
+    log = tmp_path / "jobcomp.log"
+    log.write_text("JobId=3 Name=x NodeList=c,d NodeCnt=2 x\nJobId=4 Name=x NodeList=$(x) NodeCnt=2 x\n")
+    monkeypatch.setattr(remote_queue, "COMPLETED", str(log))
+    monkeypatch.setenv("PATH", f"{slurm.programs}:{os.environ['PATH']}")
+    asked = {"folder": str(slurm.runs)}
+    assert set(remote_queue.info(asked | {"recent": 1})["runs"]) == {"waits", "new"}
+    assert set(remote_queue.info(asked)["runs"]) == {"waits", "old", "new"}
+    hosts = checked_reply("query queue", remote_queue.info(asked | {"recent": 1}))["hosts"]
+    assert hosts == {"a,b": ["a", "b"], "c,d": ["c", "d"]}  # and what is no list is not expanded
+    assert remote_queue.info(asked)["hosts"] == {"a,b": ["a", "b"]}
