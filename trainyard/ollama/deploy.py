@@ -30,7 +30,7 @@ from trainyard.ollama.hf_template import read_template
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.run_export import RunExport
 from trainyard.ollama.trained_run import TrainedRun, copy_files, find_run, read_tokens
-from trainyard.remote.ollama import equal_answers
+from trainyard.remote.ollama import BASES_LIMIT, equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file
 from trainyard.run.errors import RunError
@@ -320,37 +320,53 @@ class Deployment:
         errors: dict[str, str] = {}
         try:
             while left:
-                for artifact in [choice.artifacts[0] for choice in left.values()]:
+                for name, artifact in [(name, choice.artifacts[0]) for name, choice in left.items()]:
                     if not artifact.base:
                         merged[artifact.sha256] = artifact
-                        self._fetch(run, artifact)
+                        try:
+                            self._fetch(run, artifact)
+                        except (RemoteError, UserError) as error:
+                            errors[name] = str(error)
+                            del left[name]
                 calls = {name: functools.partial(self._create, name, choice, answers) for name, choice in left.items()}
                 done = FanOut(calls).wait(CREATE_LIMIT)
                 errors |= done.errors
-                left, tried = {}, left
-                for name, choice in tried.items():
-                    if (reply := done.answers.get(name)) is None:
-                        continue
-                    how, text = self._how(choice.artifacts[0]), self._refusal(choice.artifacts[0], reply, answers)
-                    if not text:
-                        equal = (
-                            f"{compare(answers, reply['answers'])[0]} of {len(answers['prompts'])} answers as trained"
-                        )
-                        lines.append(f"{name}: deployed {self.options.deploy_name} ({how}): {equal}")
-                        continue
-                    try:
-                        following = self._following(run, choice)
-                    except (RemoteError, UserError) as error:
-                        following, text = None, f"{error}, after this: {text}"
-                    if following:
-                        lines.append(f"{name}: {how} is not used: {text}")
-                        left[name] = following
-                    else:
-                        errors[name] = text
+                answered = {name: choice for name, choice in left.items() if name in done.answers}
+                left = self._judge(run, answered, done.answers, lines, errors)
         finally:
             for artifact in merged.values():  # the run's host and the servers have it
                 artifact.file.unlink(missing_ok=True)
         return lines, errors
+
+    def _judge(
+        self,
+        run: TrainedRun,
+        choices: Mapping[str, Choice],
+        replies: Mapping[str, dict[str, Any]],
+        lines: list[str],
+        errors: dict[str, str],
+    ) -> dict[str, Choice]:
+        """Add to `lines` and `errors` what came of the first artifact of each node; return what nodes get after a refusal."""
+        following, answers = {}, self._export.answers(run)
+        for name, choice in choices.items():
+            how, text = self._how(choice.artifacts[0]), self._refusal(choice.artifacts[0], replies[name], answers)
+            if not text:
+                equal, count = compare(answers, replies[name]["answers"])[0], len(answers["prompts"])
+                lines.append(
+                    f"{name}: deployed {self.options.deploy_name} ({how}): {equal} of {count} answers as trained"
+                )
+                continue
+            try:
+                after = self._following(run, choice)
+            except (RemoteError, UserError) as error:
+                errors[name] = f"{how} is not used, and the merged model is missing: {error}"
+                continue
+            if after:
+                lines.append(f"{name}: {how} is not used: {text}")
+                following[name] = after
+            else:
+                errors[name] = text + self._tried(choice)
+        return following
 
     def _refusal(self, artifact: Artifact, reply: Mapping[str, Any], answers: Mapping[str, Any]) -> str:
         """Return why a node did not accept the model that it created; empty if it did."""
@@ -375,6 +391,13 @@ class Deployment:
         if not rest and self.options.deploy_as == "auto":
             rest = [self._merged(run)]
         return Choice(rest, [*choice.refused, failed.key], searched=True) if rest else None
+
+    @staticmethod
+    def _tried(choice: Choice) -> str:
+        """Return how many bases were tried before an error; empty if no base was searched for."""
+        if not choice.searched or not choice.artifacts[0].base:
+            return ""
+        return f" (bases tried: {len(choice.refused) + 1}, at most {BASES_LIMIT})"
 
     def _least(self, artifact: Artifact, count: int) -> int:
         """Return how many of `count` answers must be equal."""
