@@ -95,7 +95,7 @@ class Nodes:
 
     def deploy(self, run: str, changed: bool) -> Cost:
         """Deploy a run to all nodes; check what the playbook reports."""
-        cost, output = self.play("playbooks/deploy.yml", run=run, deploy_name=run)
+        cost, output = self.play("playbooks/deploy.yml", run=run, deploy_name=run, deploy_as="merged")
         if ("changed=1" in output) != changed:
             raise SystemExit(f"error: expected changed={int(changed)}\n{output}")
         return cost

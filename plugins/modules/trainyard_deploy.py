@@ -25,11 +25,15 @@ options:
     type: str
     default: ""
   deploy_base:
-    description: Model of the hosts that is the base of the adapter, such as C(llama3.1:8b).
+    description:
+      - Model of the hosts that is the base of the adapter, such as C(llama3.1:8b).
+      - Without it, every host searches its models for one with the architecture, vocabulary and shape of the run's base model.
     type: str
     default: ""
   deploy_as:
-    description: C(auto) deploys the adapter where the base fits and the version of Ollama takes adapters, else the merged model.
+    description:
+      - C(auto) deploys the adapter where the base fits and the version of Ollama takes adapters, else the merged model.
+      - If the base is searched for, C(auto) deploys adapters only if every host has one.
     type: str
     default: auto
     choices: [auto, adapter, merged]

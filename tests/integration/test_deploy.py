@@ -147,6 +147,49 @@ def test_adapter_is_deployed_once_and_removed(site: Site) -> None:
 
 
 @pytest.mark.slow
+def test_bases_are_searched_for_on_every_node(site: Site) -> None:
+    """Each node has a base of its own name; deploy_as=adapter tries every base that is found, and nothing else."""
+    site.keep_answers()
+    with targets(site, ["0.5.4", "0.5.5"]) as servers:
+        urls = [server.url for server in servers]
+        servers[1].models["tiny:q8"] = servers[1].models.pop("base:latest")
+        servers[1].models["unlike:latest"] = {"model": "unlike"}
+        servers[1].infos["unlike:latest"] = base_info(site) | {"llama.block_count": 5}
+        options: dict[str, Any] = {"deploy_as": "adapter"}
+        done = site.deployment(urls, **options).deploy()
+        assert "(adapter on base:latest): 20 of 20" in done["lines"][0]
+        assert "(adapter on tiny:q8): 20 of 20" in done["lines"][1]
+        assert not site.deployment(urls).deploy()["changed"], "the deployed model itself is no base"
+        # Another adapter; node2 has a second base, whose weights are right, and the first one's are not.
+        site.make_adapter(seed=1)
+        site.keep_answers()
+        servers[1].models["z:1"] = {"model": "z", "from": "a file"}
+        servers[1].answer = lambda made, question: ANSWERS[question] if made.get("from") == "z:1" else "no"
+        done = site.deployment(urls, **options).deploy()
+        assert any("node2: adapter on tiny:q8 is not used: the created model gives 0 of 20" in x for x in done["lines"])
+        assert "node2: deployed mine (adapter on z:1): 20 of 20 answers as trained" in done["lines"]
+        del servers[1].models["z:1"]
+        site.make_adapter(seed=2)
+        site.keep_answers()
+        with pytest.raises(
+            RunError, match=r"node2: the created model gives 0 of 20 .* stays as it was; 'What.*tried: 1, at most 3\)"
+        ):
+            site.deployment(urls, **options).deploy()
+        del servers[1].models["tiny:q8"]
+        created = [server.log.count("POST /api/create") for server in servers]
+        with pytest.raises(
+            UserError, match=r"^deploy_as=adapter: node2: none of its 1 models has .* tiny: create the base"
+        ):
+            site.deployment(urls, **options).deploy()
+        assert created == [server.log.count("POST /api/create") for server in servers]
+        lines = site.deployment(urls, check=True).deploy()["lines"]
+        assert any(line.startswith("merged model for every host: node2: none of its 1 models has ") for line in lines)
+        assert [line for line in lines if "would" in line] == [
+            f"node{n}: would deploy mine (merged, f16)" for n in (1, 2)
+        ]
+
+
+@pytest.mark.slow
 def test_a_node_that_answers_otherwise_keeps_its_model(site: Site) -> None:
     site.keep_answers()
     with targets(site, ["0.5.5", "0.5.5"]) as servers:
@@ -218,7 +261,6 @@ def test_missing_runs_and_servers_are_reported(site: Site) -> None:
             "deploy_quantize: expected one of f16, q8_0, got 'q2'",
         ),
         ({"run": "r", "deploy_name": "m", "deploy_replace": "maybe"}, "deploy_replace: expected true or false"),
-        ({"run": "r", "deploy_name": "m", "deploy_as": "adapter"}, "needs the name of the base"),
     ],
 )
 def test_options_are_checked(values: dict[str, Any], reason: str) -> None:
@@ -285,6 +327,37 @@ def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytes
         assert ask(url, question) == answers["answers"][0].strip()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
+def test_real_ollama_with_a_base_that_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two models of equal shape, the adapter is deployed on the one that answers as trained; without it, merged."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    printable_answers_only(site)
+    with real_ollama(site.folder / "ollama", "127.0.11.19") as url:
+        client = OllamaClient(url)
+        create_base(site, url, "right")
+        client.create({"model": "speaks", "modelfile": "FROM right\nSYSTEM Answer in French."})
+        create_base(site, url, "adapted", noise=True)
+        done = site.deployment([url]).deploy()
+        refused, deployed = done["lines"][-2:]
+        assert refused.startswith("node1: adapter on adapted:latest is not used: the created model gives "), done
+        assert deployed.startswith("node1: deployed mine (adapter on right:latest): "), done
+        assert "ADAPTER" in client.show(NAME)["modelfile"]
+        assert not site.deployment([url]).deploy()["changed"]
+        assert site.deployment([url]).remove()["changed"]
+        client.delete("right")
+        client.delete("speaks")
+        done = site.deployment([url]).deploy()
+        assert "adapter on adapted:latest is not used" in done["lines"][-2] and "(merged, f16)" in done["lines"][-1], (
+            done
+        )
+        assert "ADAPTER" not in client.show(NAME)["modelfile"]
+        again = site.deployment([url]).deploy()
+        assert not again["changed"] and any(
+            "an earlier deployment tried the adapter" in line for line in again["lines"]
+        )
+
+
 def printable_answers_only(site: Site) -> None:
     """Change the base model so that it never answers with a part of a character."""
     weights = load_file(site.base / "model.safetensors")
@@ -295,12 +368,20 @@ def printable_answers_only(site: Site) -> None:
     save_file(weights, site.base / "model.safetensors", metadata={"format": "pt"})
 
 
-def create_base(site: Site, url: str) -> None:
-    """Create the base model as `base`."""
-    target = site.folder / "base.gguf"
-    write_llama(site.base, site.base, None, target, "f16")
+def create_base(site: Site, url: str, name: str = "base", noise: bool = False) -> None:
+    """Create the base model, or one of the same shape and vocabulary with other weights."""
+    target, folder = site.folder / f"{name}.gguf", site.base
+    if noise:
+        folder = site.folder / "noise"
+        shutil.copytree(site.base, folder)
+        weights, rng = load_file(site.base / "model.safetensors"), np.random.default_rng(5)
+        other = {
+            key: rng.permutation(values, axis=-1) if values.ndim > 1 else values for key, values in weights.items()
+        }
+        save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+    write_llama(folder, folder, None, target, "f16")
     client = OllamaClient(url)
-    client.create({"model": "base", "modelfile": f"FROM @sha256:{client.put_blob(target)}"})
+    client.create({"model": name, "modelfile": f"FROM @sha256:{client.put_blob(target)}"})
 
 
 def ask(url: str, messages: list[dict[str, str]]) -> str:

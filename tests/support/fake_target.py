@@ -22,11 +22,20 @@ class Target:
         self.models: dict[str, dict[str, Any]] = {}
         self.blobs: set[str] = set()
         self.info: dict[str, Any] = {}  # of /api/show
+        self.infos: dict[str, dict[str, Any]] = {}  # of models that differ from `info`
         self.log: list[str] = []
         self.url = ""
 
     def digest(self, name: str) -> str:
         return hashlib.sha256(json.dumps(self.models[name] | {"model": ""}, sort_keys=True).encode()).hexdigest()
+
+    def show(self, name: str, verbose: bool) -> dict[str, Any]:
+        """Return /api/show of a model. As with 0.5.4, there are no tokens unless `verbose` is set."""
+        name = name if name in self.models else f"{name}:latest"
+        made, info = self.models[name], self.infos.get(name, self.info)
+        text = made.get("modelfile") or "\nADAPTER /blob" * bool(made.get("adapters"))
+        more = {} if verbose else {"tokenizer.ggml.tokens": None}
+        return {"modelfile": f"# generated\n{text}", "system": made.get("system", ""), "model_info": info | more}
 
     def create(self, body: dict[str, Any]) -> str:
         """Create a model; return the error, or an empty string."""
@@ -87,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             target.models[body["destination"]] = target.models[body["source"]]
             return self.reply(200)
         if self.path == "/api/show":
-            return self.reply(200, {"model_info": target.info})
+            return self.reply(200, target.show(body["model"], body["verbose"]))
         question = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         text = target.answer(target.models[body["model"]], question)
         last = {"done": True, "done_reason": "stop", "eval_count": 1}

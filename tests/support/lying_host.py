@@ -204,10 +204,17 @@ def gguf_export(host: Host) -> dict[str, Any]:
 
 
 def ollama_state() -> dict[str, Any]:
-    base = {"digest": "1" * 64, "architecture": "llama", "shape": [4, 192, 512, 6, 2], "tokens": "2" * 64}
+    base = {
+        "name": "base",
+        "digest": "1" * 64,
+        "architecture": "llama",
+        "shape": [4, 192, 512, 6, 2],
+        "tokens": "2" * 64,
+    }
     return {
-        "version": [0, 5, 4], "adapters": True, "digest": "3" * 64, "record": {"key": "4" * 64, "digest": "3" * 64},
-        "base": base | {"fields": {"tokenizer.ggml.model": "gpt2"}},
+        "version": [0, 5, 4], "adapters": True, "digest": "3" * 64, "models": 1, "read": 1,
+        "record": {"key": "4" * 64, "digest": "3" * 64, "refused": ["5" * 64]},
+        "bases": [base | {"fields": {"tokenizer.ggml.model": "gpt2"}}],
     }  # fmt: skip
 
 

@@ -27,6 +27,8 @@ MAX_ERROR = 500  # characters of an error message
 _BLOCK = 1 << 16
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_WORD = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
+MODEL_NAME = re.compile(f"{_WORD}(/{_WORD}){{0,2}}(:{_WORD})?")
 
 
 class OllamaError(Exception):
@@ -176,9 +178,9 @@ class OllamaClient:
         """Return the digest of a model; empty if the server does not have it. `name` is `name:latest`."""
         return self.tags().get(full_name(model), "")
 
-    def show(self, model: str, verbose: bool = False) -> dict[str, Any]:
+    def show(self, model: str, verbose: bool = False, deadline: float | None = None) -> dict[str, Any]:
         """Return /api/show: `template`, `modelfile`, `details`, `model_info`; with `verbose` all tokens, too."""
-        return self._request_json("POST", "/api/show", {"model": model, "verbose": verbose})
+        return self._request_json("POST", "/api/show", {"model": model, "verbose": verbose}, deadline)
 
     # Answers ------------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
@@ -51,6 +52,20 @@ def converter_folder() -> Path:
         if not folder.is_dir():  # another process has not unpacked it meanwhile
             raise UserError(f"cannot write the model converter to {cache}: {first_line(error)}") from None
     return folder
+
+
+def converter_archive(folder: Path) -> Path:
+    """Return the converter as one zip file in `folder`, with equal bytes for equal contents. Raises UserError."""
+    target = folder / f"converter-{SHA256[:16]}.zip"
+    if not target.exists():
+        source = converter_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as aside, zipfile.ZipFile(aside, "w") as archive:
+            for path in sorted(source.rglob("*.py")):
+                entry = zipfile.ZipInfo(str(path.relative_to(source)), date_time=(1980, 1, 1, 0, 0, 0))
+                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+        Path(aside.name).replace(target)
+    return target
 
 
 def download(target: Path) -> None:

@@ -12,9 +12,7 @@ import hashlib
 import json
 import math
 import secrets
-import shlex
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,20 +24,18 @@ from trainer.files import sha256_file
 from trainer.formats import mib, printable, quoted
 from trainer.gguf_fields import adds_bos
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.ollama.adapter_base import base_misfit, run_misfit, wanted_base
 from trainyard.ollama.chat_template import derive_apart
-from trainyard.ollama.converter import SHA256 as CONVERTER
-from trainyard.ollama.converter import converter_folder
 from trainyard.ollama.hf_template import read_template
 from trainyard.ollama.options import DeployOptions
+from trainyard.ollama.run_export import RunExport
 from trainyard.ollama.trained_run import TrainedRun, copy_files, find_run, read_tokens
-from trainyard.remote.ollama import equal_answers
+from trainyard.remote.ollama import BASES_LIMIT, equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file
 from trainyard.run.errors import RunError
-from trainyard.run.trainer_archive import trainer_archive
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
-EXPORT_LIMIT = 3600.0  # s for the head to convert and to answer
 CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
 # Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
 MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
@@ -59,6 +55,15 @@ class Artifact:
     key: str  # equal for equal deployments
     bos: str  # the text of the token that raw prompts need and the server does not add
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Choice:
+    """What a node may get: the first artifact that answers as trained."""
+
+    artifacts: list[Artifact]
+    refused: list[str] = field(default_factory=list)  # keys of adapters that were tried
+    searched: bool = False  # the node has found the bases of the artifacts
 
 
 class Deployment:
@@ -87,9 +92,10 @@ class Deployment:
         self.hosts, self.urls, self.options = {host.name: host for host in hosts}, urls, options
         self.connections = {host.name: connect(host) for host in hosts}
         self.work, self.report, self.check = work / "deploy", report, check
-        self._connect = connect
-        self._exports: dict[str, FanOut] = {}  # by type of weights; "" for the answers alone
+        self._export = RunExport(connect, self.work, report)
         self._local = Path()
+        self._reasons: dict[str, list[str]] = {}  # why nodes get the merged model, with their names
+        self._searches = options.deploy_as != "merged" and not options.deploy_base
 
     def deploy(self) -> dict[str, Any]:
         """Deploy the run; return `changed` and `lines`.
@@ -98,34 +104,38 @@ class Deployment:
             RunError: a node did not get the model; the others have it.
             UserError: the run cannot be deployed.
         """
-        trained = find_run(self.options.run, self.hosts, self.connections, bool(self._base_name()))
-        if not self._base_name():  # only the merged model fits
-            self._start_export(trained, self.options.deploy_quantize)
+        trained = find_run(self.options.run, self.hosts, self.connections, self.options.deploy_as != "merged")
+        misfit = self._run_misfit(trained)
+        if misfit or self.options.deploy_as == "merged":  # only the merged model fits
+            self._searches = False
+            self._export.start(trained, self.options.deploy_quantize)
         self._local = copy_files(trained, self.connections[trained.host.name], self.work / self.options.run)
         tokens = read_tokens(self._local)
-        states, errors = self._states(len(tokens))
-        identity = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
-        artifacts: dict[str, Artifact] = {}
-        for name, state in states.items():
+        states, errors = self._states(trained, tokens)
+        misfits = self._misfits(trained, states, tokens, misfit)
+        choices: dict[str, Choice] = {}
+        for name, why in misfits.items():
             try:
-                self._check_owner(state)
-                artifacts[name] = self._artifact(trained, state, identity)
+                choices[name] = self._choice(name, trained, states[name], why)
             except (RemoteError, UserError) as error:
                 errors[name] = str(error)
-        wanted = {name: art for name, art in artifacts.items() if not self._is_deployed(states[name], art)}
-        lines = self._notes(artifacts.values())
-        lines += [f"{name}: {self.options.deploy_name} is deployed" for name in artifacts if name not in wanted]
+        wanted = {name: c for name, c in choices.items() if not self._is_deployed(states[name], c.artifacts)}
+        lines = self._notes(choices)
+        lines += [f"{name}: {self.options.deploy_name} is deployed" for name in choices if name not in wanted]
         if self.check:
-            lines += [f"{name}: would deploy {self.options.deploy_name}" for name in wanted]
+            lines += [
+                f"{name}: would deploy {self.options.deploy_name} ({self._how(choice.artifacts[0])})"
+                for name, choice in wanted.items()
+            ]
         elif wanted:
             deployed, failed = self._install(trained, wanted)
-            lines += [f"{name}: {text}" for name, text in deployed.items()]
+            lines += deployed
             errors |= failed
         if errors:
             name, why = next(iter(errors.items()))
             more = [f"{other}: {text}" for other, text in errors.items()]
             raise RunError(f"{name}: {why}", lines=[*lines, *more], troubles=errors)
-        return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in artifacts}}
+        return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in choices}}
 
     def remove(self) -> dict[str, Any]:
         """Remove the deployed model from every node; return `changed` and `lines`. Raises RunError."""
@@ -141,60 +151,6 @@ class Deployment:
             name, why = next(iter(errors.items()))
             raise RunError(f"{name}: {why}", lines=lines, troubles=errors)
         return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
-
-    def _start_export(self, run: TrainedRun, quantize: str) -> None:
-        """Start trainer.gguf_export on the run's host, over a connection of its own: imports there may take seconds."""
-        what = "convert the model and answer" if quantize else "answer"
-        self.report(f"{run.host.name}: {what} {self.options.run}")
-        connection = self._connect(run.host)
-
-        def ask(trainer: str, converter: str = "") -> dict[str, Any]:
-            request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
-            request |= {"converter": converter, "converter_id": CONVERTER}
-            command = f"PYTHONPATH={shlex.quote(trainer)} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
-            return connection.run(command, json.dumps(request).encode(), "gguf_export")
-
-        def work() -> dict[str, Any]:
-            trainer = self._put(connection, trainer_archive(self.work.parent))
-            reply = ask(trainer)
-            if reply["needs_converter"]:
-                reply = ask(trainer, self._put(connection, self._converter_archive()))
-            return reply
-
-        self._exports[quantize] = FanOut({run.host.name: work})
-
-    def _export(self, run: TrainedRun, quantize: str = "") -> dict[str, Any]:
-        """Return the reply of trainer.gguf_export on the run's host, asked once. Raises RemoteError."""
-        if quantize not in self._exports:
-            self._start_export(run, quantize)
-        done, name = self._exports[quantize].wait(EXPORT_LIMIT), run.host.name
-        if name in done.errors:
-            raise RemoteError(f"{name}: {done.errors[name]}")
-        return done.answers[name]
-
-    def _answers(self, run: TrainedRun) -> dict[str, Any]:
-        answers: dict[str, Any] | None = self._export(run, next(iter(self._exports), ""))["answers"]
-        if answers is None:
-            raise RemoteError(f"{run.host.name} has not computed the answers")
-        if not answers["prompts"] or len(answers["prompts"]) != len(answers["answers"]):
-            raise RemoteError("the run's dataset has no prompt to compare answers with")
-        return answers
-
-    def _converter_archive(self) -> Path:
-        """Return the converter as one zip file with equal bytes for equal contents."""
-        target = self.work / f"converter-{CONVERTER[:16]}.zip"
-        if not target.exists():
-            folder = converter_folder()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as aside,
-                zipfile.ZipFile(aside, "w") as archive,
-            ):
-                for path in sorted(folder.rglob("*.py")):
-                    entry = zipfile.ZipInfo(str(path.relative_to(folder)), date_time=(1980, 1, 1, 0, 0, 0))
-                    archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-            Path(aside.name).replace(target)
-        return target
 
     # The nodes ----------------------------------------------------------------------------------------------------------
 
@@ -218,66 +174,88 @@ class Deployment:
         except ReplyError as error:
             raise RemoteError(str(error)) from None
 
-    def _states(self, tokens: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        more = {"base": self._base_name(), "tokens": tokens}
-        states, errors = self._ask("state", dict.fromkeys(self.hosts, more), STATE_LIMIT)
-        return {name: states[name] for name in self.hosts if name in states}, errors
+    def _states(self, run: TrainedRun, tokens: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return the states of the servers, and why a node has none or must not be changed, by name."""
+        base = self.options.deploy_base if self.options.deploy_as != "merged" else ""
+        like = wanted_base(run, tokens) if self._searches else None
+        request = {"base": base, "like": like, "tokens": len(tokens)}
+        states, errors = self._ask("state", {name: request for name in self.hosts}, STATE_LIMIT)  # noqa: C420
+        for name, state in list(states.items()):
+            if why := self._foreign(state):
+                errors[name] = why
+        return {name: states[name] for name in self.hosts if name in states and name not in errors}, errors
 
-    def _base_name(self) -> str:
-        return self.options.deploy_base if self.options.deploy_as != "merged" else ""
-
-    def _check_owner(self, state: dict[str, Any]) -> None:
-        """Check that a model of this name was deployed by trainyard. Raises UserError."""
+    def _foreign(self, state: dict[str, Any]) -> str:
+        """Return why a model of this name is not replaced: trainyard has not deployed it. Empty if it may be."""
         record = state["record"]
-        if (
-            state["digest"]
-            and (record is None or record["digest"] != state["digest"])
-            and not self.options.deploy_replace
-        ):
-            raise UserError(
-                f"it has a model {self.options.deploy_name} that trainyard has not deployed: choose another deploy_name, or set "
-                "deploy_replace=true"
-            )
+        if self.options.deploy_replace or not state["digest"] or (record and record["digest"] == state["digest"]):
+            return ""
+        return (
+            f"it has a model {self.options.deploy_name} that trainyard has not deployed: choose another deploy_name, or set "
+            "deploy_replace=true"
+        )
 
     @staticmethod
-    def _is_deployed(state: dict[str, Any], artifact: Artifact) -> bool:
+    def _is_deployed(state: dict[str, Any], artifacts: list[Artifact]) -> bool:
         record = state["record"]
-        return bool(record and record["key"] == artifact.key and state["digest"] == record["digest"])
+        same = record and state["digest"] == record["digest"]
+        return bool(same and record["key"] in [artifact.key for artifact in artifacts])
 
-    def _misfit(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> str:
-        """Return why a node cannot take the adapter; empty if it can."""
-        from trainyard.ollama.adapter_gguf import ARCHITECTURES  # imports numpy; a merged model does without
+    def _run_misfit(self, run: TrainedRun) -> str:
+        """Return why the adapter of the run is not deployed, whatever the nodes have. Raises UserError."""
+        if self.options.deploy_as == "merged":
+            return ""
+        why = run_misfit(run)
+        if why and self.options.deploy_as == "adapter":
+            raise UserError(f"deploy_as=adapter: {why}; set deploy_as=merged")
+        return why
 
-        base, name = state["base"], self.options.deploy_base
-        names = run.base.get("architectures")
-        arch = str(names[0]) if isinstance(names, list) and names else ""
-        if run.kind != "adapter":
-            return "the run has no adapter"
-        if not state["adapters"]:
-            return f"Ollama {'.'.join(map(str, state['version']))} takes no adapters"
-        if base is None:
-            return f"it has no model {name}"
-        if arch not in ARCHITECTURES:
-            return f"adapters of {quoted(arch)} cannot be written as GGUF"
-        if base["tokens"] != tokens:
-            return f"the vocabulary of {name} differs from that of the run"
-        if base["shape"] != _shape(run.base):
-            return f"the shape of {name} differs from that of the run's base model"
-        return ""
+    def _misfits(
+        self, run: TrainedRun, states: Mapping[str, dict[str, Any]], tokens: list[str], misfit: str
+    ) -> dict[str, str]:
+        """Return for each node why it gets the merged model; empty where it gets the adapter.
 
-    def _artifact(self, run: TrainedRun, state: dict[str, Any], tokens: str) -> Artifact:
-        """Return what a node gets. Raises UserError, RemoteError."""
-        why = self._misfit(run, state, tokens) if self._base_name() else "the run has no base on the hosts"
-        if not why:
+        A base that is searched for must be on every node. Raises UserError.
+        """
+        if self.options.deploy_as == "merged":
+            return dict.fromkeys(states, "deploy_as=merged")
+        if misfit:
+            return dict.fromkeys(states, misfit)
+        found = {name: base_misfit(run, state, tokens, self.options.deploy_base) for name, state in states.items()}
+        if not self._searches or not any(found.values()):
+            return found
+        lacking = "; ".join(f"{name}: {why}" for name, why in found.items() if why)
+        if self.options.deploy_as == "adapter":
+            raise UserError(f"deploy_as=adapter: {lacking}: create the base model there, or set deploy_as=merged")
+        return dict.fromkeys(states, lacking)
+
+    def _choice(self, name: str, run: TrainedRun, state: dict[str, Any], misfit: str) -> Choice:
+        """Return what a node may get. Raises UserError, RemoteError."""
+        if not misfit:
             from trainer.plain_adapter import AdapterError
 
             try:
-                return self._adapter(run, state["base"])
+                return self._adapters(name, run, state)
             except AdapterError as error:
-                why = str(error)
+                misfit = str(error)
         if self.options.deploy_as == "adapter":
-            raise UserError(f"deploy_as=adapter: {why}")
-        return self._merged(run)
+            raise UserError(f"deploy_as=adapter: {misfit}")
+        if self.options.deploy_as == "auto" and run.kind == "adapter":
+            self._reasons.setdefault(misfit, []).append(name)
+        return Choice([self._merged(run)])
+
+    def _adapters(self, name: str, run: TrainedRun, state: dict[str, Any]) -> Choice:
+        """Return the adapter on each base of a node, without those that an earlier deployment has tried."""
+        artifacts = [self._adapter(run, base) for base in state["bases"]]
+        if not self._searches or self.options.deploy_as == "adapter":
+            return Choice(artifacts, searched=self._searches)
+        earlier = state["record"]["refused"] if state["record"] else []
+        refused = [artifact.key for artifact in artifacts if artifact.key in earlier]
+        left = [artifact for artifact in artifacts if artifact.key not in refused]
+        if not left:
+            why = "an earlier deployment tried the adapter on every base that was found, and its answers were not as trained"
+            self._reasons.setdefault(why, []).append(name)
+        return Choice(left or [self._merged(run)], refused, searched=True)
 
     @functools.cache  # noqa: B019
     def _adapter_file(self, run_folder: str, config: str) -> Path:
@@ -293,20 +271,18 @@ class Deployment:
             name: value == "True" if value in ("True", "False") else value for name, value in base["fields"].items()
         }
         digest = sha256_file(file)
-        return self._complete(
-            run, file, digest, adds_bos(fields), f"{digest} {base['digest']}", self.options.deploy_base
-        )
+        return self._complete(run, file, digest, adds_bos(fields), f"{digest} {base['digest']}", base["name"])
 
     def _merged(self, run: TrainedRun) -> Artifact:
         """Return the merged model; its GGUF file is on the controller only if a node needs it."""
-        gguf = self._export(run, self.options.deploy_quantize)["gguf"]
+        gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
         if gguf is None:
             raise RemoteError(f"{run.host.name} has not converted the model")
         file = self.work / f"{gguf['sha256']}.gguf"
         return self._complete(run, file, gguf["sha256"], gguf["adds_bos"], gguf["sha256"], "")
 
     def _complete(self, run: TrainedRun, file: Path, digest: str, added: bool, origin: str, base: str) -> Artifact:
-        answers = self._answers(run)
+        answers = self._export.answers(run)
         source, special = read_template(self._local)
         bos = special.get("bos_token", "")
         text, notes = self.options.template_text(), []
@@ -321,38 +297,107 @@ class Deployment:
     def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
         return derive_apart(source, json.loads(special), today, added, self._local.parent / "template.json")
 
-    def _notes(self, artifacts: Any) -> list[str]:
-        return list(dict.fromkeys(f"note: {note}" for artifact in artifacts for note in artifact.notes))
+    def _notes(self, choices: Mapping[str, Choice]) -> list[str]:
+        artifacts = [artifact for choice in choices.values() for artifact in choice.artifacts]
+        notes = [f"note: {note}" for artifact in artifacts for note in artifact.notes]
+        for why, names in self._reasons.items():
+            notes.append(f"merged model for {'every host' if len(names) == len(choices) else ', '.join(names)}: {why}")
+        return list(dict.fromkeys(notes))
+
+    def _how(self, artifact: Artifact) -> str:
+        return f"adapter on {artifact.base}" if artifact.base else f"merged, {self.options.deploy_quantize}"
 
     # Installation -------------------------------------------------------------------------------------------------------
 
-    def _install(self, run: TrainedRun, wanted: Mapping[str, Artifact]) -> tuple[dict[str, str], dict[str, str]]:
-        """Create the model on the nodes at once; return a line for each that has it, and why another has not."""
-        answers = self._answers(run)
-        merged = {art.sha256: art for art in wanted.values() if not art.base}
+    def _install(self, run: TrainedRun, wanted: Mapping[str, Choice]) -> tuple[list[str], dict[str, str]]:
+        """Create the model on the nodes at once; return lines for them, and why a node has no model.
+
+        A node whose model does not answer as trained gets its next artifact, if it has searched for bases.
+        """
+        answers, left = self._export.answers(run), dict(wanted)
+        merged: dict[str, Artifact] = {}
+        lines: list[str] = []
+        errors: dict[str, str] = {}
         try:
-            for artifact in merged.values():
-                self._fetch(run, artifact)
-            calls = {
-                name: functools.partial(self._create, name, artifact, answers) for name, artifact in wanted.items()
-            }
-            done = FanOut(calls).wait(CREATE_LIMIT)
+            while left:
+                for name, artifact in [(name, choice.artifacts[0]) for name, choice in left.items()]:
+                    if not artifact.base:
+                        merged[artifact.sha256] = artifact
+                        try:
+                            self._fetch(run, artifact)
+                        except (RemoteError, UserError) as error:
+                            errors[name] = str(error)
+                            del left[name]
+                calls = {name: functools.partial(self._create, name, choice, answers) for name, choice in left.items()}
+                done = FanOut(calls).wait(CREATE_LIMIT)
+                errors |= done.errors
+                answered = {name: choice for name, choice in left.items() if name in done.answers}
+                left = self._judge(run, answered, done.answers, lines, errors)
         finally:
             for artifact in merged.values():  # the run's host and the servers have it
                 artifact.file.unlink(missing_ok=True)
-        deployed, errors = {}, dict(done.errors)
-        count = len(answers["prompts"])
-        for name, reply in done.answers.items():
-            equal, difference = compare(answers, reply["answers"])
-            if not reply["accepted"] or equal < self._least(wanted[name], count):
-                errors[name] = (
-                    f"the created model gives {equal} of {count} answers as the trained one does: it is removed, and "
-                    f"{self.options.deploy_name} stays as it was; {difference}"
+        return lines, errors
+
+    def _judge(
+        self,
+        run: TrainedRun,
+        choices: Mapping[str, Choice],
+        replies: Mapping[str, dict[str, Any]],
+        lines: list[str],
+        errors: dict[str, str],
+    ) -> dict[str, Choice]:
+        """Add to `lines` and `errors` what came of the first artifact of each node; return what nodes get after a refusal."""
+        following, answers = {}, self._export.answers(run)
+        for name, choice in choices.items():
+            how, text = self._how(choice.artifacts[0]), self._refusal(choice.artifacts[0], replies[name], answers)
+            if not text:
+                equal, count = compare(answers, replies[name]["answers"])[0], len(answers["prompts"])
+                lines.append(
+                    f"{name}: deployed {self.options.deploy_name} ({how}): {equal} of {count} answers as trained"
                 )
                 continue
-            how = f"adapter on {wanted[name].base}" if wanted[name].base else f"merged, {self.options.deploy_quantize}"
-            deployed[name] = f"deployed {self.options.deploy_name} ({how}): {equal} of {count} answers as trained"
-        return deployed, errors
+            try:
+                after = self._following(run, choice)
+            except (RemoteError, UserError) as error:
+                errors[name] = f"{how} is not used, and the merged model is missing: {error}"
+                continue
+            if after:
+                lines.append(f"{name}: {how} is not used: {text}")
+                following[name] = after
+            else:
+                errors[name] = text + self._tried(choice)
+        return following
+
+    def _refusal(self, artifact: Artifact, reply: Mapping[str, Any], answers: Mapping[str, Any]) -> str:
+        """Return why a node did not accept the model that it created; empty if it did."""
+        if "error" in reply:
+            return f"Ollama: {reply['error']}"
+        count, (equal, difference) = len(answers["prompts"]), compare(answers, reply["answers"])
+        if reply["accepted"] and equal >= self._least(artifact, count):
+            return ""
+        return (
+            f"the created model gives {equal} of {count} answers as the trained one does: it is removed, and "
+            f"{self.options.deploy_name} stays as it was; {difference}"
+        )
+
+    def _following(self, run: TrainedRun, choice: Choice) -> Choice | None:
+        """Return what a node gets after the first artifact has failed: the next base that it has found, then the merged model.
+
+        Raises UserError, RemoteError.
+        """
+        failed, rest = choice.artifacts[0], choice.artifacts[1:]
+        if not choice.searched or not failed.base:
+            return None
+        if not rest and self.options.deploy_as == "auto":
+            rest = [self._merged(run)]
+        return Choice(rest, [*choice.refused, failed.key], searched=True) if rest else None
+
+    @staticmethod
+    def _tried(choice: Choice) -> str:
+        """Return how many bases were tried before an error; empty if no base was searched for."""
+        if not choice.searched or not choice.artifacts[0].base:
+            return ""
+        return f" (bases tried: {len(choice.refused) + 1}, at most {BASES_LIMIT})"
 
     def _least(self, artifact: Artifact, count: int) -> int:
         """Return how many of `count` answers must be equal."""
@@ -368,7 +413,7 @@ class Deployment:
             raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
 
     def _fetch_gguf(self, run: TrainedRun, artifact: Artifact) -> None:
-        gguf = self._export(run, self.options.deploy_quantize)["gguf"]
+        gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
         self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
         with tempfile.TemporaryDirectory(dir=self.work) as aside:
             arrived = Path(aside) / "model.gguf"
@@ -377,9 +422,9 @@ class Deployment:
                 raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
             arrived.replace(artifact.file)
 
-    def _create(self, name: str, artifact: Artifact, answers: dict[str, Any]) -> dict[str, Any]:
+    def _create(self, name: str, choice: Choice, answers: dict[str, Any]) -> dict[str, Any]:
         """Copy the file to a node, which creates the model and answers; return its reply. Raises RemoteError."""
-        connection = self.connections[name]
+        connection, artifact = self.connections[name], choice.artifacts[0]
         incoming = f"{connection.host.data_dir}/store/incoming"
         prompts = [
             prompt if "messages" in prompt else {"prompt": artifact.bos + prompt["prompt"]}
@@ -396,32 +441,14 @@ class Deployment:
             "expected": answers["answers"],
             "least": self._least(artifact, len(prompts)),
             "key": artifact.key,
+            "refused": choice.refused,
         }
         if self._call(name, "prepare", {"sha256": artifact.sha256, "incoming": incoming})["lacking"]:
             connection.put(str(artifact.file), str(request["file"]))
         reply = self._call(name, "create", request)
-        if len(reply["answers"]) != len(prompts):
+        if "error" not in reply and len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")
         return reply
-
-    def _put(self, connection: HostConnection, source: Path) -> str:
-        """Copy a file to the store of a host unless it is there; return its path on the host. Raises RemoteError."""
-        store, digest = f"{connection.host.data_dir}/store", sha256_file(source)
-        target = f"{store}/deploy/{digest}{source.suffix}"
-        request = {
-            "files": {target: digest},
-            "arrived": {},
-            "contents": {},
-            "cache": f"{store}/digests-deploy.json",
-            "incoming": f"{store}/incoming",
-            "check": False,
-        }
-        if connection.call("receive", request)["lacking"]:
-            arrived = f"{store}/incoming/{digest}-deploy"
-            connection.put(str(source), arrived)
-            if connection.call("receive", request | {"arrived": {target: arrived}})["lacking"]:
-                raise RemoteError("a file that was copied is missing afterwards; run the same command again")
-        return target
 
 
 def server_urls(variables: Mapping[str, Any]) -> list[str]:
@@ -446,10 +473,3 @@ def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:
             difference = f"{quoted(question)}: {quoted(got, _SHOWN)} instead of {quoted(expected, _SHOWN)}"
             return equal_answers(trained["answers"], answers), printable(difference, 3 * _SHOWN)
     return len(answers), ""
-
-
-def _shape(config: Mapping[str, Any]) -> list[Any]:
-    """Return the shape of a model from its config.json, in the order of the verb `ollama`."""
-    heads = config.get("num_attention_heads")
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size")
-    return [*(config.get(name) for name in names), heads, config.get("num_key_value_heads") or heads]

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from trainer.config.fields import declare
 from trainer.errors import UserError
 from trainer.inputs import user_path
+from trainyard.ollama.client import MODEL_NAME
 from trainyard.playbook_options import PlaybookOptions
 
-_WORD = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
-_MODEL = f"^({_WORD}(/{_WORD}){{0,2}}(:{_WORD})?)?$"
-_MODEL_NAME: dict[str, Any] = {"pattern": _MODEL, "expected": "the name of a model, such as mine:latest"}
+_MODEL_NAME: dict[str, Any] = {"pattern": f"^({MODEL_NAME.pattern})?$"}
+_MODEL_NAME |= {"expected": "the name of a model, such as mine:latest"}
 _MODEL_NAME |= {"coerce_numbers_to_str": True}
 _TEMPLATE_LIMIT = 1 << 20  # bytes
 
@@ -24,10 +24,13 @@ class DeployOptions(PlaybookOptions):
     run: str = declare("", "name of the run, which has finished", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
     deploy_name: str = declare("", "name of the model in Ollama, such as `mine:latest`", **_MODEL_NAME)
     deploy_base: str = declare(
-        "", "model of the hosts that is the base of the adapter, such as `llama3.1:8b`", **_MODEL_NAME
+        "",
+        "model of the hosts that is the base of the adapter, such as `llama3.1:8b`; without it, one that fits is searched for",
+        **_MODEL_NAME,
     )
     deploy_as: Literal["auto", "adapter", "merged"] = declare(
-        "auto", "`adapter` needs deploy_base; `auto`: the adapter where the base of a host fits, else the merged model"
+        "auto",
+        "`adapter`, `merged`, or `auto`: the adapter where the hosts have a base that fits, else the merged model",
     )
     deploy_quantize: Literal["f16", "q8_0"] = declare("f16", "type of the weights of a merged model")
     deploy_replace: bool = declare(False, "replace a model of this name that trainyard has not deployed")
@@ -60,6 +63,4 @@ def make_deploy_options(values: Mapping[str, Any], *, remove: bool = False) -> D
     for name in ("deploy_name",) if remove else ("run", "deploy_name"):
         if not getattr(options, name):
             raise UserError(f"deploy: {name} is missing: set it with -e {name}=NAME")
-    if options.deploy_as == "adapter" and not options.deploy_base:
-        raise UserError("deploy: deploy_as=adapter needs the name of the base model: -e deploy_base=MODEL")
     return options

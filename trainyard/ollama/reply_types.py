@@ -6,10 +6,13 @@ from typing import Annotated, Any, NotRequired
 
 from pydantic import Field
 
+from trainyard.ollama.client import MODEL_NAME
+from trainyard.remote.ollama import BASES_LIMIT
 from trainyard.reply_fields import Count, Digest, Flag, Line, OpenReply, Text
 
 
 class OllamaBase(OpenReply):
+    name: Annotated[str, Field(pattern=f"^{MODEL_NAME.pattern}$")]
     digest: Digest
     architecture: Line
     shape: Annotated[list[Count], Field(min_length=5, max_length=5)]
@@ -20,6 +23,7 @@ class OllamaBase(OpenReply):
 class OllamaRecord(OpenReply):
     key: Line
     digest: Line
+    refused: Annotated[list[Line], Field(max_length=BASES_LIMIT)]
 
 
 class OllamaState(OpenReply):
@@ -27,7 +31,9 @@ class OllamaState(OpenReply):
     adapters: Flag
     digest: Line
     record: OllamaRecord | None
-    base: OllamaBase | None
+    bases: Annotated[list[OllamaBase], Field(max_length=BASES_LIMIT)]
+    models: Count
+    read: Count
 
 
 class OllamaPrepare(OpenReply):
@@ -37,6 +43,7 @@ class OllamaPrepare(OpenReply):
 class OllamaCreate(OpenReply):
     answers: Annotated[list[Text], Field(max_length=1000)]
     accepted: Flag
+    error: NotRequired[Line]
 
 
 class OllamaRemove(OpenReply):

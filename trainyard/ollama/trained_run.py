@@ -29,6 +29,7 @@ class TrainedRun:
     kind: str  # adapter or model
     weights: str  # digest
     base: dict[str, Any]  # config.json of the base model; empty for a whole model
+    base_name: str = ""  # name of the base model's folder
 
 
 def find_run(
@@ -62,7 +63,8 @@ def find_run(
         kind = next((kind for kind in ("adapter", "model") if result.get(f"{kind}_sha256")), "")
         if kind:
             base = _base_config(connections[name], spec) if kind == "adapter" and with_base else {}
-            return TrainedRun(hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base)
+            base_name = Path(str(spec.get("model"))).name if base else ""
+            return TrainedRun(hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base, base_name)
     where = "; ".join(f"{name}: {why}" for name, why in asked.errors.items())
     raise UserError(
         f"no host has a finished run {run}{f' ({where})' if where else ''}; playbooks/status.yml lists the runs"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import write_atomic
-from trainyard.ollama.client import OllamaClient, OllamaError, full_name
+from trainyard.ollama.client import MODEL_NAME, OllamaClient, OllamaError, full_name
 from trainyard.remote.receive import prepare_incoming
 
 NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`
@@ -24,6 +26,9 @@ _CHECK_TAG, _OLD_TAG = (
 )  # of the model that is checked, and of the one that it replaces
 _ANSWER_LIMIT = 300.0  # s for one answer, with the time to load the model
 _CREATE_LIMIT = 1800.0  # s
+BASES_LIMIT = 3  # models of a server that are tried as the base of an adapter
+_READ_LIMIT = 64  # models of a server that are read to find them
+_SEARCH_LIMIT = 30.0  # s to read them
 _SHAPE = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
 
 
@@ -65,34 +70,115 @@ def _connect(urls: list[str]) -> OllamaClient:
 
 
 def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
-    """Return `version`, `adapters`, `digest` of the model or an empty string, `record` or None, and `base` or None."""
+    """Return the state of the server.
+
+    Args:
+        request: `base`, the name of a model, or empty; `like`, None or what `_search` takes; `tokens`, the size of the
+            vocabulary of the run.
+
+    Returns:
+        `version`; `adapters`, whether it takes them; `digest` of the model or an empty string; `record` or None; `bases`,
+        descriptions of the model `base`, or of those that `like` fits; `models`, the number of models that are no part of
+        this deployment, and `read`, how many of them were read to find `bases`.
+    """
     version = client.version()
     tags = client.tags()
-    base = request["base"]
+    own = {full_name(request["name"]), _tagged(request, _CHECK_TAG), _tagged(request, _OLD_TAG)}
+    takes, bases, read = version < ADAPTERS_END or version >= ADAPTERS_AGAIN, [], 0
+    if (base := request["base"]) and full_name(base) in tags:
+        info = _model_info(client.show(base, verbose=True))
+        bases = [_describe(base, tags[full_name(base)], info, request["tokens"])]
+    elif request["like"] and takes:
+        bases, read = _search(client, request, {name: digest for name, digest in tags.items() if name not in own})
     return {
         "version": list(version),
-        "adapters": version < ADAPTERS_END or version >= ADAPTERS_AGAIN,
+        "adapters": takes,
         "digest": tags.get(full_name(request["name"]), ""),
         "record": _read_record(request),
-        "base": _describe(client, request, tags[full_name(base)]) if base and full_name(base) in tags else None,
+        "bases": bases,
+        "models": len(set(tags) - own),
+        "read": read,
     }
 
 
-def _describe(client: OllamaClient, request: dict[str, Any], digest: str) -> dict[str, Any]:
-    """Return what the base model must have in common with the trained one."""
-    info = client.show(request["base"], verbose=True).get("model_info")
-    info = info if isinstance(info, dict) else {}
-    arch = str(info.get("general.architecture"))
+def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str]) -> tuple[list[dict[str, Any]], int]:
+    """Return descriptions of the first models that may be the base of the adapter, and the number of models read.
+
+    Models that trainyard deployed come last, and models whose names resemble that of the base model come first. The tokens
+    of a model, some MB, are read only if its shape fits.
+
+    Args:
+        request: `like`: `architecture`, `shape` and `tokens` as in a description; `name` of the run's base model.
+    """
+    like, wanted = request["like"], _words(request["like"]["name"])
+
+    def order(name: str) -> tuple[bool, int, str]:
+        deployed = _read_record(request | {"name": name}) is not None
+        return deployed, -len(wanted & _words(name)), name
+
+    names = [name for name in tags if MODEL_NAME.fullmatch(name) and not name.endswith((_CHECK_TAG, _OLD_TAG))]
+    found: list[dict[str, Any]] = []
+    read, end = 0, time.monotonic() + _SEARCH_LIMIT
+    for name in sorted(names, key=order)[:_READ_LIMIT]:
+        left = end - time.monotonic()
+        if len(found) == BASES_LIMIT or left <= 0:
+            break
+        read += 1
+        if tags[name] in (base["digest"] for base in found):
+            continue
+        with contextlib.suppress(OllamaError):  # a damaged model is no base
+            if not _fits(client.show(name, deadline=left), like):
+                continue
+            info = _model_info(client.show(name, verbose=True, deadline=max(0.1, end - time.monotonic())))
+            base = _describe(name, tags[name], info, request["tokens"])
+            if base["tokens"] == like["tokens"]:
+                found.append(base)
+    return found, read
+
+
+def _fits(shown: dict[str, Any], like: dict[str, Any]) -> bool:
+    """Return whether a model has the architecture and the shape of `like`, and neither an adapter nor messages of its own.
+
+    The model that is created would inherit an adapter, a system message and messages.
+    """
+    if shown.get("system") or shown.get("messages") or "\nADAPTER " in str(shown.get("modelfile")):
+        return False
+    info = _model_info(shown)
+    architecture = info.get("general.architecture")
+    return bool(architecture == like["architecture"] and _shape(architecture, info) == like["shape"])
+
+
+def _words(name: str) -> set[str]:
+    """Return the parts of a model's name: `Llama-3.1-8B` and `llama3.1:8b` have the same ones."""
+    return set(re.findall(r"[a-z]+|\d+[a-z]*", name.lower()))
+
+
+def _model_info(shown: dict[str, Any]) -> dict[str, Any]:
+    info = shown.get("model_info")
+    return info if isinstance(info, dict) else {}
+
+
+def _shape(architecture: str, info: dict[str, Any]) -> list[int]:
+    sizes = [info.get(f"{architecture}.{name}") for name in _SHAPE]
+    sizes[-1] = (
+        sizes[-2] if sizes[-1] is None else sizes[-1]
+    )  # GGUF omits the number of key heads where all heads have one
+    return [size if isinstance(size, int) else 0 for size in sizes]
+
+
+def _describe(name: str, digest: str, info: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return what a base model must have in common with the trained one, with the first `count` tokens."""
+    architecture = str(info.get("general.architecture"))
     tokens = info.get("tokenizer.ggml.tokens")
-    known = tokens[: request["tokens"]] if isinstance(tokens, list) else []
-    small = {name: value for name, value in info.items() if not isinstance(value, list | dict)}
-    fields = {name: value for name, value in small.items() if name.startswith("tokenizer.ggml.")}
+    known = tokens[:count] if isinstance(tokens, list) else []
+    small = {key: value for key, value in info.items() if not isinstance(value, list | dict)}
     return {
+        "name": name,
         "digest": digest,
-        "architecture": arch,
-        "shape": [value if isinstance(value := info.get(f"{arch}.{name}"), int) else 0 for name in _SHAPE],
+        "architecture": architecture,
+        "shape": _shape(architecture, info),
         "tokens": hashlib.sha256(json.dumps(known).encode()).hexdigest(),
-        "fields": {name: str(value) for name, value in fields.items()},
+        "fields": {key: str(value) for key, value in small.items() if key.startswith("tokenizer.ggml.")},
     }
 
 
@@ -112,17 +198,20 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     Args:
         request: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an adapter, or
             empty for a whole model; `template`; `prompts`, `options`; `expected`, one answer for each prompt, of which
-            `least` must be equal; `key`, which identifies what is deployed.
+            `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
 
     Returns:
-        `answers`, one text for each prompt; `accepted`.
+        `answers`, one text for each prompt; `accepted`; `error` and no answers if the server refuses the model.
     """
     temporary, file = _tagged(request, _CHECK_TAG), Path(request["file"])
     try:
         client.put_blob(file, request["sha256"], deadline=_CREATE_LIMIT)
         client.delete(temporary)
-        client.create(create_body(client.version(), temporary, request), deadline=_CREATE_LIMIT)
-        answers = [_answer(client, temporary, prompt, request["options"]) for prompt in request["prompts"]]
+        try:
+            client.create(create_body(client.version(), temporary, request), deadline=_CREATE_LIMIT)
+            answers = [_answer(client, temporary, prompt, request["options"]) for prompt in request["prompts"]]
+        except OllamaError as error:
+            return {"answers": [], "accepted": False, "error": str(error)}
         accepted = equal_answers(request["expected"], answers) >= request["least"]
         if accepted:
             _accept(client, request, temporary)
@@ -163,7 +252,7 @@ def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> No
         client.copy(name, old)
     client.copy(temporary, name)
     client.delete(old)
-    record = {"name": name, "key": request["key"], "digest": client.digest(name)}
+    record = {"name": name, "key": request["key"], "digest": client.digest(name), "refused": request["refused"]}
     path = _record_path(request)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(record).encode())
@@ -194,7 +283,8 @@ def _read_record(request: dict[str, Any]) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         record = json.loads(_record_path(request).read_bytes())
         if record["name"] == full_name(request["name"]):
-            return {name: str(record[name]) for name in ("name", "key", "digest")}
+            refused = [str(key) for key in record.get("refused", [])][:BASES_LIMIT]
+            return {"refused": refused} | {name: str(record[name]) for name in ("name", "key", "digest")}
     return None
 
 

@@ -1,0 +1,95 @@
+"""What the host of a run computes for a deployment: the greedy answers of the run, and its merged model as GGUF."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.files import sha256_file
+from trainyard.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.ollama.converter import SHA256 as CONVERTER
+from trainyard.ollama.converter import converter_archive
+from trainyard.ollama.trained_run import TrainedRun
+from trainyard.run.trainer_archive import trainer_archive
+
+EXPORT_LIMIT = 3600.0  # s for the host to convert and to answer
+
+
+class RunExport:
+    """Asks the host of a run for its answers and for its model, each once.
+
+    Args:
+        connect: makes a connection to a host; called in the main thread.
+        work: folder on the controller for files.
+        report: receives a line when a step starts.
+    """
+
+    def __init__(self, connect: Callable[[Host], HostConnection], work: Path, report: Callable[[str], None]) -> None:
+        self._connect, self._work, self._report = connect, work, report
+        self._started: dict[str, FanOut] = {}  # by type of weights; "" for the answers alone
+
+    def start(self, run: TrainedRun, quantize: str) -> None:
+        """Start trainer.gguf_export on the run's host, over a connection of its own: imports there may take seconds.
+
+        Args:
+            quantize: type of the weights of the merged model; empty for the answers alone.
+        """
+        what = "convert the model and answer" if quantize else "answer"
+        self._report(f"{run.host.name}: {what} {Path(run.folder).name}")
+        connection = self._connect(run.host)
+
+        def ask(trainer: str, converter: str = "") -> dict[str, Any]:
+            request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
+            request |= {"converter": converter, "converter_id": CONVERTER}
+            command = f"PYTHONPATH={shlex.quote(trainer)} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
+            return connection.run(command, json.dumps(request).encode(), "gguf_export")
+
+        def work() -> dict[str, Any]:
+            trainer = _put(connection, trainer_archive(self._work.parent))
+            reply = ask(trainer)
+            if reply["needs_converter"]:
+                reply = ask(trainer, _put(connection, converter_archive(self._work)))
+            return reply
+
+        self._started[quantize] = FanOut({run.host.name: work})
+
+    def reply(self, run: TrainedRun, quantize: str = "") -> dict[str, Any]:
+        """Return the reply of trainer.gguf_export on the run's host. Raises RemoteError."""
+        if quantize not in self._started:
+            self.start(run, quantize)
+        done, name = self._started[quantize].wait(EXPORT_LIMIT), run.host.name
+        if name in done.errors:
+            raise RemoteError(f"{name}: {done.errors[name]}")
+        return done.answers[name]
+
+    def answers(self, run: TrainedRun) -> dict[str, Any]:
+        """Return the prompts of the run and its answers. Raises RemoteError."""
+        answers: dict[str, Any] | None = self.reply(run, next(iter(self._started), ""))["answers"]
+        if answers is None:
+            raise RemoteError(f"{run.host.name} has not computed the answers")
+        if not answers["prompts"] or len(answers["prompts"]) != len(answers["answers"]):
+            raise RemoteError("the run's dataset has no prompt to compare answers with")
+        return answers
+
+
+def _put(connection: HostConnection, source: Path) -> str:
+    """Copy a file to the store of a host unless it is there; return its path on the host. Raises RemoteError."""
+    store, digest = f"{connection.host.data_dir}/store", sha256_file(source)
+    target = f"{store}/deploy/{digest}{source.suffix}"
+    request = {
+        "files": {target: digest},
+        "arrived": {},
+        "contents": {},
+        "cache": f"{store}/digests-deploy.json",
+        "incoming": f"{store}/incoming",
+        "check": False,
+    }
+    if connection.call("receive", request)["lacking"]:
+        arrived = f"{store}/incoming/{digest}-deploy"
+        connection.put(str(source), arrived)
+        if connection.call("receive", request | {"arrived": {target: arrived}})["lacking"]:
+            raise RemoteError("a file that was copied is missing afterwards; run the same command again")
+    return target
