@@ -11,11 +11,13 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.planner.recommend import estimate_seconds
+from trainyard.cluster import Cluster
 from trainyard.connection import Host
 from trainyard.queue.client import Node, QueueState
-from trainyard.queue.manage import Cluster, change_options, check_verb, manage_queue, queue_host
+from trainyard.queue.manage import change_options, check_verb, manage_queue, queue_host
+from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import QueueOptions, Request
-from trainyard.queue.requests import NewRun, read_runs, time_limit
+from trainyard.queue.requests import time_limit
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.spec_files import PreparedRun, prepare
 

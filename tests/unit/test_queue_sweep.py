@@ -16,7 +16,7 @@ from trainyard.queue.sweep import expand, in_order, read_sweep
 
 
 def runs(text: str, **values: Any) -> list[dict[str, Any]]:
-    return expand(yaml.safe_load(text), values, "sweep.yml", "sweep")
+    return [run.values for run in expand(yaml.safe_load(text), values, "sweep.yml", "sweep")]
 
 
 def test_a_grid_is_every_combination_with_its_values_in_the_name() -> None:
@@ -49,7 +49,7 @@ def test_names_are_short_and_unique(tmp_path: Path) -> None:
     same = runs("{grid: {model: [x/m, y/m]}}")  # paths whose last part is the same
     assert len({run["run"] for run in same}) == 2 and all(run["run"].startswith("sweep-modelm-") for run in same)
     (tmp_path / "s.yml").write_text("run: given\ngrid: {seed: [1]}\n")
-    assert [run["run"] for run in read_sweep(tmp_path / "s.yml", {})] == ["given-seed1"]
+    assert [run.values["run"] for run in read_sweep(tmp_path / "s.yml", {})] == ["given-seed1"]
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_every_grid_gives_unique_valid_names(grid: dict[str, list[Any]], stem: s
     expected = 1
     for values in grid.values():
         expected *= len(values)
-    names = [run["run"] for run in found]
+    names = [run.values["run"] for run in found]
     assert len(names) == len(set(names)) == expected and all(map(is_run_name, names))
     again = expand({"grid": grid}, {}, "s", stem)
-    assert [run["run"] for run in again] == names  # adding a sweep again finds its runs
+    assert [run.values["run"] for run in again] == names  # adding a sweep again finds its runs
 
 
 def test_runs_come_after_those_they_wait_for() -> None:
