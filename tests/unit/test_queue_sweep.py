@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError
 from trainyard.queue.request import is_run_name
-from trainyard.queue.sweep import expand, in_order, read_sweep
+from trainyard.queue.sweep import expand, grids_of, in_order, read_sweep, without_grids
 
 
 def runs(text: str, **values: Any) -> list[dict[str, Any]]:
@@ -41,6 +41,27 @@ def test_listed_runs_have_their_own_values_and_grids() -> None:
     found = runs(text)
     assert [run["run"] for run in found] == ["first", "second", "sweep-3-seed1", "sweep-3-seed2"]
     assert [run["lora_r"] for run in found] == [8, 16, 8, 8] and found[1]["after"] == "first"
+
+
+def test_every_run_of_a_grid_knows_its_name() -> None:
+    text = f"""
+        runs:
+          - {{run: plain}}
+          - {{run: base, grid: {{seed: [1, 2]}}}}
+          - {{run: my grid!, grid: {{seed: [1]}}}}
+          - {{grid: {{seed: [1]}}}}
+          - {{run: {"a" * 70}, grid: {{seed: [1]}}}}
+    """
+    found = expand(yaml.safe_load(text), {}, "sweep.yml", "sweep")
+    assert [run.grid for run in found] == ["", "base", "base", "my-grid", "sweep-4", ""]  # too long for a name
+    (top, _) = expand({"grid": {"seed": [1, 2]}}, {}, "sweep.yml", "sweep")
+    assert top.grid == "sweep"
+
+
+def test_a_grid_stands_for_its_runs() -> None:
+    grids = grids_of([("a-1", "a"), ("a-2", "a"), ("b", ""), ("b-1", "b"), ("c", "")])
+    assert grids == {"a": ["a-1", "a-2"], "b": ["b-1"]}
+    assert without_grids(("c", "a", "a-2", "b", "other"), grids, ["b"]) == ("c", "a-1", "a-2", "b", "other")
 
 
 def test_names_are_short_and_unique(tmp_path: Path) -> None:
