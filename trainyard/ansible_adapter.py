@@ -27,6 +27,7 @@ from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.supervise.processes import descendants, send_signal
 from trainer.worker_process import die_with_launcher
+from trainyard.cluster import Cluster
 from trainyard.connection import (
     OUTPUT_LIMIT,
     TOO_MUCH,
@@ -40,7 +41,7 @@ from trainyard.connection import (
 )
 from trainyard.extra_vars import plain_data
 from trainyard.openssh import LocalTransport, OpenSSHTransport
-from trainyard.run.options import ALIASES, make_options
+from trainyard.run.options import ALIASES, make_options, options_from_variables
 
 __all__ = [
     "AnsibleTransport",
@@ -50,6 +51,7 @@ __all__ = [
     "cluster_connections",
     "failure",
     "inventory_hosts",
+    "play_cluster",
     "play_hosts",
 ]
 
@@ -191,6 +193,20 @@ def cluster_connections(action: ActionBase, task_vars: dict[str, Any]) -> Callab
         return HostConnection(make_host(name, variables) if isinstance(host, str) else host, transport)
 
     return connect
+
+
+def play_cluster(action: ActionBase, task_vars: dict[str, Any]) -> Cluster:
+    """Return the cluster of a play. Raises InventoryError."""
+    hostvars = task_vars["hostvars"]
+    return Cluster(
+        hosts=play_hosts(task_vars),
+        groups=task_vars["groups"],
+        variable=lambda host, name: hostvars[host].get(name),
+        connect=cluster_connections(action, task_vars),
+        launch_of=lambda values: options_from_variables(
+            task_vars, lambda value: plain_data(action._templar.template(value)), values
+        ),
+    )
 
 
 def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tuple[Host, AnsibleTransport]]:

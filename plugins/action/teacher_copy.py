@@ -31,7 +31,8 @@ class ActionModule(ClusterAction):
             extra_vars = plain_data(load_extra_vars(self._loader))
             options = make_distill_options(extra_vars)
             launch = options_from_variables(variables, lambda value: plain_data(self._templar.template(value)))
-            student_specs(launch.spec, extra_vars, TOP, lambda line: None)  # mistakes come before a long copy
+            # Mistakes come before a long copy.
+            student_specs(launch.spec, extra_vars, TOP, lambda line: None, queued=options.queue)
             groups = variables["groups"]
             machines = candidates(groups["cluster"], groups.get("discovered", []), variables["hostvars"])
             plan = plan_copy(machines, options.teacher, variables["ansible_play_hosts_all"], Display().display)

@@ -7,12 +7,11 @@ from ansible.utils.display import Display
 from ansible.utils.vars import load_extra_vars
 
 from trainer.errors import UserError
-from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
+from trainyard.ansible_adapter import ClusterAction, failure, play_cluster
 from trainyard.connection import InventoryError
 from trainyard.extra_vars import plain_data
-from trainyard.queue.manage import Cluster, manage_queue
+from trainyard.queue.manage import manage_queue
 from trainyard.run.errors import RunError
-from trainyard.run.options import options_from_variables
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -21,17 +20,8 @@ class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         self.validate_argument_spec({})
-        variables = task_vars or {}
-        hostvars = variables["hostvars"]
-        resolve = lambda value: plain_data(self._templar.template(value))  # noqa: E731
         try:
-            cluster = Cluster(
-                hosts=play_hosts(variables),
-                groups=variables["groups"],
-                variable=lambda host, name: hostvars[host].get(name),
-                connect=cluster_connections(self, variables),
-                launch_of=lambda values: options_from_variables(variables, resolve, values),
-            )
+            cluster = play_cluster(self, task_vars or {})
             values = plain_data(load_extra_vars(self._loader))
             return manage_queue(values, cluster, TOP, Display().display, self._task.check_mode)
         except (RunError, UserError, InventoryError) as error:

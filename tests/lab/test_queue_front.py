@@ -1,6 +1,6 @@
 """Adding, listing and changing queued runs, with playbooks/queue.yml and `trainyard queue`, on the Slurm of the role queue.
 
-The service that drives the runs is stopped, so that a job keeps its hosts and nothing trains, except in the last test.
+The service that drives the runs is stopped, so that a job keeps its hosts and nothing trains.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_teacher import Teacher, serve
 from lab_hosts import NEEDS_LAB, REPO, Lab, Played, inventory_with, run_playbook
+from run_hosts import free_port
 from test_queue import as_user, cluster, site
 from testbed.root import DATA_DIR
 
@@ -25,6 +28,7 @@ from trainyard.cli import __main__ as program
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream
+from trainyard.ollama.answers import answers_path
 from trainyard.queue.manage import queue_host
 
 __all__ = ["cluster", "site"]
@@ -48,11 +52,11 @@ def queue(cluster: tuple[Lab, Path], site: Played) -> Iterator[tuple[Lab, Path]]
     yield lab, inventory
 
 
-def trainyard(inventory: Path, *words: str, code: int = 0) -> dict[str, Any]:
-    """Call `trainyard queue ... --json` in this process, which saves its imports, and return its answer."""
+def trainyard(inventory: Path, *words: str, code: int = 0, command: str = "queue") -> dict[str, Any]:
+    """Call `trainyard COMMAND ... --json` in this process, which saves its imports, and return its answer."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        found = program.main(["queue", *words, "--json", "-i", str(inventory)])
+        found = program.main([command, *words, "--json", "-i", str(inventory)])
     assert found == code, err.getvalue()
     answer: dict[str, Any] = json.loads(out.getvalue())
     return answer
@@ -71,6 +75,7 @@ def test_a_sweep_is_added_listed_and_changed(queue: tuple[Lab, Path], tmp_path: 
             {"run": "busy", "gpus": 2, "gpu_memory": 16, "time_limit": 30},
             {"run": "wants", "gpus": 1, "gpu_memory": 16, "priority": "low"},
             {"run": "next", "after": "busy", "cores": 1},
+            {"run": "last", "after": "grid", "cores": 1},
             {"run": "grid", "grid": {"lr": ["1e-4", "3e-4"]}, "gpus": 1, "gpu_memory": 16},
         ],
     }
@@ -85,10 +90,13 @@ def test_a_sweep_is_added_listed_and_changed(queue: tuple[Lab, Path], tmp_path: 
 
     lab.wait(lambda: listed(inventory)["busy"]["state"] == "running", "the run does not start", 60)
     runs = listed(inventory)
-    assert set(runs) == {"busy", "wants", "next", "grid-lr1e-4", "grid-lr3e-4"} and runs["busy"]["hosts"] == ["node2"]
+    assert set(runs) == {"busy", "wants", "next", "last", "grid-lr1e-4", "grid-lr3e-4"} and runs["busy"]["hosts"] == [
+        "node2"
+    ]
     said = "waits for 16 GB of GPU memory and 1 GPU: node2 has it, busy with run busy until about "
     assert runs["grid-lr1e-4"]["reason"].startswith(said), runs
     assert runs["next"]["reason"] == "waits for the end of run busy"
+    assert runs["last"]["reason"] == "waits for the end of runs grid-lr1e-4 and grid-lr3e-4"
     again = trainyard(inventory, "add", f"--file={tmp_path / 'sweep.yml'}")
     assert not again["changed"] and {run["state"] for run in again["runs"]} == {"running", "waiting"}
 
@@ -154,7 +162,8 @@ def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_pa
     for words, said in (
         (("add", "--model=tiny", "--gpu-memory=32", "--run=a"), "run a: no host has 32 GB of GPU memory, 1 GPU"),
         (("add", "--model=tiny", "--nodes=4"), "the run: it needs 4 hosts, and the queue has 3"),
-        (("add", "--model=tiny", "--after=nobody"), "after: the queue has no run nobody"),
+        (("add", "--model=tiny", "--after=nobody"), "after: the queue has no run and no grid nobody"),
+        (("add", "--model=tiny", "--after=grid"), "after: run grid-lr3e-4 is cancelled, so the run would never start"),
         (("add", "--model=tiny", "--after=busy"), "after: run busy is cancelled"),
         (("add", "--model=tiny", "--run=wants", "--seed=7"), "run wants is in the queue with another spec"),
         (("add", "--model=tiny", "--collect-to=x"), "collect_to: cannot be set for the queue"),
@@ -175,6 +184,39 @@ def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_pa
         assert hint in trainyard(without, verb, code=2)["error"]
     played = run_playbook("playbooks/queue.yml", without, {"do": "add", "model": "tiny"})
     assert played.rc != 0 and hint in " ".join(played.stdout.split()) and played.count("changed") == 0
+
+
+def test_students_are_added_once_after_the_teachers(queue: tuple[Lab, Path], tmp_path: Path) -> None:
+    lab, _ = queue
+    model, asked = f"queued{os.getpid()}", tmp_path / "asked"
+    teacher = Teacher("127.0.0.1", free_port(), model=f"{model}:latest", log=str(asked))
+    inventory = inventory_with(lab, tmp_path, queue_state="present", ollama_url=teacher.url)
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"What follows {n}?"}) + "\n" for n in range(40)))
+    given = {"teacher": model, "prompts": str(tmp_path / "p.jsonl"), "model": "tiny,tiny", "run": "student"}
+    given |= {"max_steps": "5", "near_duplicates": "0", "cores": "1", "priority": "high", "after": "wants"}
+    answers = answers_path(REPO / ".trainyard", model)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    try:
+        with serve(teacher):
+            added = run_playbook("playbooks/distill.yml", inventory, given | {"queue": "true"})
+            assert added.rc == 0 and added.count("changed") == 1, added.stdout
+            text = " ".join(added.stdout.split())
+            assert "40 answers to train on" in text and "waits for the end of run wants" in text
+            for run in ("student-1", "student-2"):
+                assert f"added run {run}, priority high, 1 host after wants; time limit" in text
+            assert "playbooks/attach.yml -e run=student-1 follows a run that has started" in text
+            again = trainyard(inventory, *flags, "--queue", command="distill")
+            refused = trainyard(inventory, *flags, "--queue", "--nodes=4", code=2, command="distill")
+    finally:
+        for file in (answers, *(REPO / ".trainyard/distill").glob(f"{answers.stem}-*.jsonl")):
+            file.unlink(missing_ok=True)
+    jobs = {name: run["job"] for name, run in listed(inventory).items() if name.startswith("student")}
+    assert [line for line in again["lines"] if "already" in line] == [
+        f"run {name} is waiting already, as job {jobs[name]}" for name in ("student-1", "student-2")
+    ]
+    assert not again["changed"] and {run["run"]: run["job"] for run in again["runs"]} == jobs
+    assert refused["error"] == "run student-1: it needs 4 hosts, and the queue has 3"
+    assert len(asked.read_text().splitlines()) == 40
 
 
 def test_slurm_that_does_not_answer_is_one_line(queue: tuple[Lab, Path]) -> None:

@@ -196,3 +196,11 @@ def test_a_job_of_any_name_is_shown_as_plain_text() -> None:
         assert job and job.name.isprintable() and job.reason.isprintable()
     runs = {"../x": {"request": "{}", "state": None}, "wrong": {"request": json.dumps({"run": "other"}), "state": "[]"}}
     assert state(runs=runs).requests == {}
+
+
+def test_a_run_that_was_just_added_starts_soon() -> None:
+    job = Job(1, "new", "normal", "PENDING", "None")
+    queue = QueueState({"new": job}, {"node1": Node("node1", "idle", 2, 8192)}, {"new": Request(run="new", cores=1)})
+    assert why_waiting(queue.requests["new"], job, queue) == "starts soon"
+    limit = Job(1, "new", "normal", "PENDING", "JobArrayTaskLimit")
+    assert why_waiting(queue.requests["new"], limit, queue) == "waits for 1 core: Slurm says JobArrayTaskLimit"

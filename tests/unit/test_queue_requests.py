@@ -11,11 +11,13 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.planner.recommend import estimate_seconds
+from trainyard.cluster import Cluster
 from trainyard.connection import Host
-from trainyard.queue.client import Node, QueueState
-from trainyard.queue.manage import Cluster, change_options, check_verb, manage_queue, queue_host
+from trainyard.queue.client import Job, Node, QueueState
+from trainyard.queue.manage import change_options, check_verb, manage_queue, queue_host
+from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import QueueOptions, Request
-from trainyard.queue.requests import NewRun, read_runs, time_limit
+from trainyard.queue.requests import Site, add_runs, time_limit
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.spec_files import PreparedRun, prepare
 
@@ -78,6 +80,14 @@ def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
         ({"limit": "node1"}, "limit selects hosts for all runs of a call: give --limit"),
         ({"runs": [{"run": "a", "after": "b"}, {"run": "b", "after": "a"}]}, "a, b wait for each other"),
         ({"lr": [1, 2]}, "lr: expected a number"),
+        (
+            {"runs": [{"run": "g", "grid": {"seed": [1]}, "after": "g"}]},
+            "after: run g-seed1 cannot wait for itself: it belongs to the grid g",
+        ),
+        (
+            {"runs": [{"run": "g", "grid": {"seed": [1, 2]}, "after": "h"}, {"run": "h", "after": "g"}]},
+            "g-seed1, g-seed2, h wait for each other",
+        ),
     ],
 )
 def test_mistakes_in_a_file_are_one_line(tmp_path: Path, content: dict[str, Any], said: str) -> None:
@@ -85,6 +95,76 @@ def test_mistakes_in_a_file_are_one_line(tmp_path: Path, content: dict[str, Any]
     with pytest.raises(UserError) as caught:
         read(file=str(tmp_path / "s.yml"))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_after_names_a_grid_of_the_file(tmp_path: Path) -> None:
+    listed = [
+        {"run": "last", "after": ["base", "other"], "model": "tiny"},
+        {"run": "base", "grid": {"seed": [1, 2]}},
+    ]
+    (tmp_path / "s.yml").write_text(yaml.safe_dump({"model": "tiny", "runs": listed}))
+    found = read(file=str(tmp_path / "s.yml"))
+    assert [run.spec.run for run in found] == ["base-seed1", "base-seed2", "last"]
+    assert found[-1].options.after == ("base-seed1", "base-seed2", "other")
+    assert [run.request().grid for run in found] == ["base", "base", ""]
+
+
+class FakeQueue:
+    """Stands for the queue host, which has these runs; a real one is in tests/lab."""
+
+    host = HOST
+
+    def __init__(self, **states: str) -> None:
+        """Take the state of each run: waiting, or how it ended. The runs g-1 and g-2 belong to the grid g."""
+        names = enumerate(states, 1)
+        self.found = QueueState(
+            jobs={run: Job(n, run, "normal", "PENDING") for n, run in names if states[run] == "waiting"},
+            nodes={"node1": Node("node1", "idle", 2, 8192)},
+            requests={run: Request(run=run, grid="g" if run.startswith("g-") else "") for run in states},
+            states={run: {"phase": state} for run, state in states.items()},
+        )
+
+    def state(self, specs: Any = ()) -> QueueState:
+        return self.found
+
+
+class FakeHost:
+    """Stands for a connection to a host without runs."""
+
+    def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        assert verb == "read_files"
+        return {"text": {}}
+
+
+def would_add(queue: FakeQueue, tmp_path: Path, **values: Any) -> list[str]:
+    """Return what would be added for one run."""
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    runs = read(**{"model": "tiny", "dataset": str(tmp_path / "d.jsonl"), "time_limit": 5} | values)
+    connect: Any = lambda name: FakeHost()  # noqa: E731
+    site = Site([HOST], False, queue, connect, tmp_path, lambda line: None, "token", check=True)  # type: ignore[arg-type]
+    lines: list[str] = add_runs(runs, site)["lines"]
+    return lines
+
+
+def test_after_names_a_grid_of_the_queue(tmp_path: Path) -> None:
+    queue = FakeQueue(**{"a": "waiting", "g-1": "waiting", "g-2": "waiting", "g-3": "finished"})
+    assert " host after g-1, g-2; time" in would_add(queue, tmp_path, run="r", after="g")[0]
+    (line,) = would_add(queue, tmp_path, after="a,g-2")  # its name is derived
+    assert line.startswith("would add run tiny-") and " after a, g-2;" in line
+    assert " after g;" in would_add(FakeQueue(**{"g": "waiting", "g-1": "waiting"}), tmp_path, after="g")[0]
+    with pytest.raises(UserError, match="after: the queue has no run and no grid gg; did you mean 'g'"):
+        would_add(queue, tmp_path, after="gg")
+    with pytest.raises(UserError, match="after: run g-2 is failed, so run r would never start"):
+        would_add(FakeQueue(**{"g-1": "finished", "g-2": "failed"}), tmp_path, run="r", after="g")
+
+
+def test_a_finished_run_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
+    listed = [{"run": "a"}, {"run": "b", "after": "a"}]
+    (tmp_path / "s.yml").write_text(yaml.safe_dump({"runs": listed}))
+    lines = would_add(FakeQueue(a="finished"), tmp_path, file=str(tmp_path / "s.yml"))
+    assert lines[0] == "run a is finished: nothing to do" and lines[1].startswith(
+        "would add run b, priority normal, 1 host;"
+    )
 
 
 def test_verbs_and_their_options() -> None:

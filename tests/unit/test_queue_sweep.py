@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError
 from trainyard.queue.request import is_run_name
-from trainyard.queue.sweep import expand, in_order, read_sweep
+from trainyard.queue.sweep import expand, grids_of, in_order, read_sweep, without_grids
 
 
 def runs(text: str, **values: Any) -> list[dict[str, Any]]:
-    return expand(yaml.safe_load(text), values, "sweep.yml", "sweep")
+    return [run.values for run in expand(yaml.safe_load(text), values, "sweep.yml", "sweep")]
 
 
 def test_a_grid_is_every_combination_with_its_values_in_the_name() -> None:
@@ -43,13 +43,34 @@ def test_listed_runs_have_their_own_values_and_grids() -> None:
     assert [run["lora_r"] for run in found] == [8, 16, 8, 8] and found[1]["after"] == "first"
 
 
+def test_every_run_of_a_grid_knows_its_name() -> None:
+    text = f"""
+        runs:
+          - {{run: plain}}
+          - {{run: base, grid: {{seed: [1, 2]}}}}
+          - {{run: my grid!, grid: {{seed: [1]}}}}
+          - {{grid: {{seed: [1]}}}}
+          - {{run: {"a" * 70}, grid: {{seed: [1]}}}}
+    """
+    found = expand(yaml.safe_load(text), {}, "sweep.yml", "sweep")
+    assert [run.grid for run in found] == ["", "base", "base", "my-grid", "sweep-4", ""]  # too long for a name
+    (top, _) = expand({"grid": {"seed": [1, 2]}}, {}, "sweep.yml", "sweep")
+    assert top.grid == "sweep"
+
+
+def test_a_grid_stands_for_its_runs() -> None:
+    grids = grids_of([("a-1", "a"), ("a-2", "a"), ("b", ""), ("b-1", "b"), ("c", "")])
+    assert grids == {"a": ["a-1", "a-2"], "b": ["b-1"]}
+    assert without_grids(("c", "a", "a-2", "b", "other"), grids, ["b"]) == ("c", "a-1", "a-2", "b", "other")
+
+
 def test_names_are_short_and_unique(tmp_path: Path) -> None:
     long = runs(f"{{grid: {{model: [{'a' * 80}, {'a' * 80}b]}}}}")
     assert len({run["run"] for run in long}) == 2 and all(len(run["run"]) <= 64 for run in long)
     same = runs("{grid: {model: [x/m, y/m]}}")  # paths whose last part is the same
     assert len({run["run"] for run in same}) == 2 and all(run["run"].startswith("sweep-modelm-") for run in same)
     (tmp_path / "s.yml").write_text("run: given\ngrid: {seed: [1]}\n")
-    assert [run["run"] for run in read_sweep(tmp_path / "s.yml", {})] == ["given-seed1"]
+    assert [run.values["run"] for run in read_sweep(tmp_path / "s.yml", {})] == ["given-seed1"]
 
 
 @pytest.mark.parametrize(
@@ -105,10 +126,10 @@ def test_every_grid_gives_unique_valid_names(grid: dict[str, list[Any]], stem: s
     expected = 1
     for values in grid.values():
         expected *= len(values)
-    names = [run["run"] for run in found]
+    names = [run.values["run"] for run in found]
     assert len(names) == len(set(names)) == expected and all(map(is_run_name, names))
     again = expand({"grid": grid}, {}, "s", stem)
-    assert [run["run"] for run in again] == names  # adding a sweep again finds its runs
+    assert [run.values["run"] for run in again] == names  # adding a sweep again finds its runs
 
 
 def test_runs_come_after_those_they_wait_for() -> None:

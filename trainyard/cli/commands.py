@@ -20,14 +20,14 @@ from trainyard.cli.options import (
     StopOptions,
 )
 from trainyard.cli.playbooks import run_playbook
+from trainyard.cluster import Cluster
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
 from trainyard.ollama.deploy import Deployment, server_urls
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
-from trainyard.ollama.distill import Distillation, make_distill_options, student_specs
+from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.options import DeployOptions, make_deploy_options
-from trainyard.ollama.teachers import candidates
 from trainyard.preflight.runner import run_preflight
-from trainyard.queue.manage import CHANGE_OPTIONS, FILE, Cluster, manage_queue, queue_host
+from trainyard.queue.manage import CHANGE_OPTIONS, FILE, manage_queue, queue_host
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
@@ -52,6 +52,7 @@ MERGE = Group("command options", MERGE_OPTIONS)
 DEPLOY = Group("command options", DeployOptions.model_fields)
 UNDEPLOY = Group("command options", {"deploy_name": DeployOptions.model_fields["deploy_name"]})
 QUEUE_ADD = Group("queue options", {"file": FILE, **QUEUE_OPTIONS})
+QUEUE_STUDENTS = Group("queue options", QUEUE_OPTIONS)
 QUEUE_CHANGE = Group("command options", CHANGE_OPTIONS)
 QUEUE_RUNS = Group("command options", {"run": CHANGE_OPTIONS["run"]})
 DASHBOARD = Group("command options", DashboardOptions.model_fields)
@@ -112,14 +113,8 @@ def logs(call: Call) -> dict[str, Any]:
 
 def distill(call: Call) -> dict[str, Any]:
     """Ask the teachers, and train students on their answers."""
-    given, inventory, launch = call.everything(), call.inventory, call.launch
-    options = make_distill_options(given)
-    specs = student_specs(launch.spec, given, call.top, call.output.report)
-    machines = candidates(inventory.groups["cluster"], inventory.groups.get("discovered", []), inventory.variables)
-    report = call.output.report
-    return Distillation(options, specs, machines, inventory.hosts, inventory.connect, launch, call.top, report).run(
-        call.check
-    )
+    variables = call.inventory.variables
+    return run_distill(call.everything(), _cluster(call), variables, call.top, call.output.report, call.check)
 
 
 def merge(call: Call) -> dict[str, Any]:
@@ -155,13 +150,7 @@ def preflight(call: Call) -> dict[str, Any]:
 def queue(call: Call, verb: str) -> dict[str, Any]:
     """Add runs to the queue, list or change them."""
     values = {name: value for name, value in call.everything().items() if name != "limit"} | {"do": verb}
-    inventory = call.inventory
-
-    def launch_of(given: Mapping[str, Any]) -> LaunchOptions:
-        return call.launch_with(given)
-
-    cluster = Cluster(inventory.hosts, inventory.groups, inventory.variable, inventory.connect_name, launch_of)
-    return manage_queue(values, cluster, call.top, call.output.report, call.check)
+    return manage_queue(values, _cluster(call), call.top, call.output.report, call.check)
 
 
 def dashboard(call: Call) -> dict[str, Any]:
@@ -175,6 +164,18 @@ def dashboard(call: Call) -> dict[str, Any]:
 def _playbook(call: Call, playbook: str) -> dict[str, Any]:
     run_playbook(call, playbook)
     return {"playbook": playbook, "lines": []}
+
+
+def _cluster(call: Call) -> Cluster:
+    inventory = call.inventory
+
+    def variable(host: str, name: str) -> Any:
+        return inventory.variables[host].get(name)
+
+    def launch_of(given: Mapping[str, Any]) -> LaunchOptions:
+        return call.launch_with(given)
+
+    return Cluster(inventory.hosts, inventory.groups, variable, inventory.connect_name, launch_of)
 
 
 def _manage(call: Call, state: str, run: str, **how: Any) -> dict[str, Any]:
@@ -281,7 +282,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "distill": Command(
         "let Ollama servers answer prompts, and train students on the answers",
-        *("playbooks/distill.yml", distill, (DISTILL, SpecGroup(DISTILL_OPTIONS), LAUNCH)),
+        *("playbooks/distill.yml", distill, (DISTILL, QUEUE_STUDENTS, SpecGroup(DISTILL_OPTIONS), LAUNCH)),
     ),
     "merge": Command(
         "merge finished runs, or let them vote",

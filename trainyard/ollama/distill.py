@@ -19,17 +19,20 @@ from trainer.data.samples import read_records, source_of
 from trainer.data.shapes import to_sample
 from trainer.errors import UserError
 from trainer.files import write_atomic
-from trainer.formats import clock, printable, quoted, thousands
+from trainer.formats import clock, counted, printable, quoted, thousands
 from trainer.inputs import path_kind, user_path
+from trainyard.cluster import Cluster
 from trainyard.connection import Host
 from trainyard.extra_vars import read_run_spec
 from trainyard.ollama.answers import AnswerFile, answer_keys, answers_path
 from trainyard.ollama.client import Answer
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
 from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
+from trainyard.ollama.queued_students import StudentQueue, student_queue
 from trainyard.ollama.students import Connect, student_table, train_students
-from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.playbook_options import PlaybookOptions
+from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.session import RunSession
@@ -69,6 +72,7 @@ class DistillOptions(PlaybookOptions):
     )
     answer_limit: float = declare(1800.0, "maximum time for one answer", unit="seconds", gt=0, le=MAX_SECONDS)
     hybrid: bool = declare(False, "train each student data-parallel over several hosts")
+    queue: bool = declare(False, "add the students to the queue, which trains them, and return")
 
 
 OPTIONS: dict[str, FieldInfo] = dict(DistillOptions.model_fields)
@@ -298,18 +302,23 @@ def pool_summary(result: PoolResult) -> str:
 # Students ---------------------------------------------------------------------------------------------------------------
 
 
-def student_specs(file: str, extra_vars: Mapping[str, Any], top: Path, report: Report) -> list[RunSpec]:
+def student_specs(
+    file: str, extra_vars: Mapping[str, Any], top: Path, report: Report, *, queued: bool = False
+) -> list[RunSpec]:
     """Return one run spec per model of ``-e model=a,b``; the dataset is not known yet.
 
     Args:
         file: YAML file of the run spec, or empty.
         extra_vars: all variables given with ``-e``.
         top: the project's folder.
+        queued: whether the options of the queue may be among the variables.
 
     Raises:
         UserError: an unknown name, or a bad value.
     """
-    rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS}
+    if not queued and (options := [name for name in extra_vars if name in QUEUE_OPTIONS]):
+        raise UserError(f"distill: {options[0]} is an option of the queue: set queue=true")
+    rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS and name not in QUEUE_OPTIONS}
     if "dataset" in rest:
         raise UserError("distill: the dataset is made of the teacher's answers: set prompts instead of dataset")
     models = split_words(rest.get("model", "")) or [""]
@@ -333,6 +342,7 @@ class Distillation:
         machines: that may teach.
         hosts, connect, launch: of the students, as of RunSession.
         home: the project's folder.
+        queue: to which the students are added; None trains them at once.
     """
 
     options: DistillOptions
@@ -343,13 +353,18 @@ class Distillation:
     launch: LaunchOptions
     home: Path
     report: Report = print
+    queue: StudentQueue | None = None
 
     def run(self, check: bool = False) -> dict[str, Any]:
-        """Ask the teachers, filter the answers, train the students; return `changed` and `lines`.
+        """Ask the teachers, filter the answers, and train the students or add them to the queue.
+
+        Returns:
+            `changed`; `lines` for a person; `students`, the result.json of each student that has finished, by run; `runs`,
+            those that wait or run in the queue.
 
         Raises:
-            UserError: see `make_dataset` and `find_teachers`.
-            RunError: a student failed.
+            UserError: see `make_dataset`, `find_teachers` and StudentQueue.
+            RunError: a student failed, or the queue does not take it.
         """
         options, work = self.options, self.home / ".trainyard"
         for spec in self.specs:
@@ -358,6 +373,8 @@ class Distillation:
                 RunSession(
                     self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report
                 ).prepare()
+        if self.queue:
+            self.queue.check(self.specs)
         first = self.specs[0]
         chats = read_prompts(user_path(options.prompts, "prompts"), options.system, first)
         evaluation = read_evaluation(options, first)
@@ -375,7 +392,8 @@ class Distillation:
         names = ", ".join(printable(node.name, 40) for node in nodes)
         self.report(f"{options.teacher} teaches on {names}: {len(chats)} prompts x {options.samples}")
         if check:
-            return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}"}
+            then = f", and add {counted(len(self.specs), 'run')} to the queue" if self.queue else ""
+            return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}{then}"}
         with AnswerFile(answers_path(work, options.teacher)) as answers:
             questions = Questions(chats, options, first.seed, logprobs)
             dataset, filtered = make_dataset(questions, evaluation, nodes, answers, work / "distill", self.report)
@@ -383,6 +401,9 @@ class Distillation:
         # The settings of the prompts' columns are not those of the dataset.
         change = {"dataset": str(dataset), "dataset_split": "train", "dataset_config": "", "columns": {}}
         specs = [spec.model_copy(update=change) for spec in self.specs]
+        if self.queue:
+            added = self.queue.add(specs)
+            return added | {"lines": [*filtered.lines(), f"dataset: {dataset}", *added["lines"]]}
         runs = train_students(
             specs,
             self.hosts,
@@ -397,3 +418,35 @@ class Distillation:
             more = f" ({len(failed)} of {len(runs)} students failed)" if len(runs) > 1 else ""
             raise RunError(f"{failed[0].run}: {failed[0].error}{more}", lines=lines)
         return {"changed": True, "lines": lines, "students": {run.run: run.result for run in runs}}
+
+
+def distill(
+    values: Mapping[str, Any],
+    cluster: Cluster,
+    variables: Mapping[str, Mapping[str, Any]],
+    top: Path,
+    report: Report,
+    check: bool,
+) -> dict[str, Any]:
+    """Do what the values of ``-e`` of playbooks/distill.yml say.
+
+    Args:
+        variables: of every host, as of `candidates`.
+        top: the project's folder.
+        report: receives lines while the teachers answer and the students train.
+        check: ask and change nothing; say what would change.
+
+    Returns:
+        As Distillation.run.
+
+    Raises:
+        UserError: a mistake in the values. No host has been asked yet, unless only hosts can know.
+        RunError: a student failed, or the queue does not take it.
+        InventoryError: a host is not described completely.
+    """
+    options, launch = make_distill_options(values), cluster.launch_of({})
+    specs = student_specs(launch.spec, values, top, report, queued=options.queue)
+    queue = student_queue(values, options.hybrid, cluster, launch, top, report, check) if options.queue else None
+    machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), variables)
+    connect: Connect = lambda host: cluster.connect(host.name)  # noqa: E731
+    return Distillation(options, specs, machines, cluster.hosts, connect, launch, top, report, queue).run(check)

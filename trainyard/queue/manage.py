@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,15 +12,15 @@ from pydantic.fields import FieldInfo
 from trainer.config.fields import Words, declare
 from trainer.errors import UserError, nearest
 from trainer.formats import counted, quoted
-from trainyard.connection import Host, HostConnection
+from trainyard.cluster import Cluster
 from trainyard.extra_vars import check_names, check_pairs
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.queue.client import Job, QueueClient, QueueState
 from trainyard.queue.history import list_history, list_queue, run_state
+from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import Priority, is_run_name
-from trainyard.queue.requests import NewRun, Site, add_runs, read_runs
+from trainyard.queue.requests import Site, add_runs
 from trainyard.run.errors import RunError
-from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
 
 Verb = Literal["add", "list", "cancel", "hold", "release", "priority", "history"]
@@ -163,25 +162,6 @@ def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dic
     return {"changed": False, **found}
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """What a verb needs of the inventory, of a play or of the command line.
-
-    Attributes:
-        hosts: that the runs may use: those of the group `cluster`, or those of them that `--limit` selects.
-        groups: names of the hosts of every group.
-        variable: returns a variable of a host, or None.
-        connect: makes the connection to a host by its name; called in the main thread.
-        launch_of: returns the launch options with these values on top of the inventory's.
-    """
-
-    hosts: Sequence[Host]
-    groups: Mapping[str, Sequence[str]]
-    variable: Callable[[str, str], Any]
-    connect: Callable[[str], HostConnection]
-    launch_of: Callable[[Mapping[str, Any]], LaunchOptions]
-
-
 def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report: Report, check: bool) -> dict[str, Any]:
     """Do what the values of ``-e`` say: `do`, and the names of runs or the options of new ones.
 
@@ -207,14 +187,24 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
     else:
         check_names(given, top, [*CHANGE_OPTIONS])
         options = change_options(verb, given)
+    site = open_queue(cluster, top, report, check)
+    if verb in ("list", "history"):
+        return show_runs(site.queue, verb, options.run)
+    if verb != "add":
+        return change_runs(site.queue, verb, options, check=check)
+    return add_runs(runs, site)
+
+
+def open_queue(cluster: Cluster, top: Path, report: Report, check: bool) -> Site:
+    """Return the queue of a cluster. No host is contacted. Arguments are those of `manage_queue`.
+
+    Raises:
+        UserError: the queue is not installed.
+        InventoryError: a host is not described completely.
+    """
     host = queue_host(cluster.groups, cluster.variable)
     for member in cluster.hosts:
         member.check()
-    client = QueueClient(cluster.connect(host))
-    if verb in ("list", "history"):
-        return show_runs(client, verb, options.run)
-    if verb != "add":
-        return change_runs(client, verb, options, check=check)
     limited = len(cluster.hosts) < len(cluster.groups["cluster"])
-    token = secrets.token_hex(8)
-    return add_runs(runs, Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check))
+    client, token = QueueClient(cluster.connect(host)), secrets.token_hex(8)
+    return Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check)

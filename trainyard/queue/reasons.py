@@ -110,7 +110,9 @@ def _why_no_host(request: Request, job: Job, queue: QueueState) -> str:
     if len(free) >= request.nodes:
         if earlier:
             return f"waits for {wanted}: {_and(earlier)} {'comes' if len(earlier) == 1 else 'come'} first"
-        return f"waits for {wanted}: Slurm says {job.reason or 'nothing'}"
+        if job.reason in ("", "None"):  # Slurm has not tried to start it yet
+            return "starts soon"
+        return f"waits for {wanted}: Slurm says {job.reason}"
     shown = sorted(busy, key=lambda name: max(run.end or 4e9 for run in busy[name]))[:_SHOWN]
     more = "" if len(busy) <= _SHOWN else f" and {len(busy) - _SHOWN} more"
     verb = "has it," if any(name != "cores" for name, _, _ in needs(request)) else "is"

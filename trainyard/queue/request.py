@@ -42,7 +42,7 @@ class QueueOptions(PlaybookOptions):
     memory: int = declare(
         0, "memory of each host; 0: all of a whole host, else the share of its cores", unit="GB", ge=0, le=1_000_000
     )
-    after: Words = declare((), "runs that must finish before this one starts", max_length=MAX_RUNS)
+    after: Words = declare((), "runs, or grids of runs, that must finish before this one starts", max_length=MAX_RUNS)
     time_limit: int = declare(
         0, "time after which the run is stopped; 0: twice the plan's estimate", unit="minutes", ge=0, le=MAX_MINUTES
     )
@@ -61,6 +61,7 @@ class Request(QueueOptions):
 
     Attributes:
         run: its name, which is that of its folder.
+        grid: name of the grid to which it belongs; empty for none.
         max_restarts: the launch option: consecutive restarts without progress after which the run has failed.
         time_limit: minutes; 0 is no limit.
         submitted: seconds since the epoch, by the clock of the queue host.
@@ -69,6 +70,7 @@ class Request(QueueOptions):
     """
 
     run: Annotated[str, Field(pattern=RUN_NAME)]
+    grid: Annotated[str, Field(pattern=RUN_NAME.replace("^", "^(").replace("$", ")?$"))] = ""
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     submitted: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     user: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$")] = ""

@@ -1,4 +1,4 @@
-"""Add runs to the queue: read them, refuse what can never start, prepare and stage their files, and submit their jobs."""
+"""Add runs to the queue: refuse what can never start, prepare and stage their files, and submit their jobs."""
 
 from __future__ import annotations
 
@@ -11,56 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import FIELDS, RunSpec, changed_fields, is_known, make_spec, parse_mapping
+from trainer.config import FIELDS, RunSpec, changed_fields, make_spec, parse_mapping
 from trainer.data.samples import read_records
 from trainer.errors import UserError, nearest
 from trainer.formats import counted, printable
-from trainer.inputs import user_path
 from trainer.planner.recommend import estimate_seconds
 from trainer.strategy import AUTO
 from trainyard.connection import FanOut, Host, HostConnection
-from trainyard.extra_vars import check_pairs, read_run_spec
 from trainyard.queue.client import Node, QueueClient, QueueState
 from trainyard.queue.history import run_state
+from trainyard.queue.new_runs import NewRun
 from trainyard.queue.reasons import can_run, refusal
-from trainyard.queue.request import MAX_MINUTES, OPTIONS, QueueOptions, Request, host_cores, slurm_options
+from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
 from trainyard.queue.run_folder import Session, program_archive
-from trainyard.queue.sweep import in_order, read_sweep
-from trainyard.run import options as launch_options
+from trainyard.queue.sweep import grids_of
 from trainyard.run.choose_strategy import spec_here
 from trainyard.run.host_files import HostAccess
-from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import host_spec
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.transfer import copy_to_hosts
 
-OWN_NAMES = ("do", "file")
 FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate
 MIN_LIMIT = 10  # minutes of a derived time limit: a start takes a minute or two, whatever the estimate says
 COUNTED_BYTES = 1 << 28  # of datasets whose samples are counted for the estimate
 FACTS_LIMIT = 30.0  # s for a host to say which runs it has
-# Options that make no sense where this machine neither starts nor follows the run.
-_EXCLUDED = {
-    "render_only": "the queue host starts the run",
-    "render_to": "the queue host starts the run",
-    "collect_to": "the queue host follows the run, not this machine: once it has finished, call train.yml with the same "
-    "options, which copies its result",
-}
-
-
-@dataclass(frozen=True)
-class NewRun:
-    """A run to add. `spec.run` may be empty until it is prepared."""
-
-    options: QueueOptions
-    spec: RunSpec
-    launch: LaunchOptions
-
-    def request(self, hosts: Sequence[str] = (), **more: Any) -> Request:
-        """Return what it asks for. Its name is that of the spec, or `run`."""
-        fields = self.options.model_dump() | {"run": self.spec.run or "run", "hosts": tuple(hosts)}
-        return Request.model_validate(fields | {"max_restarts": self.launch.max_restarts} | more)
 
 
 @dataclass(frozen=True)
@@ -85,60 +60,6 @@ class Site:
     check: bool = False
 
 
-def read_runs(
-    values: Mapping[str, Any], launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
-) -> list[NewRun]:
-    """Return the runs that the values of ``-e`` describe: one, or those of `file`, each after those that it waits for.
-
-    Args:
-        launch_of: returns the launch options with these values on top of the inventory's.
-        top: the project's folder.
-
-    Raises:
-        UserError: an unknown name, or a bad value.
-    """
-    check_pairs(values)
-    given = {name: value for name, value in values.items() if name not in OWN_NAMES}
-    listed = [given]
-    if file := str(values.get("file") or ""):
-        listed = read_sweep(user_path(file, "file"), given)
-        for name in dict.fromkeys(name for entry in listed for name in entry if name not in given):
-            if launch_options.ALIASES.get(name, name) == "limit":
-                raise UserError(f"{file}: {name} selects hosts for all runs of a call: give --limit")
-            if not (name in OPTIONS or is_known(name) or name in launch_options.names()):
-                known = [*OPTIONS, *FIELDS, *launch_options.names()]
-                raise UserError(f"{file}: unknown name {printable(name, 80)}{nearest(name, known)}")
-    quiet: list[str] = []
-    runs = [_new_run(entry, launch_of, top, quiet.append) for entry in listed]
-    for line in dict.fromkeys(quiet):
-        report(line)
-    waits = {run.spec.run: run.options.after for run in runs if run.spec.run}
-    order = in_order(waits)
-    return sorted(runs, key=lambda run: order.index(run.spec.run) if run.spec.run else -1)
-
-
-def _new_run(
-    values: Mapping[str, Any], launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
-) -> NewRun:
-    options = QueueOptions.from_variables(values, "queue")
-    of_run = {name: value for name, value in values.items() if name not in OPTIONS}
-    aliases = launch_options.ALIASES
-    launch = launch_of(
-        {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
-    )
-    for name, why in _EXCLUDED.items():
-        if getattr(launch, name):
-            raise UserError(f"{name}: cannot be set for the queue: {why}")
-    try:
-        run = NewRun(options, read_run_spec(launch.spec, of_run, top, report), launch)
-        run.request()
-    except ValueError as error:
-        raise UserError(f"queue: {printable(error)}") from None
-    if run.spec.run in options.after:
-        raise UserError(f"after: run {run.spec.run} cannot wait for itself")
-    return run
-
-
 def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
     """Add runs to the queue. Nothing is added if one of them is refused.
 
@@ -149,25 +70,41 @@ def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
         UserError: a mistake in a run, or no host can satisfy its request.
         RunError: the queue host or Slurm does not do what was asked.
     """
-    allowed = [host.name for host in site.hosts] if site.limited else []
-    queue = site.queue.state()
-    for run in runs:
-        if why := refusal(run.request(allowed), queue.nodes):
-            raise UserError(f"{_label(run)}: {why}")
-    named = [run.spec.run for run in runs if run.spec.run]
-    after = {run.spec.run: _open_runs(run, named, queue) for run in runs}
-    ready = [_prepared(run, site) for run in runs]
-    queue = site.queue.state([prepared.run for _, prepared in ready])
-    there = _specs_on_hosts([prepared.run for _, prepared in ready], site)
-    known = [_is_known(prepared, queue, there, site.hosts) for _, prepared in ready]
-    answers, jobs = [], {name: job.number for name, job in queue.jobs.items()}
-    for (run, prepared), is_known_run in zip(ready, known, strict=True):
+    before = site.queue.state()
+    waiting = _checked(runs, site, before)
+    ready = [_prepared(run, site) for run, _ in waiting]
+    names = [prepared.run for prepared in ready]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"run {twice[0]}: two runs have the same spec: name each model once")
+    queue = site.queue.state(names)
+    there = _specs_on_hosts(names, site)
+    known = [_is_known(prepared, queue, there, site.hosts) for prepared in ready]
+    # A run of `after` may have ended since.
+    answers, jobs = [], {name: job.number for name, job in (before.jobs | queue.jobs).items()}
+    for (run, after), prepared, is_known_run in zip(waiting, ready, known, strict=True):
         if is_known_run:
             answers.append(_already(prepared.run, queue))
             continue
         run = dataclasses.replace(run, spec=run.spec.model_copy(update={"run": prepared.run}))
-        answers.append(_add(run, prepared, site, queue, jobs, after.get(run.spec.run, [])))
+        answers.append(_add(run, prepared, site, queue, jobs, after))
     return {"changed": not all(known), "runs": answers, "lines": [answer.pop("line") for answer in answers]}
+
+
+def check_runs(runs: Sequence[NewRun], site: Site) -> None:
+    """Check that hosts of the queue can satisfy the runs, whose files may be missing. Raises as `add_runs`."""
+    _checked(runs, site, site.queue.state())
+
+
+def _checked(runs: Sequence[NewRun], site: Site, queue: QueueState) -> list[tuple[NewRun, list[str]]]:
+    """Return each run, with the names of runs as `after`, and those of them that have not finished. Raises UserError."""
+    allowed = [host.name for host in site.hosts] if site.limited else []
+    for run in runs:
+        if why := refusal(run.request(allowed), queue.nodes):
+            raise UserError(f"{_label(run)}: {why}")
+    batch = [run.spec.run for run in runs if run.spec.run]
+    grids = grids_of((name, request.grid) for name, request in queue.requests.items())
+    found = [run.waiting_for(grids, [*batch, *queue.requests]) for run in runs]
+    return [(run, _open_runs(run, batch, queue)) for run in found]
 
 
 def _label(run: NewRun) -> str:
@@ -179,24 +116,26 @@ def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState) -> list[str
     left = []
     for name in run.options.after:
         state = run_state(name, queue)
-        if name in batch or state in ("waiting", "held", "running", "ending"):
+        if state in ("waiting", "held", "running", "ending") or (name in batch and state != "finished"):
             left.append(name)
         elif state == "unknown":
-            known = sorted({*queue.requests, *batch})
+            grids = (request.grid for request in queue.requests.values())
+            known = sorted({*queue.requests, *batch, *filter(None, grids)})
             raise UserError(
-                f"after: the queue has no run {name}{nearest(name, known)}: playbooks/queue.yml -e do=history lists them"
+                f"after: the queue has no run and no grid {name}{nearest(name, known)}: playbooks/queue.yml -e do=history "
+                "lists the runs"
             )
         elif state != "finished":
             raise UserError(f"after: run {name} is {state}, so {_label(run)} would never start: add {name} again first")
     return left
 
 
-def _prepared(run: NewRun, site: Site) -> tuple[NewRun, PreparedRun]:
+def _prepared(run: NewRun, site: Site) -> PreparedRun:
     """Check and, if needed, create the files of a run on this machine. Raises UserError."""
     queue_host = site.queue.host
     hosts = [queue_host, *(host for host in site.hosts if host.name != queue_host.name)]
     access = HostAccess(hosts, site.connect, run.launch.run_env, site.check)
-    return run, prepare(run.spec, site.home / ".trainyard", site.report, access)
+    return prepare(run.spec, site.home / ".trainyard", site.report, access)
 
 
 def _is_known(

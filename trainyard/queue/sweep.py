@@ -8,7 +8,7 @@ grid:                      # one run for each combination
 runs:                      # or runs one by one, each of which may have a grid, too
   - run: baseline
   - run: large
-    after: baseline
+    after: baseline        # a run, or all runs of a grid
     lora_r: 64
 """
 
@@ -18,9 +18,9 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import read_yaml
 from trainer.errors import UserError
@@ -33,7 +33,14 @@ _DIGITS = 6  # of a digest in a name
 _OUTSIDE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
-def read_sweep(path: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+class SweepRun(NamedTuple):
+    """One run of a sweep: its values, and the name of its grid, for which `after` may wait; empty for none."""
+
+    values: dict[str, Any]
+    grid: str = ""
+
+
+def read_sweep(path: Path, given: Mapping[str, Any]) -> list[SweepRun]:
     """Return the values of every run of the file, each with a unique name as `run`.
 
     Args:
@@ -46,14 +53,14 @@ def read_sweep(path: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return expand(read_yaml(path, "file"), given, path.name, path.stem)
 
 
-def expand(document: Mapping[str, Any], given: Mapping[str, Any], source: str, stem: str) -> list[dict[str, Any]]:
+def expand(document: Mapping[str, Any], given: Mapping[str, Any], source: str, stem: str) -> list[SweepRun]:
     """Return the values of every run of a sweep. Arguments and errors are those of `read_sweep`.
 
     Args:
         source: what messages call the sweep.
         stem: start of the names of runs that the sweep does not name.
     """
-    found: list[tuple[dict[str, Any], str, bool]] = []
+    found: list[tuple[SweepRun, str, bool]] = []
     for entry, number in _entries(document, source):
         grid = _grid(entry.pop(GRID, None), source)
         for name in (*entry, *grid):
@@ -63,7 +70,8 @@ def expand(document: Mapping[str, Any], given: Mapping[str, Any], source: str, s
         base = label if "run" in entry or number is None else f"{label}-{number}"
         for combination in _combinations(grid):
             values = {**entry, **given, **combination}
-            found.append((values, base + _suffix(combination), bool(combination) or "run" not in values))
+            run = SweepRun(values, _clean(base) if combination and is_run_name(_clean(base)) else "")
+            found.append((run, base + _suffix(combination), bool(combination) or "run" not in values))
             if len(found) > MAX_RUNS:
                 raise UserError(f"{source}: it stands for more than {MAX_RUNS} runs: split it")
     return _named(found, source)
@@ -124,12 +132,12 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else Path(str(value)).name.replace("+", "")
 
 
-def _named(found: list[tuple[dict[str, Any], str, bool]], source: str) -> list[dict[str, Any]]:
-    """Return the values with unique names. A name that is derived ends with a digest if it is too long or not unique."""
-    names = [_OUTSIDE.sub("-", name).replace("+", "").strip("-._") if derived else name for _, name, derived in found]
+def _named(found: list[tuple[SweepRun, str, bool]], source: str) -> list[SweepRun]:
+    """Return the runs with unique names. A name that is derived ends with a digest if it is too long or not unique."""
+    names = [_clean(name) if derived else name for _, name, derived in found]
     runs, taken = [], set()
-    for (values, _, derived), name in zip(found, names, strict=True):
-        own = {key: value for key, value in values.items() if key != "run"}
+    for (run, _, derived), name in zip(found, names, strict=True):
+        own = {key: value for key, value in run.values.items() if key != "run"}
         if derived and (len(name) > MAX_NAME or names.count(name) > 1 or not name):
             name = f"{name[: MAX_NAME - _DIGITS - 1].rstrip('-._') or 'run'}-{_digest(own)}"
         if not is_run_name(name):
@@ -137,8 +145,13 @@ def _named(found: list[tuple[dict[str, Any], str, bool]], source: str) -> list[d
         if name in taken:
             raise UserError(f"{source}: two runs are named {name}, or have the same values: give each its own `run`")
         taken.add(name)
-        runs.append({**own, "run": name})
+        runs.append(SweepRun({**own, "run": name}, run.grid))
     return runs
+
+
+def _clean(name: str) -> str:
+    """Return a derived name without what the name of a run cannot have."""
+    return _OUTSIDE.sub("-", name).replace("+", "").strip("-._")
 
 
 def _digest(value: Any) -> str:
@@ -163,3 +176,22 @@ def in_order(after: Mapping[str, tuple[str, ...]]) -> list[str]:
         found += ready
         left = [run for run in left if run not in ready]
     return found
+
+
+def grids_of(runs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the names of the runs of each grid.
+
+    Args:
+        runs: for each run its name and its grid, empty for none.
+    """
+    grids: dict[str, list[str]] = {}
+    for run, grid in runs:
+        if grid:
+            grids.setdefault(grid, []).append(run)
+    return grids
+
+
+def without_grids(names: Iterable[str], grids: Mapping[str, Sequence[str]], runs: Collection[str]) -> tuple[str, ...]:
+    """Return names of runs, with all runs of a grid in place of its name; a run of `runs` precedes a grid of its name."""
+    known = set(runs)
+    return tuple(dict.fromkeys(run for name in names for run in ([name] if name in known else grids.get(name, [name]))))

@@ -99,14 +99,14 @@ def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConn
     for host, answer in asked.answers.items():
         sizes = answer["sizes"]
         results[host] = {
-            "result": _parse_result(host, answer["text"].get("result.json")),
+            "result": parse_result(host, answer["text"].get("result.json")),
             "ranks": [int(match[1]) for name in sizes if (match := _STATE.fullmatch(name))],
             "logs": {match[1]: size for name, size in sizes.items() if (match := _LOG.fullmatch(name))},
         }
     return results
 
 
-def _parse_result(host: str, text: str | None) -> dict[str, Any] | None:
+def parse_result(host: str, text: str | None) -> dict[str, Any] | None:
     """Return a host's result.json, or None if it has none. Raises RunError if it is not valid."""
     if not text:
         return None

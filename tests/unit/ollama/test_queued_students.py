@@ -1,0 +1,127 @@
+"""Students that are added to the queue: their options, what is refused before the teachers are asked, and their results.
+
+The queue host is a stand-in; tests/lab/test_queue_front.py has a real one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.errors import UserError
+from trainyard.cluster import Cluster
+from trainyard.connection import Host
+from trainyard.ollama.distill import distill, student_specs
+from trainyard.ollama.queued_students import StudentQueue, student_queue
+from trainyard.queue.client import Job, Node, QueueState
+from trainyard.queue.request import QueueOptions, Request
+from trainyard.queue.requests import Site
+from trainyard.run.options import make_options
+
+TOP = Path(__file__).resolve().parents[3]
+HOSTS = [Host(f"node{n}", f"10.0.0.{n}", "/data", "/usr/bin/python3") for n in (1, 2)]
+GIVEN = {"teacher": "t", "prompts": "p.jsonl", "model": "tiny", "queue": "true"}
+RESULT = {"status": "finished", "step": 5, "steps": 5, "world_size": 1, "tokens": 9, "samples": 9}
+RESULT |= {"tokens_per_second": 1.0, "loss_first": 2.0, "loss_last": 1.0, "eval_loss_first": 2.0, "eval_loss": 0.5}
+
+
+def cluster(state: str = "present") -> Cluster:
+    def connect(name: str) -> Any:
+        return type("Connection", (), {"host": next(host for host in HOSTS if host.name == name)})()
+
+    groups = {"cluster": ["node1", "node2"]}
+    return Cluster(HOSTS, groups, lambda host, name: state, connect, make_options)
+
+
+def made(hybrid: bool = False, **values: Any) -> StudentQueue:
+    return student_queue(values, hybrid, cluster(), make_options({}), TOP, print, False)
+
+
+def test_options_of_the_queue_need_it() -> None:
+    with pytest.raises(UserError, match="distill: priority is an option of the queue: set queue=true"):
+        student_specs("", {**GIVEN, "priority": "low"}, TOP, print)
+    (spec,) = student_specs("", {**GIVEN, "priority": "low", "lr": 0.1}, TOP, print, queued=True)
+    assert spec.lr == 0.1 and spec.eval_start
+
+
+def test_hybrid_students_have_two_hosts() -> None:
+    assert made(priority="low", cores="2").options == QueueOptions(priority="low", cores=2)
+    assert made(hybrid=True).options.nodes == 2 and made(hybrid=True, nodes=3).options.nodes == 3
+    with pytest.raises(UserError, match="hybrid=true trains each student on several hosts: set nodes to 2 or more"):
+        made(hybrid=True, nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "state", "said"),
+    [
+        ({}, "absent", "the queue is not installed on node1: set queue_state: present"),
+        ({"priority": "urgent"}, "present", "distill: priority: expected one of low, normal, high, critical"),
+        ({"quueue": True}, "present", "-e quueue: unknown name"),
+    ],
+)
+def test_mistakes_are_found_before_a_host_is_asked(values: dict[str, Any], state: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        distill(GIVEN | values, cluster(state), {}, TOP, print, False)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+class FakeQueue:
+    """Stands for the queue host. `one` has finished on node2, and `two` waits."""
+
+    host = HOSTS[0]
+
+    def state(self, specs: Any = ()) -> QueueState:
+        attempt = {"begin": 1.0, "end": 2.0, "hosts": {"node2": {}}, "reason": ""}
+        return QueueState(
+            jobs={"two": Job(7, "two", "low", "PENDING", "Dependency")},
+            nodes={host.name: Node(host.name, "idle", 2, 8192) for host in HOSTS},
+            requests={"one": Request(run="one"), "two": Request(run="two", after=("one",), priority="low")},
+            states={"one": {"phase": "finished", "attempts": [attempt]}},
+            now=2.0,
+        )
+
+
+class FakeHost:
+    """Stands for the connection to a host; node2 has the result of the run `one`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        assert verb == "read_files"
+        there = {"one/result.json": json.dumps(RESULT)} if self.name == "node2" else {}
+        return {"text": {name: text for name, text in there.items() if name in request["text"]}}
+
+
+def queue_of(tmp_path: Path, **options: Any) -> StudentQueue:
+    connect: Any = FakeHost
+    site = Site(HOSTS, False, FakeQueue(), connect, tmp_path, lambda line: None, "token")  # type: ignore[arg-type]
+    return StudentQueue(site, QueueOptions(**options), make_options({}))
+
+
+def test_students_of_the_queue_stay_and_show_their_loss(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    given = {**GIVEN, "lr": 0.1}
+    (spec,) = student_specs("", given, TOP, print, queued=True)
+    dataset = {"dataset": str(tmp_path / "d.jsonl")}
+    specs = [spec.model_copy(update={"run": run, **dataset}) for run in ("one", "two")]
+    added = queue_of(tmp_path).add(specs)
+    assert not added["changed"] and added["students"] == {"one": RESULT}
+    assert [run["run"] for run in added["runs"]] == ["two"]
+    text = "\n".join(added["lines"])
+    assert added["lines"][:2] == ["run one is finished: nothing to do", "run two is waiting already, as job 7"]
+    assert "waits for the end of run one" in text and "playbooks/attach.yml -e run=two" in text
+    (row,) = [line.split() for line in added["lines"] if line.split()[:2] == ["tiny", "one"]]
+    assert row[2:7] == ["node2", "2.0000", "0.5000", "-75", "%"]
+
+
+def test_students_that_no_host_can_train_are_refused(tmp_path: Path) -> None:
+    specs = student_specs("", {**GIVEN, "run": "mine"}, TOP, print, queued=True)
+    queue_of(tmp_path, after=("one",)).check(specs)
+    with pytest.raises(UserError, match="run mine: no host has 9 cores: the closest is node1, which lacks 9 cores"):
+        queue_of(tmp_path, cores=9).check(specs)
+    with pytest.raises(UserError, match="after: the queue has no run and no grid three"):
+        queue_of(tmp_path, after=("three",)).check(specs)

@@ -1,0 +1,29 @@
+"""The inventory as a playbook's action and the command line hand it on: hosts, groups, variables, connections and launch options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.connection import Host, HostConnection
+from trainyard.run.options import LaunchOptions
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster of an inventory, of a play or of the command line.
+
+    Attributes:
+        hosts: those of the group `cluster`, or those of them that `--limit` selects.
+        groups: names of the hosts of every group.
+        variable: returns a variable of a host, or None.
+        connect: makes the connection to a host by its name; called in the main thread.
+        launch_of: returns the launch options with these values on top of the inventory's.
+    """
+
+    hosts: Sequence[Host]
+    groups: Mapping[str, Sequence[str]]
+    variable: Callable[[str, str], Any]
+    connect: Callable[[str], HostConnection]
+    launch_of: Callable[[Mapping[str, Any]], LaunchOptions]

@@ -1,0 +1,133 @@
+"""Students as runs of the queue: this machine asks the teachers, and the queue host trains the students."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import RunSpec
+from trainer.errors import UserError
+from trainyard.cluster import Cluster
+from trainyard.connection import FanOut
+from trainyard.ollama.students import StudentRun, student_table
+from trainyard.queue.client import QueueState
+from trainyard.queue.history import describe, list_queue, run_state
+from trainyard.queue.manage import open_queue
+from trainyard.queue.new_runs import NewRun, make_run
+from trainyard.queue.request import QueueOptions
+from trainyard.queue.requests import Site, add_runs, check_runs
+from trainyard.run.artifacts import parse_result
+from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import Report
+
+_LIMIT = 60.0  # s for a host to read the results of its runs
+
+
+@dataclass(frozen=True)
+class StudentQueue:
+    """The queue to which students are added.
+
+    Attributes:
+        site: where they are added.
+        options: what each of them asks for.
+        launch: how each of them is kept alive.
+    """
+
+    site: Site
+    options: QueueOptions
+    launch: LaunchOptions
+
+    def check(self, specs: Sequence[RunSpec]) -> None:
+        """Check, before the teachers are asked, that the queue can run the students. Raises as `add`."""
+        check_runs(self._runs(specs), self.site)
+
+    def add(self, specs: Sequence[RunSpec]) -> dict[str, Any]:
+        """Add the students that the queue does not have yet.
+
+        Returns:
+            `changed`; `runs`, as `do=list` returns them; `students`, the result.json of those that have finished, by run;
+            `lines` for a person.
+
+        Raises:
+            UserError, RunError: as add_runs.
+        """
+        added = add_runs(self._runs(specs), self.site)
+        models = {answer["run"]: spec.model for answer, spec in zip(added["runs"], specs, strict=True)}
+        queue = self.site.queue.state()
+        listed = list_queue(queue, list(models))
+        finished = self._finished(models, queue)
+        lines = list(added["lines"])
+        if listed["runs"]:
+            lines += [*listed["lines"], *_how_to_follow(listed["runs"])]
+        if finished:
+            lines += student_table(finished)
+        students = {run.run: run.result for run in finished}
+        return {"changed": added["changed"], "runs": listed["runs"], "students": students, "lines": lines}
+
+    def _runs(self, specs: Sequence[RunSpec]) -> list[NewRun]:
+        return [make_run(self.options, spec, self.launch) for spec in specs]
+
+    def _finished(self, models: Mapping[str, str], queue: QueueState) -> list[StudentRun]:
+        """Return the students that have finished, each with the result that its first host has."""
+        finished = [run for run in models if run in queue.requests and run_state(run, queue) == "finished"]
+        hosts = {run: list(describe(run, queue)["hosts"]) for run in finished}
+        texts = self._results(finished)
+        found = []
+        for run in finished:
+            here = [name for name in hosts[run] if texts.get(name, {}).get(f"{run}/result.json")]
+            result = parse_result(here[0], texts[here[0]][f"{run}/result.json"]) if here else None
+            missing = "" if result else f"{', '.join(hosts[run]) or 'no host'}: has no result.json"
+            found.append(StudentRun(models[run], run, hosts[run], result or {}, missing))
+        return found
+
+    def _results(self, runs: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Return the texts of result.json, by host and name. A host that does not answer has none."""
+        if not runs:
+            return {}
+        site, text = self.site, [f"{run}/result.json" for run in runs]
+        calls = {
+            host.name: functools.partial(
+                site.connect(host.name).call, "read_files", {"folder": f"{host.data_dir}/runs", "text": text}
+            )
+            for host in site.hosts
+        }
+        return {host: answer["text"] for host, answer in FanOut(calls).wait(_LIMIT).answers.items()}
+
+
+def student_queue(
+    values: Mapping[str, Any],
+    hybrid: bool,
+    cluster: Cluster,
+    launch: LaunchOptions,
+    top: Path,
+    report: Report,
+    check: bool,
+) -> StudentQueue:
+    """Return the queue for the students of a call of playbooks/distill.yml. No host is contacted.
+
+    Args:
+        values: of ``-e``, among them the options of the queue.
+        hybrid: each student trains on several hosts: two, if `nodes` is not set and there are two.
+
+    Raises:
+        UserError: a bad value, or the queue is not installed.
+        InventoryError: a host is not described completely.
+    """
+    options = QueueOptions.from_variables(values, "distill")
+    if hybrid and "nodes" not in values:
+        options = options.model_copy(update={"nodes": min(2, len(cluster.hosts))})
+    elif hybrid and options.nodes == 1:
+        raise UserError("distill: hybrid=true trains each student on several hosts: set nodes to 2 or more")
+    return StudentQueue(open_queue(cluster, top, report, check), options, launch)
+
+
+def _how_to_follow(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how a user follows the first of these runs."""
+    return [
+        f"follow them with: playbooks/queue.yml -e do=list; playbooks/attach.yml -e run={runs[0]['run']} follows a run that "
+        "has started",
+        "repeat this command once they have finished: it shows their loss",
+    ]

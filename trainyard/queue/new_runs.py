@@ -1,0 +1,124 @@
+"""The runs that a user adds to the queue, read from the values of ``-e`` or from a file of several runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import FIELDS, RunSpec, is_known
+from trainer.errors import UserError, nearest
+from trainer.formats import printable
+from trainer.inputs import user_path
+from trainyard.extra_vars import check_pairs, read_run_spec
+from trainyard.queue.request import MAX_RUNS, OPTIONS, QueueOptions, Request
+from trainyard.queue.sweep import SweepRun, grids_of, in_order, read_sweep, without_grids
+from trainyard.run import options as launch_options
+from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import Report
+
+OWN_NAMES = ("do", "file")
+# Options that make no sense where this machine neither starts nor follows the run.
+_EXCLUDED = {
+    "render_only": "the queue host starts the run",
+    "render_to": "the queue host starts the run",
+    "collect_to": "the queue host follows the run, not this machine: once it has finished, call train.yml with the same "
+    "options, which copies its result",
+}
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """A run to add. `spec.run` may be empty until it is prepared.
+
+    Attributes:
+        grid: name of the grid to which it belongs; empty for none.
+    """
+
+    options: QueueOptions
+    spec: RunSpec
+    launch: LaunchOptions
+    grid: str = ""
+
+    def request(self, hosts: Sequence[str] = (), **more: Any) -> Request:
+        """Return what it asks for. Its name is that of the spec, or `run`."""
+        fields = self.options.model_dump() | {"run": self.spec.run or "run", "hosts": tuple(hosts), "grid": self.grid}
+        return Request.model_validate(fields | {"max_restarts": self.launch.max_restarts} | more)
+
+    def waiting_for(self, grids: Mapping[str, Sequence[str]], runs: Sequence[str]) -> NewRun:
+        """Return the run with the runs of a grid in place of its name in `after`.
+
+        Args:
+            grids: names of the runs of each grid.
+            runs: known names of runs: such a name is not a grid.
+
+        Raises:
+            UserError: it would wait for itself, or for more than MAX_RUNS runs.
+        """
+        after = without_grids(self.options.after, grids, runs)
+        if self.spec.run and self.spec.run in after:
+            why = "" if self.spec.run in self.options.after else f": it belongs to the grid {self.grid}"
+            raise UserError(f"after: run {self.spec.run} cannot wait for itself{why}")
+        if len(after) > MAX_RUNS:
+            raise UserError(f"after: the grids have {len(after)} runs, and a run may wait for at most {MAX_RUNS}")
+        return dataclasses.replace(self, options=self.options.model_copy(update={"after": after}))
+
+
+def make_run(options: QueueOptions, spec: RunSpec, launch: LaunchOptions, grid: str = "") -> NewRun:
+    """Return a run that may be added to a queue. Raises UserError for options that cannot be set for it."""
+    for name, why in _EXCLUDED.items():
+        if getattr(launch, name):
+            raise UserError(f"{name}: cannot be set for the queue: {why}")
+    run = NewRun(options, spec, launch, grid)
+    try:
+        run.request()
+    except ValueError as error:
+        raise UserError(f"queue: {printable(error)}") from None
+    return run
+
+
+def read_runs(
+    values: Mapping[str, Any], launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
+) -> list[NewRun]:
+    """Return the runs that the values of ``-e`` describe: one, or those of `file`, each after those that it waits for.
+
+    Args:
+        launch_of: returns the launch options with these values on top of the inventory's.
+        top: the project's folder.
+
+    Raises:
+        UserError: an unknown name, or a bad value.
+    """
+    check_pairs(values)
+    given = {name: value for name, value in values.items() if name not in OWN_NAMES}
+    listed = [SweepRun(given)]
+    if file := str(values.get("file") or ""):
+        listed = read_sweep(user_path(file, "file"), given)
+        for name in dict.fromkeys(name for entry in listed for name in entry.values if name not in given):
+            if launch_options.ALIASES.get(name, name) == "limit":
+                raise UserError(f"{file}: {name} selects hosts for all runs of a call: give --limit")
+            if not (name in OPTIONS or is_known(name) or name in launch_options.names()):
+                known = [*OPTIONS, *FIELDS, *launch_options.names()]
+                raise UserError(f"{file}: unknown name {printable(name, 80)}{nearest(name, known)}")
+    quiet: list[str] = []
+    runs = [_new_run(entry, launch_of, top, quiet.append) for entry in listed]
+    for line in dict.fromkeys(quiet):
+        report(line)
+    grids, names = grids_of((run.spec.run, run.grid) for run in runs), [run.spec.run for run in runs]
+    runs = [run.waiting_for(grids, names) for run in runs]
+    order = in_order({run.spec.run: run.options.after for run in runs if run.spec.run})
+    return sorted(runs, key=lambda run: order.index(run.spec.run) if run.spec.run else -1)
+
+
+def _new_run(
+    entry: SweepRun, launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
+) -> NewRun:
+    options = QueueOptions.from_variables(entry.values, "queue")
+    of_run = {name: value for name, value in entry.values.items() if name not in OPTIONS}
+    aliases = launch_options.ALIASES
+    launch = launch_of(
+        {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
+    )
+    return make_run(options, read_run_spec(launch.spec, of_run, top, report), launch, entry.grid)
