@@ -166,6 +166,7 @@ def message(session: RunSession) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_unequal_and_missing_files_are_named(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each host sees its own /srv through a path that differs by host; the message has hosts, difference and remedy."""
     here = Here(here.folder, remote=False)

@@ -57,6 +57,7 @@ def manage(bed: Bed, state: str, lines: list[str], run: str = "", **how: Any) ->
     return manage_runs(state, run, hosts(bed.folder), connect, options, lines.append, **how)
 
 
+@pytest.mark.slow
 def test_all_runs_are_stopped_and_reported(bed: Bed) -> None:
     start(bed, "one", 0)
     start(bed, "two", 1)
@@ -76,6 +77,7 @@ def test_all_runs_are_stopped_and_reported(bed: Bed) -> None:
     assert not any("Ctrl-C" in line for line in followed), "the run has ended"
 
 
+@pytest.mark.slow
 def test_all_other_runs_are_stopped_when_a_host_does_not_answer(bed: Bed) -> None:
     start(bed, "one", 0)
     away = HangingTransport()

@@ -83,6 +83,7 @@ def test_kill_9_ends_the_playbook(bed: Bed, victim: str, says: str) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_the_rank_that_raised_is_named_not_those_that_lost_it(bed: Bed) -> None:
     bed.make_run(3, environment=f"FAKE=1:3:raise\nPEERS={bed.folder}/broken\n")
     assert bed.ranks(bed.plan(3)).wait(60) == 2
@@ -114,6 +115,7 @@ def test_when_all_only_lost_their_peers_that_is_said(bed: Bed) -> None:
     assert "Connection closed by peer" in errors(bed.output_text())[0]
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_noticed(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=1:3:hang\n")
     playbook = bed.ranks(bed.plan(2, steps=6), stall_limit=2)  # rank 0 finishes, rank 1 never does
@@ -156,6 +158,7 @@ def test_if_one_host_refuses_nothing_runs(bed: Bed) -> None:
     assert bed.node(0)["status"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_busy_host_is_refused_by_name(bed: Bed) -> None:
     bed.make_run(2)
     bed.make_run(2, run="other")
@@ -274,6 +277,7 @@ def test_stop_ends_the_older_and_the_newer_start(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_check_mode_starts_nothing(bed: Bed) -> None:
     bed.make_run(2)
     assert bed.ranks(bed.plan(2), "--check").wait(60) == 0, bed.output_text()
@@ -304,6 +308,7 @@ def test_logs_are_gathered(bed: Bed) -> None:
     assert errors(bed.output_text()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["trainyard_run", "trainyard_runs"])
 def test_the_documentation_lists_the_arguments(module: str) -> None:
     """ansible-doc reads the module; the action plugin declares the same options, choices and defaults."""

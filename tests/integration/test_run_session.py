@@ -56,6 +56,7 @@ def session_of_plan(
     return RunSession(hosts(bed.folder), connect, chosen, report=lines.append, state=state)
 
 
+@pytest.mark.slow
 def test_a_plan_is_launched_and_followed_to_its_end(bed: Bed, connect: Connect) -> None:
     bed.make_run(2)
     lines: list[str] = []
@@ -68,6 +69,7 @@ def test_a_plan_is_launched_and_followed_to_its_end(bed: Bed, connect: Connect) 
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_the_first_failure_stops_all_ranks_and_is_named(bed: Bed, connect: Connect) -> None:
     bed.make_run(2, environment=f"FAKE=1:3:raise\nPEERS={bed.folder}/broken\n")
     session = session_of_plan(bed, connect, bed.plan(2), [])
@@ -80,6 +82,7 @@ def test_the_first_failure_stops_all_ranks_and_is_named(bed: Bed, connect: Conne
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_nothing_starts_if_a_host_refuses(bed: Bed, connect: Connect) -> None:
     bed.make_run(2)
     (bed.run_dir(1) / "env").chmod(0o644)
@@ -98,6 +101,7 @@ def test_check_mode_launches_nothing(bed: Bed, connect: Connect) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> None:
     bed.make_run(2)
     session_of_plan(bed, connect, bed.plan(2), []).launch()
@@ -176,6 +180,7 @@ def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect
         RunSession(hosts(bed.folder), connect, options, spec=other, home=bed.folder, report=lines.append).plan()
 
 
+@pytest.mark.slow
 def test_a_host_without_its_python_is_named(bed: Bed, connect: Connect) -> None:
     here = hosts(bed.folder)
     here[1] = Host("node2", "127.0.0.1", str(bed.folder / "node2"), "/nonexistent/python", backend="process")

@@ -68,6 +68,7 @@ def torchrun(steps: int = 1000, local_ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, *where, str(FAKE_RANK), str(steps), "0.05"]
 
 
+@pytest.mark.slow
 def test_a_run_finishes(bed: Bed) -> None:
     bed.make_run(1)
     answer = start(bed, torchrun(steps=3))

@@ -155,6 +155,7 @@ def test_bad_input_is_one_line(said: dict[str, Any], words: list[str], bad_files
         assert word in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "words"),
     [({"lrr": 1}, ["-e lrr", "'lr'"]), ({"hosts": "nobody"}, ["no host matches nobody", "node1"])],
@@ -168,6 +169,7 @@ def test_bad_input_ends_the_playbook_before_any_host(said: dict[str, Any], words
         assert word in line
 
 
+@pytest.mark.slow
 def test_an_unreachable_host_is_named(nowhere: Path, dataset: Path) -> None:
     document = yaml.safe_load(nowhere.read_text())
     document["cluster"]["vars"] = {"cluster_data_dir": "/tmp/trainyard-none"}
@@ -285,6 +287,7 @@ def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, datase
     assert [row["loss"] for row in after[: len(before)]] == [row["loss"] for row in before]
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(inventory: Path, dataset: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -94,6 +94,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(tmp_path, 4)
 
 
+@pytest.mark.slow
 def test_files_pass_from_host_to_host(cluster: Cluster) -> None:
     """The controller sends each file once. A host that has a file already passes it on."""
     files = [cluster.file("a"), cluster.file("empty", 0), cluster.file("private", 5000, 0o600)]
@@ -111,6 +112,7 @@ def test_files_pass_from_host_to_host(cluster: Cluster) -> None:
     assert [len(changed[f"node{n}"]) for n in (1, 2, 3, 4)] == [0, 1, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_failed_relay_is_one_warning(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts behind the one that fails receive the files from the controller; those before it have them."""
     monkeypatch.setattr("trainyard.run.relay.IDLE", 1.0)

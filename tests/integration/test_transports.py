@@ -162,6 +162,7 @@ def test_errors_of_a_verb_are_one_line(connection: HostConnection) -> None:
         connection.call("run_list", {"data_dir": "/nonexistent"}, python="/nonexistent/python")
 
 
+@pytest.mark.slow
 def test_a_request_is_not_in_any_command_line(connection: HostConnection, tmp_path: Path) -> None:
     """`mesh` waits for its peer, so its process can be inspected in the meantime."""
     request = {
@@ -266,6 +267,7 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
         inventory_hosts([str(inventory)])
 
 
+@pytest.mark.slow
 def test_vault_values_of_an_inventory(tmp_path: Path) -> None:
     """In a separate process: Ansible keeps the secrets of a vault until its process ends."""
     (tmp_path / "password").write_text("open sesame\n")
@@ -281,6 +283,7 @@ def test_vault_values_of_an_inventory(tmp_path: Path) -> None:
     assert done.stdout == "ali\n"
 
 
+@pytest.mark.slow
 def test_many_hosts_at_once() -> None:
     """A host that hangs has no answer within the limit, one that fails has its error, and no host waits for another."""
 
@@ -306,6 +309,7 @@ def test_many_hosts_at_once() -> None:
     assert set(asked.answers) == {"slow"} and set(asked.errors) == {"lost"}
 
 
+@pytest.mark.slow
 def test_a_request_carries_the_modules_of_its_verb_only(tmp_path: Path) -> None:
     """Each verb can be imported from its archive, also what functions import later; a status request is small."""
     assert len(remote_archive("run_status")) < 12_000 < len(remote_archive()) / 4

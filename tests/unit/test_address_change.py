@@ -91,6 +91,7 @@ def test_an_address_that_is_not_reached_is_rolled_back(tmp_path: Path) -> None:
     assert host.target == OLD
 
 
+@pytest.mark.slow
 def test_a_lost_host_needs_a_reboot(tmp_path: Path) -> None:
     def answers(host: FakeHost, step: str) -> dict[str, Any]:
         if step == "try":

@@ -58,16 +58,19 @@ def result(**values) -> dict:
     return {"name": "Task", "say": {"result": values}}
 
 
+@pytest.mark.slow
 def test_a_plain_failure_is_one_line_per_host(say) -> None:
     output = say(result(failed=True, plain=True, msg="no room\n on /data"))
     assert sorted(body(output)) == ["error: a: no room on /data", "error: b: no room on /data"]
 
 
+@pytest.mark.slow
 def test_a_plain_failure_of_all_hosts_names_no_host(say) -> None:
     output = say(result(failed=True, plain=True, msg="no room", lines=["because", "of this"]) | {"run_once": True})
     assert body(output) == ["error: no room", "because", "of this"]
 
 
+@pytest.mark.slow
 def test_fail_and_assert_are_one_line(say) -> None:
     assert body(say({"name": "Task", "ansible.builtin.fail": {"msg": "give a model"}}, hosts="a,")) == [
         "error: a: give a model"
@@ -76,11 +79,13 @@ def test_fail_and_assert_are_one_line(say) -> None:
     assert body(say(check)) == ["error: give a model"]
 
 
+@pytest.mark.slow
 def test_text_after_an_empty_line_of_a_message_is_printed_unchanged(say) -> None:
     task = {"name": "Task", "ansible.builtin.fail": {"msg": "the hosts\ndiffer\n\n       a    b\ntorch  2.0  2.1"}}
     assert body(say(task | {"run_once": True})) == ["error: the hosts differ", "       a    b", "torch  2.0  2.1"]
 
 
+@pytest.mark.slow
 def test_items_with_plain_failures(say) -> None:
     task = {"name": "Task", "say": {"result": "{{ item }}"}, "run_once": True}
     task["loop"] = [{"failed": True, "plain": True, "msg": "first"}, {"msg": "well"}]
@@ -89,17 +94,20 @@ def test_items_with_plain_failures(say) -> None:
     assert not any("fatal" in line or "One or more" in line for line in output)
 
 
+@pytest.mark.slow
 def test_an_ignored_plain_failure(say) -> None:
     output = say(result(failed=True, plain=True, msg="no room") | {"ignore_errors": True}, hosts="a,")
     assert body(output) == ["error: a: no room", "...ignoring"]
 
 
+@pytest.mark.slow
 def test_lines_are_printed_unchanged(say) -> None:
     output = body(say(result(lines=["rank  host", "0     a"]) | {"run_once": True}))
     assert output[0].startswith("TASK [Task]")
     assert output[1:] == ["rank  host", "0     a"]
 
 
+@pytest.mark.slow
 def test_other_results_have_the_default_output(say) -> None:
     output = say(result(failed=True, msg="no room"), hosts="a,")
     assert "fatal: [a]: FAILED! =>" in output and "no room" in output

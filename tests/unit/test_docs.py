@@ -251,6 +251,7 @@ def test_metadata_is_consistent() -> None:
         assert (TOP / package / "py.typed").exists()
 
 
+@pytest.mark.slow
 def test_site_builds_strictly(tmp_path: Path) -> None:
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed: make setup installs it")

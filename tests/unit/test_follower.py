@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from trainyard.run.follower import Follower
 from trainyard.run.monitor import Part, Progress
 from trainyard.run.options import LaunchOptions
@@ -42,6 +44,7 @@ class RunningHost:
         return {"status": status, "node": node, "ranks": {str(self.rank): state}, "now": time.time()}
 
 
+@pytest.mark.slow
 def test_a_host_without_an_answer_is_the_cause_of_the_errors_of_its_peers() -> None:
     hosts = {"a": RunningHost(0), "b": RunningHost(1), "c": RunningHost(2)}
     options = LaunchOptions(lost_limit=LOST_LIMIT)
@@ -64,6 +67,7 @@ def test_a_host_without_an_answer_is_the_cause_of_the_errors_of_its_peers() -> N
     assert time.monotonic() - began < 1.0 + 2 * follower.wait + LOST_LIMIT + 1.0
 
 
+@pytest.mark.slow
 def test_consequences_alone_end_a_run_once_every_host_answered() -> None:
     hosts = {"a": RunningHost(0), "b": RunningHost(1)}
     options = LaunchOptions(lost_limit=60)

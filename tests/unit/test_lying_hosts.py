@@ -327,6 +327,7 @@ def test_a_symbolic_link_in_the_target_is_not_followed(cluster: Cluster, tmp_pat
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_sizes_and_contents_are_checked(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = cluster.transports["node1"]
     name = "adapter/adapter_model.safetensors"
@@ -425,6 +426,7 @@ def test_lies_while_a_run_is_followed(
     assert attempt(followed, cluster, tmp_path, lie), "it stalls or fails"
 
 
+@pytest.mark.slow
 def test_a_host_that_answers_too_late_is_named(cluster: Cluster, tmp_path: Path) -> None:
     cluster.transports["node2"].lie = slowly(3.0)
     lines = listed(cluster, tmp_path)

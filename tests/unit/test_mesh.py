@@ -85,6 +85,7 @@ def test_the_port_of_ollama_is_tried_with_and_without_a_server() -> None:
     assert peer.connect_service(NAMES["node1"], free) == "Connection refused"
 
 
+@pytest.mark.slow
 def test_a_peer_without_the_token_is_another_program() -> None:
     ports = free_ports(1)
     for answer in pair(ports, ("one", "another"), limit=3.0):
@@ -111,6 +112,7 @@ def test_another_server_on_a_port() -> None:
     assert second["reached"]["node1"] == {str(ports[0]): "", str(ports[1]): ""}
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_listen() -> None:
     about = {"name": "node1", "names": list(NAMES), "address": NAMES["node1"], "head": "node1", "ports": free_ports(1)}
     about |= {"peers": {"node2": NAMES["node2"]}, "token": "secret", "limit": 2.0, "device": "lo", "data_dir": ""}
@@ -160,6 +162,7 @@ def test_hosts_of_a_mesh_see_a_shared_data_dir(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_shared_data_dir_is_seen_although_no_port_is_open(tmp_path: Path) -> None:
     ports = free_ports(1)
     with socket.socket() as first, socket.socket() as second:

@@ -156,6 +156,7 @@ files = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(
     files,
     st.sampled_from(
@@ -181,6 +182,7 @@ def test_an_edit_is_idempotent_and_preserves_other_nics(before: dict[str, str], 
     assert other_definitions(new) == other_definitions(before)
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 def test_any_text_is_an_edit_or_a_one_line_error(one: str, other: str) -> None:
     try:

@@ -110,6 +110,7 @@ def unique(some: list[Rule]) -> list[Rule]:
     return list({rule.identity: rule for rule in some}.values())
 
 
+@pytest.mark.slow
 @given(st.lists(rules).map(unique), st.lists(rules).map(unique))
 def test_changes_converge_and_keep_other_rules(current: list[Rule], desired: list[Rule]) -> None:
     desired = [rule._replace(comment=f"trainyard: {rule.comment}") for rule in desired]

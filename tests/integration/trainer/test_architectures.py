@@ -80,6 +80,7 @@ def test_explicit_targets_that_mamba_cannot_adapt(here: Here, tmp_path: Path) ->
 # The choice of `packing=auto` ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_proof_runs_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     assert here("first", max_steps=1) == 0, here.err
     monkeypatch.setattr("trainer.packing_check.isolates_packed_samples", pytest.fail)
@@ -120,6 +121,7 @@ def test_the_proof_depends_on_the_configuration_and_the_versions(model_folder: P
     assert key != proof_key(spec, model, cpu)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_auto_chose(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"max_steps": 4, "checkpoint_interval": 2}
     assert here(**fields) == 0, here.err

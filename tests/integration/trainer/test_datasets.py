@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_cases(tmp_path_factory.mktemp("datasets"))
 
 
+@pytest.mark.slow
 def test_a_run_on_every_readable_dataset_at_once(here: Here, folder: dict[str, Path]) -> None:
     listed: list[dict[str, Any]] = [{"path": str(folder[case.name])} for case in READABLE]
     listed += [{"path": str(folder[case.name]), "columns": case.columns} for case in MAPPED]
@@ -72,6 +73,7 @@ def order_of(folder: Path, run_dir: Path) -> tuple[Order, Counter[int]]:
     return order, Counter(train_set.sources[used].tolist())
 
 
+@pytest.mark.slow
 def test_a_mixture_stops_and_resumes_bit_equal(here: Here, tmp_path: Path) -> None:
     fields = {"dataset": mixture(tmp_path), "epochs": 4, "checkpoint_interval": 7, "eval_split": 0.1}
     assert here("straight", **fields) == 0, here.err

@@ -59,6 +59,7 @@ def test_log_probabilities_change_the_loss_and_not_its_evaluation(
     assert here.result("kl")["eval_loss_first"] == pytest.approx(here.result("text")["eval_loss_first"])
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_the_losses(here: Here, taught: Path) -> None:
     for size in (1, 2, 4):
         assert here(f"b{size}", dataset=taught, distill_alpha=0.5, batch_size=size, **FEW) == 0, here.err
@@ -66,6 +67,7 @@ def test_micro_batches_do_not_change_the_losses(here: Here, taught: Path) -> Non
     assert here.losses("b4") == pytest.approx(here.losses("b2"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_equal(here: Here, taught: Path) -> None:
     fields = {"dataset": taught, "distill_alpha": 0.7, "checkpoint_interval": 2, **FEW}
     assert here("straight", **fields) == 0, here.err
@@ -109,6 +111,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pat
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -136,12 +139,14 @@ def test_a_teacher_model_changes_the_loss_and_not_its_evaluation(
     assert here.result("kl")["trained_tokens"] == here.result("text")["trained_tokens"]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_resumes_bit_equal(here: Here, teacher: Path) -> None:
     fields = {"teacher": teacher, "distill_alpha": 0.7, "gkd_lambda": 0.6, "gkd_beta": 0.3, "checkpoint_interval": 2}
     assert here("straight", **fields, **FEW) == 0, here.err
     assert stopped_and_resumed(here, **fields, **FEW) == here.losses("straight")
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_the_losses_with_a_teacher(here: Here, teacher: Path) -> None:
     fields = {"teacher": teacher, "distill_alpha": 1, "gkd_lambda": 0.5, "gkd_beta": 0.5, **FEW}
     for size in (1, 4):

@@ -121,6 +121,7 @@ def test_a_finite_adapter_may_overflow_the_merged_model(here: Here) -> None:
 # fp16 ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_that_the_gradient_scaler_skips_are_no_failure(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **options: real(*args, init_scale=2.0**45, **options))
@@ -161,6 +162,7 @@ def as_an_older_version(path: Path, value: float = float("nan")) -> None:
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_finite_is_ignored(here: Here) -> None:
     fields = {"max_steps": 6, "checkpoint_interval": 3}
     assert here("straight", **fields) == here(**fields) == 0, here.err

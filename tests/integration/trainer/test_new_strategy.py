@@ -100,6 +100,7 @@ def test_a_new_strategy_is_validated(tree: Path) -> None:
         ask(tree, "-m", "trainer", "check", "--strategy=toy", "--lora-r=3")
 
 
+@pytest.mark.slow
 def test_a_new_strategy_is_listed(tree: Path) -> None:
     summary = "a toy that sends one bit of every gradient"
     shown = ask(tree, "-m", "trainer", "--help")

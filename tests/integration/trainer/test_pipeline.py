@@ -93,6 +93,7 @@ def test_full_weights_train_as_with_ddp_and_resume_on_other_hosts(deep_cluster: 
     compare(deep_cluster, 3, deep, "model/model.safetensors")
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_pipeline(deep: Here) -> None:
     few = {"max_steps": 4, "checkpoint_interval": 2}
     cases: dict[str, dict[str, Any]] = {"lora": {}, "full": {"lora_r": 0}}

@@ -87,6 +87,7 @@ def test_names_of_opendiloco(tmp_path: Path) -> None:
 # One process -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_averaging_with_one_replica_equals_ddp(here: Here) -> None:
     few = {"max_steps": 6, "checkpoint_interval": 3}
     assert here("ddp", **few) == 0
@@ -97,6 +98,7 @@ def test_averaging_with_one_replica_equals_ddp(here: Here) -> None:
     assert part["eval_loss"] == here.result("alone")["eval_loss"] == here.result("ddp")["eval_loss"]
 
 
+@pytest.mark.slow
 def test_the_outer_optimizer_is_nesterov_sgd(here: Here) -> None:
     """Compare two rounds of one replica with the formula: v = m v + g; theta -= lr (g + m v); g = theta - AdamW's result.
 
@@ -131,6 +133,7 @@ def test_the_outer_optimizer_is_nesterov_sgd(here: Here) -> None:
     assert float(size) == pytest.approx(float((m * first + second).norm()), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_diloco_resumes_at_a_sync(here: Here) -> None:
     fields = {"strategy": "diloco", "local_steps": 4, "max_steps": 10, "checkpoint_interval": 3, "epochs": 2}
     assert here("straight", **fields) == 0, here.err

@@ -33,6 +33,7 @@ def error(here: Here) -> str:
     return errors[0].removeprefix("error: ")
 
 
+@pytest.mark.slow
 def test_the_files_of_a_finished_run(here: Here) -> None:
     assert here(epochs=2, loggers="tensorboard", checkpoint_interval=5, eval_interval=5, eval_split=0.1) == 0, here.err
     result, metrics = here.result(), lines(here.run_dir() / "metrics.jsonl")
@@ -107,6 +108,7 @@ def test_every_kind_of_run(fields: dict[str, Any], here: Here) -> None:
         json.loads(line, parse_constant=pytest.fail)  # no Infinity and no NaN: other programs read this file
 
 
+@pytest.mark.slow
 def test_options_that_save_memory_do_not_change_the_losses(here: Here) -> None:
     assert here("plain", **FEW) == here("again", gradient_checkpointing=True, **FEW) == 0
     assert here.losses("again") == pytest.approx(here.losses("plain"), abs=1e-6)
@@ -114,6 +116,7 @@ def test_options_that_save_memory_do_not_change_the_losses(here: Here) -> None:
     assert here.losses("small") == pytest.approx(here.losses("plain"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_lower_precision_has_similar_losses(here: Here) -> None:
     assert (
         here("full", **FEW)
@@ -193,6 +196,7 @@ def test_fake_data_has_the_requested_number_of_steps(here: Here) -> None:
     assert here.result()["steps"] == 7 and here.result()["tokens"] == 7 * 4 * 64
 
 
+@pytest.mark.slow
 def test_the_tiny_model_and_a_dataset_in_the_home_folder(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +229,7 @@ def stop_at(here: Here, step: int, how: str, **fields: Any) -> None:
     asker.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("fields", [{}, {"lora_dropout": 0.3}], ids=["plain", "dropout"])
 def test_stop_and_resume_is_bit_equal(how: str, fields: dict[str, Any], here: Here) -> None:
@@ -244,6 +249,7 @@ def test_stop_and_resume_is_bit_equal(how: str, fields: dict[str, Any], here: He
         assert second[name] == first[name], name
 
 
+@pytest.mark.slow
 def test_a_model_with_its_own_dropout_resumes_bit_equal(here: Here, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -346,6 +352,7 @@ def test_a_changed_dataset_is_rejected(here: Here, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_records_after_the_checkpoint_are_removed(here: Here) -> None:
     stop_at(here, 3, "file", epochs=4)
     stopped = len(here.losses())
@@ -359,6 +366,7 @@ def test_records_after_the_checkpoint_are_removed(here: Here) -> None:
     assert lines(here.run_dir() / "samples/rank3.jsonl") == []
 
 
+@pytest.mark.slow
 def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
     fields = {"epochs": 2, "checkpoint_interval": 3}
     assert here("straight", **fields) == 0

@@ -87,6 +87,7 @@ def test_fsdp_shard_host_has_a_full_checkpoint_on_every_host(cluster: Cluster, c
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} < set(kept[0].here)
 
 
+@pytest.mark.slow
 def test_one_rank_of_fsdp(here: Here) -> None:
     few = {"max_steps": 4, "checkpoint_interval": 2}
     assert here("ddp", **few) == here("fsdp", strategy="fsdp", **few) == 0, here.err
@@ -98,6 +99,7 @@ def test_one_rank_of_fsdp(here: Here) -> None:
     assert here.losses("fsdp16") == pytest.approx(here.losses("ddp16"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) -> None:
     """FSDP loads the weights in the precision of the model's files and converts its shard as ddp converts all weights."""
     half = tmp_path / "half"
@@ -117,6 +119,7 @@ def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) ->
     assert {value.dtype for value in exported.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "sharded"])
 def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
     fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields

@@ -22,6 +22,7 @@ def test_each_hostile_server(kind):
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.slow
 def test_all_hostile_servers_together_with_a_valid_one():
     servers = [Server(f"127.0.7.{i}", 18434, kind=kind) for i, kind in enumerate(HOSTILE, 2)]
     good = Server("127.0.7.200", 18434, models=[model("tiny")])

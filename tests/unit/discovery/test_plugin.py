@@ -254,6 +254,7 @@ def test_text_from_the_network_is_never_a_template(here, tmp_path):
         assert "uid=" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_cached_scan_is_reported(here, tmp_path):
     cache = {
         "cache": True,
@@ -280,6 +281,7 @@ def test_a_cached_scan_is_reported(here, tmp_path):
     assert damaged.returncode == 0 and "is damaged: scanning again" in damaged.stderr
 
 
+@pytest.mark.slow
 def test_constructed_groups_and_strict(here):
     options = {
         "compose": {"names": "discovered_models | map(attribute='name') | list"},
@@ -297,6 +299,7 @@ def test_constructed_groups_and_strict(here):
     assert strict.returncode != 0 and "Could not set x" in strict.stderr
 
 
+@pytest.mark.slow
 def test_a_server_does_not_change_the_parameters_of_the_role_ollama(here, tmp_path):
     """A machine that is declared and discovered keeps the operator's version and store."""
     local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
@@ -335,6 +338,7 @@ def test_a_server_does_not_change_the_parameters_of_the_role_ollama(here, tmp_pa
     assert 'Environment="OLLAMA_MODELS=/var/lib/ollama"' in unit and "6.6.6" not in unit
 
 
+@pytest.mark.slow
 def test_an_old_variable_in_an_expression_is_reported(here):
     here.source("ollama.yml", config(compose={"first": "ollama_models[0].name"}))
     done = here.graph()

@@ -20,6 +20,7 @@ OLLAMA = shutil.which("ollama")
 TARGET = Target("127.0.11.1", 18434)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
 def test_a_real_ollama_is_found_with_its_models(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_HOST", f"{TARGET.address}:{TARGET.port}")

@@ -111,6 +111,7 @@ def test_results_are_in_the_order_of_addresses():
     assert [a.target.address for a in answers] == ["127.0.4.2", "127.0.4.9", "127.0.4.10"]
 
 
+@pytest.mark.slow
 def test_many_open_ports_do_not_exhaust_files():
     """600 open ports in a process that may open 512 files."""
     import resource

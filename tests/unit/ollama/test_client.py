@@ -14,6 +14,7 @@ from run_hosts import free_port
 from trainyard.ollama.client import Cancel, OllamaClient, OllamaError, full_name
 
 
+@pytest.mark.slow
 def test_hostile_servers() -> None:
     """Every reply ends within its deadline, as an error of one line, or as an empty list."""
     servers = {kind: Server("127.0.0.3", free_port(), kind=kind, version="x" * 10) for kind in HOSTILE}

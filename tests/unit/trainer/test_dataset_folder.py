@@ -184,6 +184,7 @@ def test_nothing_is_written_but_temporary_files(folder: dict[str, Path], tmp_pat
     assert not [*tmp_path.rglob("*")]
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_from_the_cache_of_the_library(tmp_path: Path, folder: dict[str, Path]) -> None:
     """A stand-in for the hub, which tests do not reach: the library finds the dataset in its cache while it is offline."""
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path.cwd())}

@@ -134,6 +134,7 @@ def test_aliases_do_not_expand(tmp_path: Path) -> None:
     assert read_spec(file, {}, "the flags").batch_size == 3, "an alias of a single value is harmless"
 
 
+@pytest.mark.slow
 def test_extra_variables_do_not_expand() -> None:
     nested: Any = "x"
     for _ in range(12):

@@ -112,6 +112,7 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
     return kept + peak, read_shape(config.to_diff_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from run_hosts import TOP, free_port
 
 # One rank: it gathers JSON data and bytes, and an object that only a pickle could carry.
@@ -29,6 +30,7 @@ leave(0)
 """
 
 
+@pytest.mark.slow
 def test_what_ranks_exchange_is_not_unpickled() -> None:
     environment = os.environ | {"PYTHONPATH": str(TOP), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -46,6 +48,7 @@ def test_what_ranks_exchange_is_not_unpickled() -> None:
         assert found["object"] == "rejected"
 
 
+@pytest.mark.slow
 def test_no_file_loads_pickled_code() -> None:
     """No module of ours unpickles: neither directly, nor with torch.load or the object collectives."""
     rejected = []
