@@ -39,6 +39,7 @@ hypothesis.settings.load_profile("trainyard")
 SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests prints in its summary
 DEADLINE = float(os.environ.get("TRAINYARD_DEADLINE", "inf"))  # s since the epoch after which no test begins
 
+LAB_FOLDERS = [Path(__file__).resolve().parent / name for name in ("lab", "unit/discovery")]
 # Lab tests of these files check durations, machine load or traces of a lab: they run without another test beside them.
 SERIAL = (
     "test_faults.py",
@@ -68,6 +69,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move LONGEST to the front, and mark the lab tests that run alone: SERIAL, and those that measure times in network namespaces."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
+        if item.get_closest_marker("lab") and item.path.parent not in LAB_FOLDERS:
+            raise pytest.UsageError(
+                f"{item.nodeid}: tools/run-tests looks for lab tests in tests/lab and tests/unit/discovery"
+            )
         if item.get_closest_marker("lab") and (item.path.name in SERIAL or item.path.parent.name != "lab"):
             item.add_marker(pytest.mark.serial)
 
