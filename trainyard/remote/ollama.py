@@ -160,9 +160,8 @@ def _model_info(shown: dict[str, Any]) -> dict[str, Any]:
 
 def _shape(architecture: str, info: dict[str, Any]) -> list[int]:
     sizes = [info.get(f"{architecture}.{name}") for name in _SHAPE]
-    sizes[-1] = (
-        sizes[-2] if sizes[-1] is None else sizes[-1]
-    )  # GGUF omits the number of key heads where all heads have one
+    if sizes[-1] is None:  # GGUF omits the number of key heads where all heads have one
+        sizes[-1] = sizes[-2]
     return [size if isinstance(size, int) else 0 for size in sizes]
 
 
