@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import shlex
 import signal
 import threading
@@ -23,8 +22,6 @@ from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
 from ansible.utils.display import Display
 
-from trainer.errors import UserError
-from trainer.formats import quoted
 from trainer.supervise.processes import descendants, send_signal
 from trainer.worker_process import die_with_launcher
 from trainyard.cluster import Cluster
@@ -40,8 +37,9 @@ from trainyard.connection import (
     last_line,
 )
 from trainyard.extra_vars import plain_data
+from trainyard.host_variables import make_host
 from trainyard.openssh import LocalTransport, OpenSSHTransport
-from trainyard.run.options import ALIASES, make_options, options_from_variables
+from trainyard.run.options import ALIASES, options_from_variables
 
 __all__ = [
     "AnsibleTransport",
@@ -59,10 +57,7 @@ __all__ = [
 SPEC_KEYS = ("type", "elements", "default", "choices", "required", "aliases")
 ANSWER_LIMIT = 0.5  # s for pending answers: after the loss of a host, they delay the report of it
 KILL_LIMIT = 0.5  # s for the threads of requests whose clients were killed
-OLLAMA_PORT = 11434  # roles/ollama
-DEFAULT_PYTHON = "/usr/bin/python3"
 LIMIT_NAMES = ("limit", *(old for old, new in ALIASES.items() if new == "limit"))  # names of that launch option
-_GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[A-Za-z0-9-]{1,64}")
 
 
 class ClusterAction(ActionBase):
@@ -406,75 +401,6 @@ def _vault_secrets() -> list[Any]:
     identities = config.get_config_value("DEFAULT_VAULT_IDENTITY_LIST")
     found: list[Any] = CLI.setup_vault_secrets(DataLoader(), vault_ids=identities, auto_prompt=False)
     return found
-
-
-def make_host(name: str, variables: Any) -> Host:
-    """Return the inventory's description of a host. Raises InventoryError if `cluster_processes` is not a number."""
-    python = str(variables.get("ansible_python_interpreter") or "")
-    try:
-        processes = int(variables.get("cluster_processes") or 0)
-    except ValueError:
-        value = variables.get("cluster_processes")
-        raise InventoryError(f"{name}: cluster_processes is {value!r}; set it to a number of ranks") from None
-    return Host(
-        name=name,
-        address=str(variables.get("cluster_address") or ""),
-        data_dir=str(variables.get("cluster_data_dir") or "").rstrip("/"),
-        python=str(variables.get("cluster_python") or DEFAULT_PYTHON),
-        backend=str(variables.get("cluster_backend") or "auto"),
-        processes=processes,
-        gpus=_gpus(name, variables.get("cluster_gpus")),
-        env=_environment(name, variables.get("cluster_env")),
-        ollama_port=_ollama_port(variables),
-        managed=bool(variables.get("cluster_managed", True)),
-        system_python=python if python.startswith("/") else DEFAULT_PYTHON,
-        login=_login(name, variables),
-    )
-
-
-def _gpus(name: str, value: Any) -> tuple[str, ...] | None:
-    """Return the numbers or UUIDs of a host's `cluster_gpus`; None if it is not set. Raises InventoryError."""
-    if value is None or value == "all":
-        return None
-    words = value.strip("[] ").replace(",", " ").split() if isinstance(value, str) else value
-    if isinstance(words, int) and not isinstance(words, bool):
-        words = [words]
-    if not isinstance(words, list | tuple) or not all(_GPU.fullmatch(str(word)) for word in words):
-        raise InventoryError(
-            f"{name}: cluster_gpus is {quoted(value)}; set it to a list of GPU numbers or UUIDs, as [0, 2]"
-        )
-    return tuple(str(word) for word in words)
-
-
-def _ollama_port(variables: Any) -> int:
-    """Return the port of a host's Ollama if the role ollama manages it or the discovery found it, else 0."""
-    found = re.fullmatch(r"http://.*:([0-9]{1,5})", str(variables.get("discovered_url") or ""))
-    if str(variables.get("ollama_state")) != "present" and not found:
-        return 0
-    word = str(variables.get("ollama_port") or (found[1] if found else OLLAMA_PORT))
-    return int(word) if word.isdecimal() and 0 < int(word) < 65536 else OLLAMA_PORT
-
-
-def _environment(name: str, value: Any) -> dict[str, str]:
-    """Return a host's `cluster_env`. Raises InventoryError, which shows no value: it may be a secret."""
-    try:
-        return make_options({"run_env": plain_data(value)}).run_env
-    except UserError as error:
-        text = str(error).removeprefix("run_env: ").removesuffix(" (the launch options)")
-        raise InventoryError(f"{name}: cluster_env: {text}") from None
-
-
-def _login(name: str, variables: Any) -> Login:
-    if variables.get("ansible_connection") == "local":
-        return Login()
-    extra = [str(variables.get(option) or "") for option in ("ansible_ssh_common_args", "ansible_ssh_extra_args")]
-    return Login(
-        address=str(variables.get("ansible_host") or name),
-        user=str(variables.get("ansible_user") or ""),
-        port=int(variables.get("ansible_port") or 0),
-        key_file=str(variables.get("ansible_ssh_private_key_file") or ""),
-        extra_arguments=tuple(shlex.split(" ".join(extra))),
-    )
 
 
 def _transport(

@@ -9,8 +9,8 @@ import pytest
 from trainer.supervise.files import SupervisorError, hold_lock, write_json
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.start import check_idle
-from trainyard.ansible_adapter import make_host
 from trainyard.connection import Host, InventoryError
+from trainyard.host_variables import make_host
 from trainyard.preflight.gpu_choice import assign_gpus, devices
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from fake_nvidia_smi import write_nvidia_smi
 
-from trainyard.ansible_adapter import make_host
 from trainyard.connection import Host, HostConnection
+from trainyard.host_variables import make_host
 from trainyard.openssh import LocalTransport
 from trainyard.preflight.hardware import gather_hardware, hardware_table
 from trainyard.remote.hardware import ollama_models

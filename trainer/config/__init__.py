@@ -12,7 +12,8 @@ from trainer.config.aliases import (
 )
 from trainer.config.flags import describe, expects, parse_flags, table
 from trainer.config.load import changed_fields, make_spec, parse_mapping, read_spec, read_yaml
-from trainer.config.run_spec import EMBEDDED_DATASET, FIELDS, PRESETS, TINY, RunSpec
+from trainer.config.presets import EMBEDDED_DATASET, PRESETS, TINY
+from trainer.config.run_spec import FIELDS, RunSpec
 
 __all__ = [
     "ALIASES",

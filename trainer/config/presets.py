@@ -1,5 +1,6 @@
 """The embedded model and dataset, and the defaults of the run spec that depend on the model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 TINY = "tiny"
@@ -19,3 +20,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
     },
 }
+
+
+def preset_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults that depend on the values `given` for a spec."""
+    preset = dict(PRESETS.get(str(given.get("model", TINY)), {}))
+    if given.get("gradient_accumulation") is not None:
+        preset.pop("total_batch_size", None)
+    if given.get("teacher_host"):
+        preset["teacher_top_k"] = TEACHER_TOP_K
+    return preset

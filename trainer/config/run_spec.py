@@ -12,17 +12,8 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
-from trainer.config.fields import (
-    MAX_COUNT,
-    MAX_NUMBER,
-    MAX_SECONDS,
-    MAX_TEXT,
-    Words,
-    check_input,
-    declare,
-    split_words,
-)
-from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, PRESETS, TEACHER_TOP_K, TINY
+from trainer.config.fields import MAX_COUNT, MAX_NUMBER, MAX_SECONDS, MAX_TEXT, Words, check_input, declare, split_words
+from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.run_name import default_name, spec_digest
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES
 
@@ -285,8 +276,7 @@ class RunSpec(BaseModel):
         aliases=["load_balancing"],
     )
     fsdp_shard: Literal["all", "host"] = declare(
-        "all",
-        "fsdp: shard one model over all ranks, or one model per host over its ranks",
+        "all", "fsdp: shard one model over all ranks, or one model per host over its ranks"
     )
     deepspeed_stage: int = declare(
         2,
@@ -333,11 +323,7 @@ class RunSpec(BaseModel):
         aliases=["fault_tolerance", "hv.fail_rank_drop", "hv.all_reduce_strategy"],
     )
     replica_hosts: int = declare(
-        1,
-        "diloco, averaging: number of consecutive hosts that form one replica",
-        ge=1,
-        le=4096,
-        unit="hosts",
+        1, "diloco, averaging: number of consecutive hosts that form one replica", ge=1, le=4096, unit="hosts"
     )
     averaging_rank: int = declare(
         0,
@@ -447,14 +433,7 @@ class RunSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        preset = dict(PRESETS.get(str(given.get("model", TINY)), {}))
-        if given.get("gradient_accumulation") is not None:
-            preset.pop("total_batch_size", None)
-        if given.get("teacher_host"):
-            preset["teacher_top_k"] = TEACHER_TOP_K
-        return preset | given
+        return preset_of(given) | given if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunSpec":

@@ -1,0 +1,86 @@
+"""The description of a host, read from its variables in the inventory."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.formats import quoted
+from trainyard.connection import Host, InventoryError, Login
+from trainyard.extra_vars import plain_data
+from trainyard.run.options import make_options
+
+OLLAMA_PORT = 11434  # roles/ollama
+DEFAULT_PYTHON = "/usr/bin/python3"
+_GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[A-Za-z0-9-]{1,64}")
+
+
+def make_host(name: str, variables: Any) -> Host:
+    """Return the inventory's description of a host. Raises InventoryError if `cluster_processes` is not a number."""
+    python = str(variables.get("ansible_python_interpreter") or "")
+    try:
+        processes = int(variables.get("cluster_processes") or 0)
+    except ValueError:
+        value = variables.get("cluster_processes")
+        raise InventoryError(f"{name}: cluster_processes is {value!r}; set it to a number of ranks") from None
+    return Host(
+        name=name,
+        address=str(variables.get("cluster_address") or ""),
+        data_dir=str(variables.get("cluster_data_dir") or "").rstrip("/"),
+        python=str(variables.get("cluster_python") or DEFAULT_PYTHON),
+        backend=str(variables.get("cluster_backend") or "auto"),
+        processes=processes,
+        gpus=_gpus(name, variables.get("cluster_gpus")),
+        env=_environment(name, variables.get("cluster_env")),
+        ollama_port=_ollama_port(variables),
+        managed=bool(variables.get("cluster_managed", True)),
+        system_python=python if python.startswith("/") else DEFAULT_PYTHON,
+        login=_login(name, variables),
+    )
+
+
+def _gpus(name: str, value: Any) -> tuple[str, ...] | None:
+    """Return the numbers or UUIDs of a host's `cluster_gpus`; None if it is not set. Raises InventoryError."""
+    if value is None or value == "all":
+        return None
+    words = value.strip("[] ").replace(",", " ").split() if isinstance(value, str) else value
+    if isinstance(words, int) and not isinstance(words, bool):
+        words = [words]
+    if not isinstance(words, list | tuple) or not all(_GPU.fullmatch(str(word)) for word in words):
+        raise InventoryError(
+            f"{name}: cluster_gpus is {quoted(value)}; set it to a list of GPU numbers or UUIDs, as [0, 2]"
+        )
+    return tuple(str(word) for word in words)
+
+
+def _ollama_port(variables: Any) -> int:
+    """Return the port of a host's Ollama if the role ollama manages it or the discovery found it, else 0."""
+    found = re.fullmatch(r"http://.*:([0-9]{1,5})", str(variables.get("discovered_url") or ""))
+    if str(variables.get("ollama_state")) != "present" and not found:
+        return 0
+    word = str(variables.get("ollama_port") or (found[1] if found else OLLAMA_PORT))
+    return int(word) if word.isdecimal() and 0 < int(word) < 65536 else OLLAMA_PORT
+
+
+def _environment(name: str, value: Any) -> dict[str, str]:
+    """Return a host's `cluster_env`. Raises InventoryError, which shows no value: it may be a secret."""
+    try:
+        return make_options({"run_env": plain_data(value)}).run_env
+    except UserError as error:
+        text = str(error).removeprefix("run_env: ").removesuffix(" (the launch options)")
+        raise InventoryError(f"{name}: cluster_env: {text}") from None
+
+
+def _login(name: str, variables: Any) -> Login:
+    if variables.get("ansible_connection") == "local":
+        return Login()
+    extra = [str(variables.get(option) or "") for option in ("ansible_ssh_common_args", "ansible_ssh_extra_args")]
+    return Login(
+        address=str(variables.get("ansible_host") or name),
+        user=str(variables.get("ansible_user") or ""),
+        port=int(variables.get("ansible_port") or 0),
+        key_file=str(variables.get("ansible_ssh_private_key_file") or ""),
+        extra_arguments=tuple(shlex.split(" ".join(extra))),
+    )
