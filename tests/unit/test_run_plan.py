@@ -29,7 +29,7 @@ from trainyard.run.errors import PlanError
 from trainyard.run.isolation import Isolation
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.options import make_options
-from trainyard.run.plan import Node, environment, head_first, plan_nodes
+from trainyard.run.plan import Node, choose_port, environment, head_first, plan_nodes
 from trainyard.run.planning import check_torchft
 from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.spec_files import PreparedRun
@@ -397,3 +397,18 @@ def test_torchft_with_ipv6_is_refused_before_a_start() -> None:
     check_torchft(hosts[:1], make_options({}))
     with pytest.raises(PlanError, match="torchft requires IPv4, but cluster_address of two is fd00::2"):
         check_torchft(hosts, make_options({}))
+
+
+def test_runs_that_start_together_have_different_ports() -> None:
+    """They see the same free ports. The choice for a run is always the same; the queue's jobs take one after the other."""
+    free = list(range(29500, 29600))
+    chosen = [choose_port(None, free, "head", f"tiny-{number}") for number in range(10)]
+    assert len(set(chosen)) > 7 and set(chosen) <= set(free)
+    assert chosen == [choose_port(None, free, "head", f"tiny-{number}") for number in range(10)]
+    leased = [choose_port(None, free, "head", "r", f"/leases/{job}") for job in range(7, 107)]
+    assert len(set(leased)) == len(free)
+    assert choose_port(29501, free, "head", "r") == 29501
+    with pytest.raises(PlanError, match="port 29501 is in use on the head node1"):
+        choose_port(29501, [29500], "node1", "r")
+    with pytest.raises(PlanError, match="no port from 29500 to 29599 is free on the head node1"):
+        choose_port(None, [], "node1", "r")
