@@ -147,6 +147,7 @@ def test_a_run_that_is_left_goes_on_until_it_is_stopped(bed: Bed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> None:
     bed.make_run(2)
     session_of_plan(bed, lambda host: HostConnection(host, LocalTransport()), bed.plan(2, 100_000), []).launch()

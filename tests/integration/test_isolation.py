@@ -39,7 +39,11 @@ def run_in(namespace: str, code: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.parametrize("options", [{}, {"elastic": True}, TORCHFT], ids=["static", "elastic", "torchft"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"elastic": True}, marks=pytest.mark.long), TORCHFT],
+    ids=["static", "elastic", "torchft"],
+)
 def test_no_other_machine_reaches_a_run_of_the_default_inventory(tmp_path: Path, options: dict[str, Any]) -> None:
     document = yaml.safe_load((TOP / "inventory/local.yml").read_text())
     children = document["all"]["children"]["cluster"]["children"]

@@ -142,6 +142,7 @@ def dataset(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("connect", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect: Connect) -> None:
     fields = SMALL | {"run": "whole", "dataset": str(dataset(bed.folder)), "epochs": 100, "max_steps": 40}
     lines: list[str] = []

@@ -280,6 +280,7 @@ def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_averaging_to_a_lower_rank(cluster: Cluster) -> None:
     """The best approximation of rank 8 is nearer to the exact mean than the means of the factors are."""
     fields = LONG | {"strategy": "averaging", "averaging_rank": 8, "max_steps": 10}

@@ -146,6 +146,7 @@ def test_sigterm_stops_with_a_checkpoint_and_a_damaged_copy_is_replaced_from_the
     assert_every_sample_once(cluster, [(0, 0), (1, 1)])
 
 
+@pytest.mark.long
 def test_a_host_that_failed_before_its_result_receives_one(straight: Cluster) -> None:
     kept = weights(straight.run_dir(0, "on2"))
     (straight.run_dir(1, "on2") / "result.json").unlink()
@@ -154,6 +155,7 @@ def test_a_host_that_failed_before_its_result_receives_one(straight: Cluster) ->
     assert weights(straight.run_dir(0, "on2")) == weights(straight.run_dir(1, "on2")) == kept
 
 
+@pytest.mark.long
 def test_more_ranks_than_rows(cluster: Cluster, here: Here) -> None:
     few = {"total_batch_size": 2, "max_steps": 4}
     assert here(**few) == 0
