@@ -161,7 +161,14 @@ def halt_between_syncs(pid: int, samples: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        (0, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.long),
+    ],
+)
 def test_replica_leaves_and_rejoins(victim: int, number: signal.Signals, cluster: Cluster) -> None:
     """A replica is killed, on the head or on another host, or hangs. Its peers continue, and it rejoins."""
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
@@ -225,6 +232,7 @@ def test_replica_leaves_and_rejoins(victim: int, number: signal.Signals, cluster
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_replicas_of_several_ranks(cluster: Cluster) -> None:
     """Two replicas of two ranks each: DDP within a replica, and torchft between the first ranks of the replicas."""
     pytest.importorskip("torchft", reason="the torchft extra is not installed")

@@ -174,7 +174,10 @@ def test_an_unusable_teacher_is_one_line(here: Here, teacher: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "diloco", "averaging", "fsdp", "deepspeed"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "diloco", *(pytest.param(one, marks=pytest.mark.long) for one in ("averaging", "fsdp", "deepspeed"))],
+)
 def test_ranks_agree_with_a_teacher(strategy: str, cluster: Cluster, teacher: Path) -> None:
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
@@ -188,7 +191,11 @@ def test_ranks_agree_with_a_teacher(strategy: str, cluster: Cluster, teacher: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"strategy": "fsdp"}, {"strategy": "deepspeed"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, *(pytest.param({"strategy": one}, marks=pytest.mark.long) for one in ("fsdp", "deepspeed"))],
+    ids=str,
+)
 def test_any_number_of_ranks_has_the_same_losses(fields: dict[str, Any], cluster: Cluster, taught: Path) -> None:
     if fields.get("strategy") == "deepspeed":
         pytest.importorskip("deepspeed")
