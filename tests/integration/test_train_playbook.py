@@ -299,6 +299,7 @@ def test_a_port_in_use_is_named(inventory: Path, dataset: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_first_start_that_fails_is_restarted(inventory: Path, dataset: Path) -> None:
     """One after the other: a host without its Python, a folder that cannot be written, a start that is not let in."""
     document = yaml.safe_load(inventory.read_text())

@@ -202,7 +202,7 @@ def test_honest_hosts_are_believed(name: str, cluster: Cluster, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("liar", ["node1", "node2"])
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 23], ids=["all", "some"])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 23], ids=["all", "some"])
 def test_no_changed_value_breaks_an_operation(
     name: str, liar: str, stride: int, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -267,6 +267,7 @@ def test_a_value_never_becomes_a_directive(path: Path, host: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("path", "host"), CASES, ids=IDS)
 def test_an_unusual_value_never_becomes_a_directive(path: Path, host: str) -> None:
     check(path, host, ODD)

@@ -75,6 +75,7 @@ def shared_files(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_curve_equals_fixed_membership_and_resumes(cluster: Cluster) -> None:
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
     wanted = cluster.run(2, run="plain", **FIXED)

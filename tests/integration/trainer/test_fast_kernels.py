@@ -120,6 +120,7 @@ CAN_UNSHARE = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not CAN_UNSHARE, reason="network namespaces are unavailable (unshare --net)")
 def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     """Per step and rank, DDP sends 4 B x adapter parameters x 2(N-1)/N, and half of that in bf16; FSDP sends the planned bytes."""

@@ -223,6 +223,7 @@ def test_all_ranks_fail_at_the_step_of_one_rank(strategy: str, cluster: Cluster,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sharded_weights_of_zero_that_overflow_are_not_a_result(cluster: Cluster) -> None:
     pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
     assert all(cluster.wait(cluster.start(1, 2, **OVERFLOW, **ZERO["zero 3"]), 120)), cluster.logs()
@@ -232,6 +233,7 @@ def test_sharded_weights_of_zero_that_overflow_are_not_a_result(cluster: Cluster
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_replica_of_torchft_does_not_pass_on_weights_that_overflow(cluster: Cluster) -> None:
     pytest.importorskip("torchft", reason="the torchft extra is not installed")
     fields = {"strategy": "diloco", "diloco_membership": "torchft", "local_steps": 1}

@@ -70,6 +70,7 @@ def stop_at(cluster: Cluster, step: int, hosts: int, **fields: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_adapters_train_as_with_ddp_and_resume_on_more_hosts(deep_cluster: Cluster, deep: Here) -> None:
     """Every host has a whole checkpoint, so a host may lose its disk."""
     assert deep("ddp", **STEPS) == 0, deep.err

@@ -304,7 +304,8 @@ def test_averaging_to_a_lower_rank(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_r", [8, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lora_r", [8, 0])
 def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
     """Two hosts of two ranks each: the outer step is across hosts; inside a host, FSDP gives the same result as DDP."""
     fields = LONG | {"max_steps": 10, "local_steps": 5, "total_batch_size": 8, "strategy": "diloco", "lora_r": lora_r}
@@ -322,8 +323,6 @@ def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
     assert_every_sample_once(cluster, FOUR)
     ended = digests("r")
     assert len(set(ended)) == 1
-    if lora_r:  # the resume is a nightly test
-        return
     for host in (0, 1):
         (cluster.run_dir(host) / "result.json").unlink()
         shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000010")

@@ -130,6 +130,7 @@ def test_lower_precision_has_similar_losses(here: Here) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
 def test_torch_compile(here: Here) -> None:
     few = {"max_steps": 1, "eval_split": 0, "batch_size": 4, "lora_targets": "q_proj"}

@@ -79,6 +79,7 @@ def test_a_killed_run_resumes_with_the_losses_of_ddp(case: str, cluster: Cluster
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fsdp_shard_host_has_a_full_checkpoint_on_every_host(cluster: Cluster, curves: Cluster) -> None:
     fields = UNEVEN | STEPS | {"strategy": "fsdp", "fsdp_shard": "host", "checkpoint_keep": 1} | FULL
     assert cluster.run(2, 2, **fields) == pytest.approx(losses(curves.run_dir(0, "full")), abs=1e-3)

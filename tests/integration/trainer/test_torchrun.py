@@ -224,6 +224,7 @@ def fresh(cluster: Cluster, launcher: int) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_command_line_of_another_tool_under_torchrun(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     """torchrun passes --run-name on, but takes --run for an option of its own."""
     quick_start = f"--run-name mine --model_name_or_path {model_folder} --train-file {dataset} --max-seq-length 64 "

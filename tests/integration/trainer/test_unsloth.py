@@ -63,6 +63,7 @@ def train(model_folder: Path, dataset: Path, tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_auto_takes_unsloth_on_cuda_and_resumes_with_it_only(train: Any, tmp_path: Path) -> None:
     first = train("auto", "--max-steps=2", "--checkpoint-interval=1")
     assert first.returncode == 0, first.stderr

@@ -201,6 +201,7 @@ def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     not allocator(), reason="measuring the resident set needs tcmalloc (apt install libtcmalloc-minimal4)"
 )
