@@ -69,11 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move LONGEST to the front, and mark the lab tests that run alone: SERIAL, and those that measure times in network namespaces."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
-        if item.get_closest_marker("lab") and item.path.parent not in LAB_FOLDERS:
+        if not item.get_closest_marker("lab"):
+            continue
+        if item.path.parent not in LAB_FOLDERS:
             raise pytest.UsageError(
                 f"{item.nodeid}: tools/run-tests looks for lab tests in tests/lab and tests/unit/discovery"
             )
-        if item.get_closest_marker("lab") and (item.path.name in SERIAL or item.path.parent.name != "lab"):
+        if item.path.name in SERIAL or item.path.parent.name != "lab":
             item.add_marker(pytest.mark.serial)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 from trainyard.run.merge import make_merge_options, merge_runs
-from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
 from trainyard.run.runs import manage_runs
 
@@ -168,14 +167,7 @@ def _playbook(call: Call, playbook: str) -> dict[str, Any]:
 
 def _cluster(call: Call) -> Cluster:
     inventory = call.inventory
-
-    def variable(host: str, name: str) -> Any:
-        return inventory.variables[host].get(name)
-
-    def launch_of(given: Mapping[str, Any]) -> LaunchOptions:
-        return call.launch_with(given)
-
-    return Cluster(inventory.hosts, inventory.groups, variable, inventory.connect_name, launch_of)
+    return Cluster(inventory.hosts, inventory.groups, inventory.variable, inventory.connect_name, call.launch_with)
 
 
 def _manage(call: Call, state: str, run: str, **how: Any) -> dict[str, Any]:
