@@ -76,6 +76,7 @@ class ClusterAction(ActionBase):
         closed terminal or a killed ansible-playbook, and restart the run beside the next one that monitors it.
         """
         die_with_launcher()
+        WorkerOutput.install()
         result: dict[str, Any] = super().run(tmp, task_vars)
         return result
 
@@ -99,14 +100,55 @@ class ClusterAction(ActionBase):
 def end_requests() -> None:
     """Return when no thread of a request is left, so that none outlives its task.
 
-    With -vvv, connection plugins write to a queue that all workers share. A worker that exits while one of its threads
-    holds the queue's lock would block ansible-playbook for ever.
+    A thread of a connection plugin without a client process cannot be ended; its output is lost.
     """
     left = FanOut.join_all(ANSWER_LIMIT)
     for thread in left:  # of hosts that do not answer
         kill_clients(thread.native_id)
     if left and FanOut.join_all(KILL_LIMIT):
-        Display()._final_q = None  # a plugin without a client process: its output is lost
+        WorkerOutput.close()
+
+
+class WorkerOutput:
+    """What a worker process of Ansible writes to the queue that all workers share; closed for all threads but the main one.
+
+    With -vvv, connection plugins write to that queue. A worker that exits while one of its threads holds the queue's
+    lock would block ansible-playbook for ever.
+    """
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._owner = threading.get_ident()
+        self._lock = threading.Lock()  # held while another thread writes, so that close() waits for it
+        self._closed = False
+
+    @staticmethod
+    def install() -> None:
+        """Replace the queue of this process's Display; no effect outside a worker."""
+        display = Display()
+        if display._final_q is not None and not isinstance(display._final_q, WorkerOutput):
+            display._final_q = WorkerOutput(display._final_q)
+
+    @staticmethod
+    def close() -> None:
+        """Return when no other thread writes to the queue; none does so afterwards."""
+        output = Display()._final_q
+        if isinstance(output, WorkerOutput):
+            with output._lock:
+                output._closed = True
+
+    def send_display(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Write a message, as `FinalQueue.send_display` does."""
+        if threading.get_ident() == self._owner:
+            self._queue.send_display(method, *args, **kwargs)
+            return
+        with self._lock:
+            if not self._closed:
+                self._queue.send_display(method, *args, **kwargs)
+
+    def send_prompt(self, **kwargs: Any) -> None:
+        """Ask the user, as `FinalQueue.send_prompt` does."""
+        self._queue.send_prompt(**kwargs)
 
 
 def kill_clients(thread: int | None) -> None:
