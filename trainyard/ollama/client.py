@@ -158,6 +158,14 @@ class OllamaClient:
 
     def tags(self) -> dict[str, str]:
         """Return the digest (64 hex digits) of every model of the server by its name. Malformed entries are left out."""
+        return {name: str(entry["digest"]) for name, entry in self._models().items()}
+
+    def size(self, model: str) -> int:
+        """Return the bytes of the files of a model, with its base; 0 if the server does not have it or does not tell."""
+        size = self._models().get(full_name(model), {}).get("size")
+        return size if isinstance(size, int) else 0
+
+    def _models(self) -> dict[str, dict[str, Any]]:
         models = self._request_json("GET", "/api/tags").get("models") or []
         if not isinstance(models, list):
             raise OllamaError("/api/tags has no list of models")
@@ -165,7 +173,7 @@ class OllamaClient:
         for entry in models:
             name, digest = (entry.get("name"), entry.get("digest")) if isinstance(entry, dict) else ("", "")
             if isinstance(name, str) and name.isprintable() and _DIGEST.fullmatch(str(digest)):
-                found[name] = str(digest)
+                found[name] = entry
         return found
 
     def loaded(self) -> list[str]:

@@ -29,6 +29,7 @@ _CREATE_LIMIT = 1800.0  # s
 BASES_LIMIT = 3  # models of a server that are tried as the base of an adapter
 _READ_LIMIT = 64  # models of a server that are read to find them
 _SEARCH_LIMIT = 30.0  # s to read them
+_SMALL = 64_000_000  # bytes of a model whose layers one thread computes faster than threads that wait for each other
 _SHAPE = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
 
 
@@ -208,7 +209,8 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
         client.delete(temporary)
         try:
             client.create(create_body(client.version(), temporary, request), deadline=_CREATE_LIMIT)
-            answers = [_answer(client, temporary, prompt, request["options"]) for prompt in request["prompts"]]
+            options = request["options"] | ({"num_thread": 1} if 0 < client.size(temporary) < _SMALL else {})
+            answers = [_answer(client, temporary, prompt, options) for prompt in request["prompts"]]
         except OllamaError as error:
             return {"answers": [], "accepted": False, "error": str(error)}
         accepted = equal_answers(request["expected"], answers) >= request["least"]

@@ -33,10 +33,14 @@ def test_hostile_servers() -> None:
 
 def test_tags() -> None:
     server = Server(
-        "127.0.0.3", free_port(), models=[model("a:b"), model("bad", digest=7), model("c", digest="\x1b[1m")]
+        "127.0.0.3",
+        free_port(),
+        models=[model("a:b"), model("bad", digest=7), model("c", digest="\x1b[1m"), model("words:latest", size="7")],
     )
     with serve([server]):
-        assert list(OllamaClient(f"http://127.0.0.3:{server.port}").tags()) == ["a:b"]
+        client = OllamaClient(f"http://127.0.0.3:{server.port}")
+        assert list(client.tags()) == ["a:b", "words:latest"] and client.size("a:b") == 397821319
+        assert (client.size("bad"), client.size("words:latest"), client.size("absent")) == (0, 0, 0)
     assert (full_name("llama3"), full_name("a.b:5000/x/y"), full_name("x:8b")) == (
         "llama3:latest",
         "a.b:5000/x/y:latest",
