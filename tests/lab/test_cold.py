@@ -15,7 +15,7 @@ import pytest
 from lab_hosts import NEEDS_LAB, REPO, VENV
 from testbed.machine import os_release
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.serial]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 PARTS = [
     "ansible.cfg", "site.yml", "train.yml", "Makefile", "pyproject.toml", "constraints.txt", "benchmarks", "docs", "group_vars",
     "inventory", "molecule", "playbooks", "plugins", "roles", "tools", "trainer", "trainyard",
