@@ -226,7 +226,12 @@ def train(argv: list[str]) -> int:
     run_dir = run_dir or data_dir / "runs" / spec.run
     heartbeat = _first_heartbeat(run_dir, rank)
     try:
-        result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
+        if spec.script:
+            from trainer.script import run_script
+
+            result = run_script(spec, run_dir, heartbeat)
+        else:
+            result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
     except KeyboardInterrupt:
         return report_failure(
             heartbeat, UserError("interrupted: start the run again to resume from its newest checkpoint")
@@ -291,10 +296,10 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
     """Write the error to the heartbeat and to stderr: one line for a UserError, a traceback otherwise. Return 1.
 
-    Call it while the error is being handled.
+    A script has written its traceback itself: `log`. Call this while the error is being handled.
     """
-    text = traceback.format_exc()
-    plain = isinstance(error, UserError)
+    log, plain = getattr(error, "log", None), isinstance(error, UserError)
+    text = traceback.format_exc() if log is None else log
     peer_failed = type(error).__name__ in _PEER_ERRORS or (
         isinstance(error, RuntimeError) and any(part in str(error) for part in _PEER_ERROR_TEXTS)
     )
@@ -309,7 +314,7 @@ def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
             "secondary": peer_failed and not plain,
         },
     )
-    print(f"error: {error}" if plain else text, file=sys.stderr, flush=True)
+    print(f"error: {error}" if plain or log is not None else text, file=sys.stderr, flush=True)
     return 1
 
 

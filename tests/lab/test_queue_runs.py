@@ -18,6 +18,7 @@ from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
+SUMMING = Path(__file__).parents[1] / "support/summing_script.py"
 LEFT = "grep -lsaz TRAINYARD_LEASE= /proc/[0-9]*/environ || :"
 
 
@@ -41,7 +42,7 @@ def add(queue: tuple[Lab, Path, Path], run: str, steps: int, **asked: Any) -> Qu
     """Add a run of the model `tiny` with one thread per rank."""
     lab, inventory, folder = queue
     spec = {
-        "run": run, "model": "tiny", "dataset": str(questions(folder)), "seq_length": 32, "total_batch_size": 2,
+        "run": run, "model": "tiny", "dataset": str(questions(folder)), "seq_length": 32, "total_batch_size": asked.pop("batch", 2),
         "batch_size": 2, "max_steps": steps, "epochs": 1000, "lr": 2e-4, "checkpoint_interval": 5, "eval_interval": 0,
         "loggers": ["none"],
     }  # fmt: skip
@@ -107,6 +108,50 @@ def test_preempted_run_resumes_on_another_host(queue: tuple[Lab, Path, Path]) ->
     critical.wait_phase("finished", 300)
     results = [run.result(run.on()[0]) for run in (straight, low)]
     assert results[1]["loss_last"] == pytest.approx(results[0]["loss_last"], abs=1e-6)
+
+
+def test_run_over_hosts_is_preempted_and_resumes_on_others(queue: tuple[Lab, Path, Path]) -> None:
+    """Two hosts, of which a critical run takes one: the run continues on the other one and a third host, exactly."""
+    trio = add(queue, "trio", 12, nodes=3, cores=1, batch=6)
+    trio.wait_phase("finished", 400)
+    assert len(trio.on()) == 3 and all(trio.result(host)["world_size"] == 3 for host in trio.on())
+    straight = add(queue, "straight-pair", 60, nodes=2, cores=1)
+    straight.wait_phase("finished", 400)
+    pair = add(queue, "pair", 60, nodes=2, cores=1, priority="low")
+    first = pair.wait_step(12, 400)
+    critical = add(queue, "critical-of-pair", 2, priority="critical", hosts=[first.name])
+    pair.wait(lambda state: len(state["attempts"]) == 2, "started again", 200)
+    pair.wait_phase("finished", 400)
+    attempts = pair.state()["attempts"]
+    assert [attempt["order"] for attempt in attempts] == [75, 10] and len(attempts[0]["hosts"]) == 2
+    assert (
+        first.name in attempts[0]["hosts"] and first.name not in attempts[1]["hosts"] and len(attempts[1]["hosts"]) == 2
+    )
+    critical.wait_phase("finished", 300)
+    expected, *found = (run.result(host) for run in (straight, pair) for host in run.on()[-1:] + run.on()[:1])
+    for result in found:
+        assert result["loss_last"] == pytest.approx(expected["loss_last"], abs=1e-6)
+        assert result["step"] == 60
+    for host in queue[0].hosts:
+        assert queue[0].inside(host, LEFT) == ""
+
+
+def test_script_is_preempted_and_continues_elsewhere(queue: tuple[Lab, Path, Path]) -> None:
+    """The ranks of a script sum up their steps: a lost or repeated one shows. Its checkpoint moves with it."""
+    lab, inventory, folder = queue
+    spec = {"run": "script", "script": str(SUMMING), "max_steps": 400, "checkpoint_interval": 100}
+    run = add_run(lab, inventory, folder, spec, cores=1, priority="low", hosts=["node2", "node3"])
+    first = run.wait_step(30, 200)
+    critical = add(queue, "critical-of-script", 2, priority="critical", hosts=[first.name])
+    run.wait_phase("finished", 400)
+    attempts = run.state()["attempts"]
+    assert [attempt["order"] for attempt in attempts] == [75, 10] and run.on() != [first]
+    assert "copied the checkpoint step-" in run.log()
+    result = run.result(run.on()[0])
+    assert (
+        result["total"] == sum(range(401)) and result["first"] >= 30 and result["script"].startswith("summing_script-")
+    )
+    critical.wait_phase("finished", 300)
 
 
 def test_run_of_a_lost_host_continues_elsewhere(queue: tuple[Lab, Path, Path]) -> None:
