@@ -224,7 +224,7 @@ def train(argv: list[str]) -> int:
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
     run_dir = run_dir or data_dir / "runs" / spec.run
-    heartbeat = _first_heartbeat(run_dir, rank)
+    heartbeat = _first_heartbeat(run_dir, rank, "" if spec.script else "importing torch")
     try:
         if spec.script:
             from trainer.script import run_script
@@ -244,11 +244,11 @@ def train(argv: list[str]) -> int:
     return 0
 
 
-def _first_heartbeat(run_dir: Path, rank: int) -> Heartbeat:
+def _first_heartbeat(run_dir: Path, rank: int, note: str) -> Heartbeat:
     """Create the run folder and write the first heartbeat. Raises UserError if the folder cannot be written."""
     try:
         heartbeat = Heartbeat(run_dir, rank)
-        heartbeat("starting", force=True, note="importing torch")
+        heartbeat("starting", force=True, note=note)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write the run folder {run_dir}: {reason}: set --run-dir or --data-dir") from None
