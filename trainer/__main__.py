@@ -24,6 +24,7 @@ from trainer.distributed.replica import Replica
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.formats import quoted
 from trainer.inputs import path_kind, user_path
+from trainer.script import ScriptError, run_script
 from trainer.strategy import AUTO, plan_of, summaries
 from trainer.telemetry import Heartbeat
 
@@ -227,8 +228,6 @@ def train(argv: list[str]) -> int:
     heartbeat = _first_heartbeat(run_dir, rank, "" if spec.script else "importing torch")
     try:
         if spec.script:
-            from trainer.script import run_script
-
             result = run_script(spec, run_dir, heartbeat)
         else:
             result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
@@ -296,10 +295,10 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
     """Write the error to the heartbeat and to stderr: one line for a UserError, a traceback otherwise. Return 1.
 
-    A script has written its traceback itself: `log`. Call this while the error is being handled.
+    A script has written its traceback itself. Call this while the error is being handled.
     """
-    log, plain = getattr(error, "log", None), isinstance(error, UserError)
-    text = traceback.format_exc() if log is None else log
+    of_script, plain = isinstance(error, ScriptError), isinstance(error, UserError)
+    text = error.log if isinstance(error, ScriptError) else traceback.format_exc()
     peer_failed = type(error).__name__ in _PEER_ERRORS or (
         isinstance(error, RuntimeError) and any(part in str(error) for part in _PEER_ERROR_TEXTS)
     )
@@ -314,7 +313,7 @@ def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
             "secondary": peer_failed and not plain,
         },
     )
-    print(f"error: {error}" if plain or log is not None else text, file=sys.stderr, flush=True)
+    print(f"error: {error}" if plain or of_script else text, file=sys.stderr, flush=True)
     return 1
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trainer
 from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.script import RESULT, Progress, ScriptError, check_script, environment, result
@@ -129,3 +132,30 @@ def test_the_script_cannot_change_what_the_run_is_in_its_result(tmp_path: Path) 
         (tmp_path / RESULT).write_text(wrong)
         with pytest.raises(ScriptError, match="of the script is"):
             result(spec, tmp_path, progress)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "status"),
+    [
+        ("raise SystemExit(3)\n", 1, "failed"),
+        ("import time\nopen('stop', 'w').close()\ntime.sleep(60)\n", 0, "stopped"),  # SIGTERM ends it
+    ],
+)
+def test_how_a_script_ends(text: str, code: int, status: str, tmp_path: Path) -> None:
+    path = script(tmp_path, text, "worker.py")
+    words = [sys.executable, "-m", "trainer", f"--script={path}", "--run-name=r"]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    heartbeat = json.loads((tmp_path / "runs/r/state/rank0.json").read_text())
+    assert (done.returncode, heartbeat["status"]) == (code, status), done.stderr
+    assert not (tmp_path / "runs/r/result.json").exists()
+    if code:
+        assert done.stderr == "error: 'worker.py' ended with exit code 3\n"
+        assert heartbeat["error"]["type"] == "ScriptError" and not heartbeat["error"]["plain"]
