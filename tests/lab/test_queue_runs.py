@@ -123,6 +123,8 @@ def test_run_over_hosts_is_preempted_and_resumes(queue: tuple[Lab, Path, Path]) 
     trio = add(queue, "trio", 12, nodes=3, cores=1, batch=6)
     trio.wait_phase("finished", 400)
     assert len(trio.on()) == 3 and all(trio.result(host)["world_size"] == 3 for host in trio.on())
+    shown = lab.inside(lab.hosts[0], f"scontrol show job {trio.job}")
+    assert "JobState=COMPLETED" in shown and "Restarts=0" in shown, "the steps of all hosts end together"
     straight = add(queue, "straight-pair", 60, nodes=2, cores=1)
     straight.wait_phase("finished", 400)
     pair = add(queue, "pair", 60, nodes=2, cores=1, priority="low")
