@@ -24,6 +24,7 @@ from trainer.distributed.replica import Replica
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.formats import quoted
 from trainer.inputs import path_kind, user_path
+from trainer.script import ScriptError, run_script
 from trainer.strategy import AUTO, plan_of, summaries
 from trainer.telemetry import Heartbeat
 
@@ -224,9 +225,12 @@ def train(argv: list[str]) -> int:
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
     run_dir = run_dir or data_dir / "runs" / spec.run
-    heartbeat = _first_heartbeat(run_dir, rank)
+    heartbeat = _first_heartbeat(run_dir, rank, "" if spec.script else "importing torch")
     try:
-        result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
+        if spec.script:
+            result = run_script(spec, run_dir, heartbeat)
+        else:
+            result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
     except KeyboardInterrupt:
         return report_failure(
             heartbeat, UserError("interrupted: start the run again to resume from its newest checkpoint")
@@ -239,11 +243,11 @@ def train(argv: list[str]) -> int:
     return 0
 
 
-def _first_heartbeat(run_dir: Path, rank: int) -> Heartbeat:
+def _first_heartbeat(run_dir: Path, rank: int, note: str) -> Heartbeat:
     """Create the run folder and write the first heartbeat. Raises UserError if the folder cannot be written."""
     try:
         heartbeat = Heartbeat(run_dir, rank)
-        heartbeat("starting", force=True, note="importing torch")
+        heartbeat("starting", force=True, note=note)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write the run folder {run_dir}: {reason}: set --run-dir or --data-dir") from None
@@ -291,10 +295,10 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
     """Write the error to the heartbeat and to stderr: one line for a UserError, a traceback otherwise. Return 1.
 
-    Call it while the error is being handled.
+    A script has written its traceback itself. Call this while the error is being handled.
     """
-    text = traceback.format_exc()
-    plain = isinstance(error, UserError)
+    of_script, plain = isinstance(error, ScriptError), isinstance(error, UserError)
+    text = error.log if isinstance(error, ScriptError) else traceback.format_exc()
     peer_failed = type(error).__name__ in _PEER_ERRORS or (
         isinstance(error, RuntimeError) and any(part in str(error) for part in _PEER_ERROR_TEXTS)
     )
@@ -309,7 +313,7 @@ def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
             "secondary": peer_failed and not plain,
         },
     )
-    print(f"error: {error}" if plain else text, file=sys.stderr, flush=True)
+    print(f"error: {error}" if plain or of_script else text, file=sys.stderr, flush=True)
     return 1
 
 

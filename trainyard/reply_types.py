@@ -153,6 +153,7 @@ class FinalResult(OpenReply):
     """result.json of a run that has ended, for the summary"""
 
     status: Line
+    script: NotRequired[Line | None]
     step: Count
     steps: Count
     world_size: Count

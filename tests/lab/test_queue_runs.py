@@ -15,9 +15,11 @@ from fault_trial import questions
 from lab_hosts import NEEDS_LAB, VENV, Host, Lab, inventory_with, run_playbook
 from queued_runs import QueuedRun, add_run, install_counting
 from testbed import faults
+from testbed.root import USER
 
 pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
+SUMMING = Path(__file__).parents[1] / "support/summing_script.py"
 LEFT = "grep -lsaz TRAINYARD_LEASE= /proc/[0-9]*/environ || :"
 
 
@@ -41,7 +43,7 @@ def add(queue: tuple[Lab, Path, Path], run: str, steps: int, **asked: Any) -> Qu
     """Add a run of the model `tiny` with one thread per rank."""
     lab, inventory, folder = queue
     spec = {
-        "run": run, "model": "tiny", "dataset": str(questions(folder)), "seq_length": 32, "total_batch_size": 2,
+        "run": run, "model": "tiny", "dataset": str(questions(folder)), "seq_length": 32, "total_batch_size": asked.pop("batch", 2),
         "batch_size": 2, "max_steps": steps, "epochs": 1000, "lr": 2e-4, "checkpoint_interval": 5, "eval_interval": 0,
         "loggers": ["none"],
     }  # fmt: skip
@@ -107,6 +109,51 @@ def test_preempted_run_resumes_on_another_host(queue: tuple[Lab, Path, Path]) ->
     critical.wait_phase("finished", 300)
     results = [run.result(run.on()[0]) for run in (straight, low)]
     assert results[1]["loss_last"] == pytest.approx(results[0]["loss_last"], abs=1e-6)
+
+
+def take_host(lab: Lab, host: Host) -> None:
+    """Let a critical job of Slurm take a host for 30 s, at once: a run would have to be prepared first."""
+    words = f"sbatch -p critical -w {host.name} --exclusive -o /dev/null --wrap 'sleep 30'"
+    lab.inside(lab.hosts[0], f"cd /; runuser -u {USER} -- {words}")
+
+
+def test_run_over_hosts_is_preempted_and_resumes(queue: tuple[Lab, Path, Path]) -> None:
+    """A critical job takes one of two hosts: the run returns to the queue, gets two hosts again, and ends as without."""
+    lab = queue[0]
+    trio = add(queue, "trio", 12, nodes=3, cores=1, batch=6)
+    trio.wait_phase("finished", 400)
+    assert len(trio.on()) == 3 and all(trio.result(host)["world_size"] == 3 for host in trio.on())
+    shown = lab.inside(lab.hosts[0], f"scontrol show job {trio.job}")
+    assert "JobState=COMPLETED" in shown and "Restarts=0" in shown, "the steps of all hosts end together"
+    straight = add(queue, "straight-pair", 60, nodes=2, cores=1)
+    straight.wait_phase("finished", 400)
+    pair = add(queue, "pair", 60, nodes=2, cores=1, priority="low")
+    take_host(lab, pair.wait_step(3, 400))
+    pair.wait_phase("finished", 400)
+    attempts = pair.state()["attempts"]
+    assert [attempt["order"] for attempt in attempts] == [75, 10], pair.log()
+    assert [len(attempt["hosts"]) for attempt in attempts] == [2, 2]
+    expected = straight.result(straight.on()[0])
+    for result in map(pair.result, pair.on()):
+        assert result["loss_last"] == pytest.approx(expected["loss_last"], abs=1e-6)
+        assert (result["step"], result["samples"]) == (60, expected["samples"])
+    for host in lab.hosts:
+        assert lab.inside(host, LEFT) == ""
+
+
+def test_script_is_preempted_and_continues_elsewhere(queue: tuple[Lab, Path, Path]) -> None:
+    """The ranks of a script sum up their steps: a lost or repeated one shows. Its checkpoint moves with it."""
+    lab, inventory, folder = queue
+    spec = {"run": "script", "script": str(SUMMING), "max_steps": 400, "checkpoint_interval": 100}
+    run = add_run(lab, inventory, folder, spec, cores=1, priority="low", hosts=["node2", "node3"])
+    first = run.wait_step(10, 300)
+    take_host(lab, first)
+    run.wait_phase("finished", 400)
+    assert [attempt["order"] for attempt in run.state()["attempts"]] == [75, 10] and run.on() != [first], run.log()
+    assert "copied the checkpoint step-" in run.log()
+    result = run.result(run.on()[0])
+    assert result["total"] == sum(range(401)) and result["first"] >= 10
+    assert result["script"].startswith("summing_script-")
 
 
 def test_run_of_a_lost_host_continues_elsewhere(queue: tuple[Lab, Path, Path]) -> None:

@@ -102,6 +102,12 @@ def test_the_run_ends(world: World, tmp_path: Path, outcome: str | Exception, or
         assert state["exit"]["reason"] == "no such model"
 
 
+def test_a_job_that_returns_after_the_end_of_its_run_is_cancelled(world: World, tmp_path: Path) -> None:
+    world.jobs, world.outcome = [running(), Job(5, "PENDING", 1)], ["finished"]
+    assert drive(tmp_path)["phase"] == "finished" and world.orders == [FINISHED]
+    assert world.commands == [["scancel", "5"]]
+
+
 @pytest.mark.parametrize("outcome", ["stopped", RunError("rank 0 on node1 was killed by SIGKILL")])
 def test_a_run_that_loses_its_lease_waits_again(world: World, tmp_path: Path, outcome: str | Exception) -> None:
     world.lost = {"node1": "the lease has ended"}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.dataset_source import columns_error
 from trainer.config.presets import MAX_ANSWER, TINY
-from trainer.strategy import plan_of
+from trainer.strategy import DEFAULT_STRATEGY, plan_of
 
 if TYPE_CHECKING:
     from trainer.config.run_spec import RunSpec
@@ -40,8 +40,23 @@ def check_combinations(spec: RunSpec) -> None:
             f"fake_data: the run needs {spec.fake_rows} rows of {spec.seq_length} tokens in memory, of at most "
             f"{MAX_FAKE_ROWS} rows and {MAX_FAKE_TOKENS} tokens: set a smaller max_steps"
         )
+    _check_script(spec)
     _check_distillation(spec)
     plan_of(spec).validate(spec)
+
+
+def _check_script(spec: RunSpec) -> None:
+    """Check that a spec with a script sets nothing that only the trainer can do. Raises ValueError with one line."""
+    if not spec.script:
+        return
+    if spec.strategy != DEFAULT_STRATEGY:
+        raise ValueError(f"script: the script decides how ranks share the work: omit strategy ({spec.strategy})")
+    for name in ("fake_data", "teacher", "distill_alpha", "merge", "torch_compile"):
+        if getattr(spec, name):
+            raise ValueError(f"script: {name} is for the trainer, which does not run: omit {name}, or script")
+    for name, without in (("quantize", "none"), ("backend", "auto"), ("optimizer", "adamw")):
+        if (value := getattr(spec, name)) != without:
+            raise ValueError(f"script: {name} {value} is for the trainer, which does not run: omit {name}, or script")
 
 
 def _check_distillation(spec: RunSpec) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Fields that count only if they are set, so that a run of an earlier version keeps its default name.
 _LATER_FIELDS = (
+    "script",
     "dataset_config",
     "columns",
     "distill_alpha",
@@ -42,6 +43,11 @@ def spec_digest(spec: RunSpec) -> str:
 
 
 def default_name(spec: RunSpec) -> str:
-    """Return the name of the model and the digest of the spec."""
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(spec.model).name).strip("-._")[:40] or "run"
-    return f"{stem}-{spec_digest(spec)}"
+    """Return the name of the model, or of the script, and the digest of the spec."""
+    name = Path(spec.script).stem if spec.script else Path(spec.model).name
+    return f"{file_stem(name) or 'run'}-{spec_digest(spec)}"
+
+
+def file_stem(name: str) -> str:
+    """Return a name with only characters that a run, and a file of the store, may have; it may be empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:40]

@@ -53,6 +53,7 @@ class RunSpec(BaseModel):
         ],
         min_length=1,
     )
+    script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/scripts.md")
     backend: Literal["auto", "peft", "unsloth"] = declare(
         "auto",
         "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
@@ -444,6 +445,11 @@ class RunSpec(BaseModel):
     def sources(self) -> tuple[DatasetSource, ...]:
         """The datasets of the run, at least one, each with its own split, configuration and columns."""
         return resolve(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
+
+    @property
+    def needs_dataset(self) -> bool:
+        """Whether the run reads a dataset. A script reads one only if it is set."""
+        return not self.fake_data and not (self.script and self.dataset == EMBEDDED_DATASET)
 
     @property
     def needs_logprobs(self) -> bool:

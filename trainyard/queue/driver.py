@@ -204,8 +204,17 @@ class Driver:
         self.record(job, code, reason)
         leases.end(code)
         self.wait_for_end(job)
+        self.forget(job)
         stopped = code == FAILED and reason == "it was stopped"
         self.save(phase="stopped" if stopped else PHASES[code], exit={"code": code, "reason": reason})
+
+    def forget(self, job: Job) -> None:
+        """Cancel the job if it has returned to the queue although its run has ended: nobody would end it again."""
+        now = self.job()
+        if now is not None and now.restart != job.restart and now.state not in ENDED:
+            self.report("the job returned to the queue after the end of its run: scancel")
+            with contextlib.suppress(SupervisorError):
+                command(["scancel", str(job.number)])
 
     def wait_for_end(self, job: Job) -> None:
         """Wait until the job no longer has the hosts of an allocation; cancel its steps if that takes too long."""

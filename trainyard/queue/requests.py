@@ -178,14 +178,14 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None) -> lis
         (file["kind"], file["digest"]) for file in prepared.files
     )
     if same_files:
-        paths = {name: getattr(now, name) for name in ("model", "dataset", "teacher")}
+        paths = {name: getattr(now, name) for name in ("model", "dataset", "teacher", "script")}
         earlier = earlier.model_copy(update=paths)
     found = changed_fields(earlier, now)
     changed = {
         kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f["kind"], f["digest"]) for f in prepared.files}
     }
     return [printable(line) for line in found] or [
-        f"{kind}: another content" for kind in sorted(changed & {"dataset", "model", "teacher"})
+        f"{kind}: another content" for kind in sorted(changed & {"dataset", "model", "teacher", "script"})
     ]
 
 
@@ -288,6 +288,8 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
     """Return the time limit of a run in minutes (0: none), and where it comes from."""
     if run.options.time_limit:
         return run.options.time_limit, f"time limit {_minutes(run.options.time_limit)}"
+    if run.spec.script:
+        return 0, "no time limit, because the plan knows nothing of a script: set time_limit=MINUTES"
     request = run.request()
     able = [node for node in queue.nodes.values() if can_run(request, node)]
     hosts = [_as_host(request, node) for node in sorted(able, key=lambda node: node.cores)[: request.nodes]]

@@ -18,11 +18,12 @@ PROGRAMS = "/usr/local/lib/trainyard/queue"  # of the role queue
 WARNING = 30  # s before the end of its time limit that a run is asked for a checkpoint
 COMMAND_LIMIT = 60.0  # s for an answer of Slurm
 
-# Any other end of the steps than an order of the driver returns the job to the queue: RequeueExit=75 in slurm.conf.
+# Every step ends with the same code, which is not 0: --kill-on-bad-exit would kill those of the other hosts when the first one ends,
+# and srun would return their SIGKILL. Any other end of the steps than an order of the driver returns the job to the queue: RequeueExit=75 in slurm.conf.
 _SCRIPT = """\
 #!/bin/sh
 cd /
-PYTHONPATH={programs} srun --kill-on-bad-exit=1 --wait=20 --mem=0 --input=none --output=none --error=none \\
+PYTHONPATH={programs} srun --kill-on-bad-exit=0 --wait=20 --mem=0 --input=none --output=none --error=none \\
     /usr/bin/python3 -S -m trainyard.queue.lease_step {run} {data_dirs}
 case $? in
 10) exit 0 ;;

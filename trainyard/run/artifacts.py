@@ -23,6 +23,7 @@ ARTIFACTS = [
     "adapter/*",
     "model/*",
     "merged/*",
+    "output/*",
     "result.json",
     "spec.yml",
     "metrics.jsonl",
@@ -171,6 +172,8 @@ def _gather_logs(
 
 def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection: HostConnection) -> list[str]:
     """Return the summary of a run, and the next command."""
+    if result.get("script"):
+        return script_summary(result, head, hosts)
     kind = "adapter" if result.get("adapter") else "model"
     where = f" on {head['host']}" if hosts > 1 else ""
     eval_loss = result.get("eval_loss")
@@ -193,6 +196,22 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
         lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection)}"]
     lines.append("to start another run, change an option; -e run=NAME sets its name")
     return lines
+
+
+def script_summary(result: dict[str, Any], head: dict[str, Any], hosts: int) -> list[str]:
+    """Return the summary of a run with a script."""
+    losses = [result["loss_first"], result["loss_last"]]
+    shown = " -> ".join(f"{loss:.4f}" for loss in losses if loss is not None)
+    where = f" on {head['host']}" if hosts > 1 else ""
+    steps = f"{result['step']} of {counted(result['steps'], 'step')}" if result["steps"] else "no steps reported"
+    lines = [
+        f"run {result['run']} {result['status']}: {steps} on {counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
+        f"  script       {result['script']}",
+        *([f"  loss         {shown}"] if shown else []),
+        f"  result       {head['run_dir']}/result.json{where}",
+        f"  logs         {head['run_dir']}/logs",
+    ]
+    return [*lines, "to start another run, change an option; -e run=NAME sets its name"]
 
 
 def with_base_model(name: str, config: bytes) -> bytes:

@@ -155,7 +155,7 @@ def check_requirements(hosts: list[HostState], spec: dict[str, Any]) -> None:
         **plan_of(spec_of(spec)).needs_packages(spec_of(spec)),
         "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
         "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
-        "datasets": bool(dataset) and not spec["fake_data"] and f"dataset={printable(dataset)}",
+        "datasets": bool(dataset) and not spec["fake_data"] and not spec["script"] and f"dataset={printable(dataset)}",
     }
     for host in hosts:
         name, facts = host.name, host.facts

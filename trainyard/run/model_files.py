@@ -36,7 +36,12 @@ _MAX_TOKENIZER = 256 * 1024 * 1024  # bytes of a tokenizer.json
 
 
 def model_settings(spec: RunSpec) -> dict[str, str]:
-    """Return the models of a spec by the field that names them: the student, and the teacher if it has one."""
+    """Return the models of a spec by the field that names them: the student, and the teacher if it has one.
+
+    A script has a model only if one is set.
+    """
+    if spec.script and spec.model == TINY:
+        return {}
     return {"model": spec.model} | ({"teacher": spec.teacher} if spec.teacher else {})
 
 

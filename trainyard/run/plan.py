@@ -438,9 +438,11 @@ def plan_lines(nodes: list[Node], spec: dict[str, Any], port: int, before: list[
         head.append("GPUs")
         rows = [[*row, ",".join(map(str, n.gpu_numbers)) or "-"] for row, n in zip(rows, nodes, strict=True)]
     by_speed = ""
-    if plan_named(spec["strategy"]).shares_rows_by_speed:
+    if plan_named(spec["strategy"]).shares_rows_by_speed and not spec["script"]:
         head.append("rows")
         rows = [[*row, str(count)] for row, count in zip(rows, shared_rows(nodes, spec, before), strict=True)]
         by_speed = ", balanced by measured speed" if spec["balance"] == "auto" and world > 1 else ""
+    if spec["script"]:
+        return [*table([head, *rows]), f"world size {world}, {meeting}, script {Path(spec['script']).name}"]
     batches = f"{spec['rows_per_step']} rows per step in micro-batches of {spec['batch_size']}{by_speed}"
     return [*table([head, *rows]), f"world size {world}, {meeting}, strategy {spec['strategy']}, {batches}"]

@@ -136,6 +136,8 @@ def plan_run(
     if is_finished(hosts, entries[0]["spec"], run):
         return RunPlan(entries, "finished", port, [])
     lines = [*_host_lines(ordered, left_out), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
+    if spec["script"]:  # has no rows that the plan knows
+        return RunPlan(entries, "new", port, lines + isolation_lines(isolation, ordered))
     with spec_here(spec, prepared.files) as here:
         lines += [f"rows: {packing_text(here)}", *filter(None, [chosen])]
         if teacher:
@@ -231,7 +233,7 @@ def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) 
     datasets = [listed] if isinstance(listed, str) else [source["path"] for source in listed]
     for entry in files:
         path = f"{data_dir}/{entry['dest']}"
-        if entry["kind"] in ("model", "teacher"):
+        if entry["kind"] in ("model", "teacher", "script"):
             known[entry["kind"]] = path
         elif entry["kind"] == "dataset":
             datasets[entry.get("source", 0)] = path

@@ -15,11 +15,13 @@ from typing import Any
 
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
+from trainer.config.run_name import file_stem
 from trainer.data.files import all_files, data_suffix, is_hub_id
 from trainer.data.samples import check_source
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.inputs import host_path, path_kind, user_path
+from trainer.script import check_script
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import file_entry, folder_entry
@@ -41,7 +43,7 @@ class PreparedRun:
     Attributes:
         run: name of the run.
         spec: every field of the run spec, and `rows_per_step`.
-        files: for each file or folder its `kind` (dataset, model, teacher, trainer), `src` on the controller, `dest` below the
+        files: for each file or folder its `kind` (dataset, model, teacher, script, trainer), `src` on the controller, `dest` below the
             host's data directory, `sha256` by relative name, `digest` of all of it, and `bytes` to copy. A dataset has its
             place among those of the spec, `source`. What the hosts have already has no `src`, and its path there as
             `on_hosts`. What a host fetched from the hub has no `src`, the host as `fetched_by`, and `sizes` by relative
@@ -75,6 +77,8 @@ class PreparedRun:
     @property
     def has_dataset(self) -> bool:
         """Whether the hosts find every dataset in their store; otherwise each host fetches one from the hub."""
+        if self.spec["script"] and self.spec["dataset"] == EMBEDDED_DATASET:
+            return True  # a script reads a dataset only if one is set
         staged = sum(entry["kind"] == "dataset" for entry in self.files)
         listed = self.spec["dataset"]
         return staged == (1 if isinstance(listed, str) else len(listed))
@@ -109,6 +113,9 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
     models = model_entries(spec, datasets if complete else [], on_hosts, access, digests, work, report)
     files += models
     identity |= {entry["kind"]: entry["digest"] for entry in models}
+    if spec.script:
+        files.append(script_entry(check_script(spec.script)))
+        identity["script"] = files[-1]["digest"]
     digests.keep()
     archive = trainer_archive(work)
     digest = sha256_file(archive)
@@ -143,18 +150,29 @@ def dataset_entries(
         UserError: a dataset is missing or damaged.
     """
     entries = []
-    for place, source in enumerate(() if spec.fake_data else spec.sources):
+    for place, source in enumerate(spec.sources if spec.needs_dataset else ()):
         if found := on_hosts.get(_setting(spec, place)):
             entries.append(found.entry("dataset") | {"source": place})
             continue
         one = spec.model_copy(update={"dataset": source.path})
         if path := dataset_file(one, work, report):
             entry = _dataset_entry(path, digests)
-            _check_samples(source.model_copy(update={"path": str(path)}), entry["digest"], work, spec.needs_logprobs)
+            if not spec.script:  # which may read any format
+                _check_samples(
+                    source.model_copy(update={"path": str(path)}), entry["digest"], work, spec.needs_logprobs
+                )
             entries.append(entry | {"source": place})
         elif fetched := hub_dataset(source.path, access and access_for(access, spec, "dataset"), digests, report):
             entries.append(fetched | {"source": place})
     return entries
+
+
+def script_entry(path: Path) -> dict[str, Any]:
+    """Return the entry of a script on the controller."""
+    digest = sha256_file(path)
+    return file_entry(
+        path, f"store/scripts/{file_stem(path.stem) or 'script'}-{digest[:12]}.py", {"": digest}, "script"
+    )
 
 
 def _dataset_entry(path: Path, digests: Digests) -> dict[str, Any]:
@@ -173,12 +191,12 @@ def _setting(spec: RunSpec, place: int) -> str:
 def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFiles]:
     """Return the files of the spec that the hosts have already, by setting. Raises UserError."""
     settings = model_settings(spec)
-    if not spec.fake_data:
+    if spec.needs_dataset:
         settings |= {_setting(spec, place): source.path for place, source in enumerate(spec.sources)}
     paths = {setting: path for setting, text in settings.items() if (path := host_path(text, setting))}
     if not paths:
         return {}
-    if spec.model == TINY and not spec.fake_data:
+    if spec.model == TINY and not spec.fake_data and not spec.script:
         raise UserError(TINY_NEEDS_DATASET)
     if access is None:
         raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with train.yml")

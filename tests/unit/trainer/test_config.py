@@ -57,6 +57,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "deepspeed_stage": ("3", 3),
         "teacher_host": ("node3", "node3"),
+        "script": ("worker.py", "worker.py"),
         "pipeline_layers": ("10,6", "10,6"),
     }
     words = []

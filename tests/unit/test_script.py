@@ -1,0 +1,161 @@
+"""A script in the place of the trainer: what the controller refuses, what it stages, and what becomes of progress and result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer
+from trainer.config import make_spec
+from trainer.errors import UserError
+from trainer.script import RESULT, Progress, ScriptError, check_script, environment, result
+from trainyard.queue.new_runs import NewRun
+from trainyard.queue.request import QueueOptions
+from trainyard.queue.requests import time_limit
+from trainyard.run.isolation import outside_need
+from trainyard.run.options import LaunchOptions
+from trainyard.run.planning import host_spec
+from trainyard.run.spec_files import PreparedRun, prepare
+
+
+def script(folder: Path, text: str = "print('works')\n", name: str = "my worker.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def prepared(folder: Path, **fields: Any) -> PreparedRun:
+    return prepare(make_spec(fields, "the test"), folder / "work", lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"strategy": "fsdp"}, "script: the script decides how ranks share the work: omit strategy (fsdp)"),
+        ({"fake_data": True}, "script: fake_data is for the trainer, which does not run: omit fake_data, or script"),
+        ({"merge": True}, "script: merge is for the trainer"),
+        ({"quantize": "nf4"}, "script: quantize nf4 is for the trainer"),
+        ({"teacher": "org/name", "distill_alpha": 0.5}, "script: teacher is for the trainer"),
+    ],
+)
+def test_fields_that_only_the_trainer_knows_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError) as raised:
+        make_spec({"script": "worker.py", **fields}, "-e")
+    assert why in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: None, "cannot read {path}: No such file or directory: give a Python file of at most 1 MiB"),
+        (lambda path: path.mkdir(), "cannot read {path}: Is a directory"),
+        (os.mkfifo, "cannot read {path}: it is not a regular file"),
+        (lambda path: path.write_text("#" * (1 << 20) + "\n"), "cannot read {path}: it is larger than 1024 KiB"),
+        (lambda path: path.write_text("a = 1\nb = (\n"), "{path}:2: '(' was never closed: give a Python file"),
+        (lambda path: path.write_bytes(b"a\0b"), "null bytes"),
+    ],
+)
+def test_a_file_that_is_no_script_is_refused(make: Any, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "worker.py"
+    make(path)
+    with pytest.raises(UserError) as raised:
+        check_script(str(path))
+    assert why.format(path=path) in str(raised.value)
+
+
+def test_the_script_is_staged_alone_unless_model_and_dataset_are_set(tmp_path: Path) -> None:
+    run = prepared(tmp_path, script=str(script(tmp_path)))
+    assert [entry["kind"] for entry in run.files] == ["script", "trainer"]
+    assert run.run.startswith("my-worker-") and run.has_dataset
+    assert outside_need(run.spec, run.has_dataset, {}) == ""
+    entry = run.files[0]
+    assert entry["dest"] == f"store/scripts/my-worker-{entry['digest'][:12]}.py"
+    there = make_spec(host_spec(run.spec, run.files, "/srv/trainyard"), "the test")
+    assert there.script == f"/srv/trainyard/{entry['dest']}" and there.model == "tiny"
+    assert environment(there, Path("/srv/r")).keys().isdisjoint({"TRAINYARD_MODEL", "TRAINYARD_DATASET"})
+
+    # Its dataset has any format, and is staged with the same names as that of the trainer.
+    data = script(tmp_path, "1,2\n", "numbers.csv")
+    more = prepared(tmp_path, script=str(script(tmp_path)), dataset=str(data))
+    assert [entry["kind"] for entry in more.files] == ["dataset", "script", "trainer"] and more.has_dataset
+    there = make_spec(host_spec(more.spec, more.files, "/srv"), "the test")
+    assert environment(there, Path("/srv/r"))["TRAINYARD_DATASET"] == f"/srv/{more.files[0]['dest']}"
+
+
+def test_the_name_of_a_run_depends_on_the_content_of_its_script(tmp_path: Path) -> None:
+    path = script(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    first, same = prepared(tmp_path, script=str(path)).run, script(tmp_path / "elsewhere", name=path.name)
+    assert prepared(tmp_path, script=str(same)).run == first
+    path.write_text("print('changed')\n")
+    assert prepared(tmp_path, script=str(path)).run != first
+
+
+def test_a_queued_script_has_no_estimate(tmp_path: Path) -> None:
+    spec = make_spec({"script": str(script(tmp_path)), "run": "s"}, "the test")
+    no_queue: Any = None
+    run = NewRun(QueueOptions(), spec, LaunchOptions())
+    assert time_limit(run, prepare(spec, tmp_path / "work", lambda line: None), no_queue) == (
+        0,
+        "no time limit, because the plan knows nothing of a script: set time_limit=MINUTES",
+    )
+
+
+def test_progress_is_what_this_start_reports(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 7, "loss": 9.0}\n')
+    progress = Progress(path, steps=0)
+    assert not progress.read() and progress.latest == {}
+    with path.open("a") as file:
+        file.write('{"step": 8, "steps": 20, "loss": 5.0}\nno JSON\n[1]\n{"step": "9"}\n{"step": -1}\n{"loss": NaN}\n')
+        file.write('{"step": 9, "loss": NaN, "eta": true}\n{"step": 10')
+    assert progress.read() and progress.latest == {"step": 9, "steps": 20, "loss": 5.0}
+    assert (progress.step, progress.steps, progress.first_loss) == (9, 20, 5.0)
+    with path.open("a") as file:
+        file.write(', "loss": 4.0}\n')
+    assert progress.read() and progress.latest["step"] == 10 and progress.latest["loss"] == 4.0
+
+
+def test_the_script_cannot_change_what_the_run_is_in_its_result(tmp_path: Path) -> None:
+    spec = make_spec({"script": "worker.py", "run": "r"}, "the test")
+    progress = Progress(tmp_path / "metrics.jsonl", steps=0)
+    (tmp_path / RESULT).write_text(json.dumps({"status": "failed", "run": "other", "accuracy": 0.5, "step": 3}))
+    made = result(spec, tmp_path, progress)
+    assert made["status"] == "finished" and made["run"] == "r" and made["accuracy"] == 0.5 and made["step"] == 3
+    for wrong in ("[1]", "no JSON", " " * (1 << 20) + "{}"):
+        (tmp_path / RESULT).write_text(wrong)
+        with pytest.raises(ScriptError, match="of the script is"):
+            result(spec, tmp_path, progress)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "status"),
+    [
+        ("raise SystemExit(3)\n", 1, "failed"),
+        ("import time\nopen('stop', 'w').close()\ntime.sleep(60)\n", 0, "stopped"),  # SIGTERM ends it
+    ],
+)
+def test_how_a_script_ends(text: str, code: int, status: str, tmp_path: Path) -> None:
+    path = script(tmp_path, text, "worker.py")
+    words = [sys.executable, "-m", "trainer", f"--script={path}", "--run-name=r"]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    heartbeat = json.loads((tmp_path / "runs/r/state/rank0.json").read_text())
+    assert (done.returncode, heartbeat["status"]) == (code, status), done.stderr
+    assert not (tmp_path / "runs/r/result.json").exists()
+    if code:
+        assert done.stderr == "error: 'worker.py' ended with exit code 3\n"
+        assert heartbeat["error"]["type"] == "ScriptError" and not heartbeat["error"]["plain"]
