@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from trainer.planner.cost import (
     micro_batches,
     ring_fraction,
 )
+from trainer.planner.levers import Lever, Levers, gradient_levers
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.lazy import LazyModule
@@ -46,6 +48,18 @@ _BUCKET = 8_000_000  # numbers per bucket; DeepSpeed's default of 500 M allocate
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses of a weight below which it stays gathered
 _SMALL = 1e5  # numbers of a parameter below which stage 3 keeps it on every rank
 _LINK_EFFICIENCY = 0.7  # fraction of a link that gloo's gathers use
+_PCI_EXPRESS = 12e9  # bytes per second between a GPU and its host: 16 lanes of version 3
+_HOST_MEMORY = 10e9  # bytes per second of AdamW on a CPU, which reads and writes 28 bytes of every weight
+_STAGES = {
+    1: "",
+    2: "gradients are reduced after every micro-batch",
+    3: "every pass sends the weights of all layers",
+}
+_OFFLOADS = {
+    "none": "",
+    "optimizer": "AdamW runs on the CPU",
+    "all": "AdamW runs on the CPU, and every pass copies the weights to the GPU",
+}
 _HOOK_SECONDS = 1.5e-3  # of stage 3, per module and micro-batch
 
 
@@ -53,6 +67,8 @@ class DeepSpeedPlan(StrategyPlan):
     """The plan of ZeRO. Figures without a source were measured with benchmarks/memory.py and benchmarks/plan.py."""
 
     summary = "ZeRO: every rank holds a shard of optimizer state, gradients (stage 2) and weights (stage 3)"
+    gain = 1.1
+    cost = "requires the package deepspeed on every host"
     uniform_dtype = True
     library_bytes = 20 << 20
 
@@ -81,6 +97,40 @@ class DeepSpeedPlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         # Stage 3 takes the model from host memory, where the kernels cannot be tested with packed samples.
         return not self.sharded_weights(spec)
+
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        now = spec.deepspeed_stage, spec.deepspeed_offload
+        offloads = list(_OFFLOADS)[list(_OFFLOADS).index(spec.deepspeed_offload) :]
+        stages: list[Lever] = [Lever()]
+        for stage, offload in product(_STAGES, offloads):
+            fields: dict[str, Any] = {"deepspeed_stage": stage} if stage != now[0] else {}
+            fields |= {"deepspeed_offload": offload} if offload != now[1] else {}
+            cost = "; ".join(text for text in (_STAGES[stage], _OFFLOADS[offload]) if text)
+            if fields:
+                stages.append(Lever(fields, cost))
+        return [*super().levers(spec), stages, *gradient_levers(spec)]
+
+    def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
+        if spec.deepspeed_offload == "none" and not self.sharded_weights(spec):
+            return 0
+        state = self.state(spec, shape, layout, cuda=False)
+        optimizer = state.optimizer if spec.deepspeed_offload != "none" else 0
+        if not self.sharded_weights(spec):
+            return optimizer
+        # Every rank reads the full model in host memory before it keeps its shard.
+        weights = state.base if spec.deepspeed_offload == "all" else 0
+        return max(optimizer + weights, shape.parameters * self.bytes_per_weight(spec) + weights)
+
+    def offload_seconds(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
+        if spec.deepspeed_offload == "none":
+            return 0.0
+        own = shape.trained(spec) / layout.world
+        # Gradients travel to the host, and updated weights back.
+        seconds = own * 8 / _PCI_EXPRESS + own * 28 / _HOST_MEMORY
+        if spec.deepspeed_offload == "all":
+            copied = 2 * shape.parameters * self.bytes_per_weight(spec) / layout.world
+            seconds += copied * micro_batches(spec, layout.world) / _PCI_EXPRESS
+        return seconds
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.distributed.listeners import restrict_listeners
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
+from trainer.planner.levers import Lever, Levers, gradient_levers
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
@@ -52,6 +53,8 @@ class FSDPPlan(StrategyPlan):
 
     summary = "every rank holds a shard of the model"
     auto = "exact"
+    gain = 1.0
+    cost = "every pass sends the weights of all layers"
 
     def strategy_class(self, spec: RunSpec) -> type[FSDP]:
         return FSDP
@@ -62,6 +65,14 @@ class FSDPPlan(StrategyPlan):
 
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
+
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        # Either value may be faster, so both are tried.
+        shards = [Lever(), *(Lever({"fsdp_shard": value}) for value in ("all", "host") if value != spec.fsdp_shard)]
+        return [*super().levers(spec), shards, *gradient_levers(spec)]
+
+    def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
+        return spec.fsdp_shard == "all" or (len(set(layout.processes)) == 1 and layout.processes[0] > 1)
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
