@@ -8,6 +8,7 @@ the shared-memory all-reduce between CPU ranks of one host is disabled.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from dataclasses import replace
@@ -27,7 +28,9 @@ from trainer.planner.cost import (
     ring_fraction,
 )
 from trainer.planner.levers import Lever, Levers, gradient_levers
+from trainer.planner.model_shape import shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
+from trainer.strategy.deepspeed_file import check_file, free_options, merge
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_generation, reject_unshardable
@@ -84,6 +87,7 @@ class DeepSpeedPlan(StrategyPlan):
                 f"deepspeed_offload: all requires deepspeed_stage 3, got {spec.deepspeed_stage}: "
                 "set deepspeed_offload=optimizer"
             )
+        check_file(spec)
 
     def needs_packages(self, spec: RunSpec) -> dict[str, str]:
         return {"deepspeed": "strategy=deepspeed"}
@@ -145,7 +149,7 @@ class DeepSpeedPlan(StrategyPlan):
                 state,
                 optimizer=state.optimizer // layout.world,
                 gradients=state.gradients // (layout.world if spec.deepspeed_stage >= 2 else 1),
-                buffers=4 * bucket(shape.trained(spec)),
+                buffers=4 * bucket(spec, shape.trained(spec)),
             )
         if not cuda:
             return state
@@ -233,9 +237,10 @@ def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
     return base, trained if spec.lora_r else base
 
 
-def bucket(trained: int) -> int:
-    """Return the numbers per bucket, which DeepSpeed allocates in full: at most the number of trained weights."""
-    return min(_BUCKET, max(1, trained))
+def bucket(spec: RunSpec, trained: int) -> int:
+    """Return the numbers per bucket, which DeepSpeed allocates in full: at most the number of trained weights, or as a user's file says."""
+    given = free_options(spec).get("zero_optimization.reduce_bucket_size")
+    return given or min(_BUCKET, max(1, trained))
 
 
 def prefetched(parameters: int) -> int:
@@ -253,6 +258,12 @@ def zero_options(spec: RunSpec) -> dict[str, Any]:
     return zero
 
 
+def bucket_options(spec: RunSpec, trained: int, parameters: int) -> dict[str, int]:
+    """Return the sizes of DeepSpeed's buckets in numbers, for a model with these trained weights and all its `parameters`."""
+    sizes = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), bucket(spec, trained))
+    return sizes | ({"stage3_prefetch_bucket_size": prefetched(parameters)} if spec.deepspeed_stage == 3 else {})
+
+
 def common_options(spec: RunSpec) -> dict[str, Any]:
     """Return the options that this trainer and other tools pass to DeepSpeed: https://www.deepspeed.ai/docs/config-json/"""
     return {
@@ -265,15 +276,18 @@ def common_options(spec: RunSpec) -> dict[str, Any]:
 def engine_config(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any]:
     """Return the configuration of the engine. `trained`, `parameters`: number of trained weights, and of all weights."""
     config = common_options(spec)
-    config["zero_optimization"] |= {"reduce_bucket_size": bucket(trained), "allgather_bucket_size": bucket(trained)}
-    if spec.deepspeed_stage == 3:
-        config["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetched(parameters)
+    config["zero_optimization"] |= bucket_options(spec, trained, parameters)
+    merge(config, free_options(spec))
     return config | {
         "gradient_accumulation_steps": 1,  # the training loop marks the last micro-batch of a step
         "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "bf16" if spec.gradient_comm_dtype == "bf16" else "fp32",
+        "communication_data_type": _comm_dtype(spec),
         "steps_per_print": _NEVER,
     }
+
+
+def _comm_dtype(spec: RunSpec) -> str:
+    return "bf16" if spec.gradient_comm_dtype == "bf16" else "fp32"
 
 
 def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
@@ -289,17 +303,39 @@ def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
             "type": "AdamW",
             "params": {"lr": spec.lr, "weight_decay": spec.weight_decay, "torch_adam": True},
         },
+        "communication_data_type": _comm_dtype(spec),
     }
+    if scheduler := _scheduler(spec):
+        config["scheduler"] = scheduler
     zero = config["zero_optimization"]
+    with contextlib.suppress(UserError):  # without the shape of the model, DeepSpeed's own bucket sizes apply
+        shape = shape_of(spec)
+        zero |= bucket_options(spec, shape.trained(spec), shape.parameters)
     zero["overlap_comm"] = True
     for name in ("offload_optimizer", "offload_param"):
         if name in zero:
             zero[name]["pin_memory"] = True
     if spec.precision != "32-true":
         config[spec.precision.removesuffix("-mixed")] = {"enabled": True}
-    if spec.gradient_comm_dtype == "bf16":
-        config["communication_data_type"] = "bf16"
-    return config
+    return merge(config, free_options(spec))
+
+
+def _scheduler(spec: RunSpec) -> dict[str, Any] | None:
+    """Return DeepSpeed's scheduler with the spec's schedule, or None if the number of steps is not known.
+
+    https://deepspeed.readthedocs.io/en/latest/schedulers.html
+    """
+    if not spec.max_steps:
+        return None
+    warmup = round(spec.warmup * spec.max_steps) if spec.warmup < 1 else round(spec.warmup)
+    linear = {"warmup_num_steps": max(1, warmup), "warmup_type": "linear"}
+    if spec.schedule == "cosine":
+        params = linear | {"total_num_steps": spec.max_steps, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0}
+        return {"type": "WarmupCosineLR", "params": params}
+    rates = linear | {"warmup_min_lr": 0.0, "warmup_max_lr": spec.lr}
+    if spec.schedule == "linear":
+        return {"type": "WarmupDecayLR", "params": rates | {"total_num_steps": spec.max_steps}}
+    return {"type": "WarmupLR", "params": rates}
 
 
 def import_deepspeed(world: World) -> Any:

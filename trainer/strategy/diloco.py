@@ -99,7 +99,7 @@ class DiLoCoPlan(StrategyPlan):
         state = super().state(spec, shape, layout, cuda=cuda)
         if self.sharded_weights(spec):
             shards = min(layout.processes) * spec.replica_hosts
-            state = sharded_state(state, shape, shards, self.bytes_per_weight(spec))
+            state = sharded_state(spec, state, shape, shards, self.bytes_per_weight(spec))
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])
             state = replace(state, gradients=state.gradients * gradient_copies(spec, ranks, layout.world))
