@@ -197,8 +197,6 @@ def test_layers_that_stay_gathered_trade_memory_for_traffic() -> None:
     assert memory[1] - memory[0] == shape.layers * shape.layer_parameters * 2
     sent = [plan.comm_bytes(each, shape, layout, gloo=False) for each in (spec, keeps)]
     assert 0.5 < sent[1] / sent[0] < 0.55
-    advice, found = best("7B", [gpus(40)[0] | {"processes": 4}], 1000, HALF | {"strategy": "fsdp"})
-    assert found["fsdp"].fits and advice.strategy == "ddp"
 
 
 MEMORY = st.sampled_from([6, 8, 12, 16, 24, 40, 80])
@@ -248,10 +246,10 @@ def test_every_variant_is_a_valid_spec(strategy: str, lora: int) -> None:
     spec = make_spec({"model": "x", "strategy": strategy, "lora_r": lora, "gradient_accumulation": 4}, "here")
     found = list(variants(spec, plan_named(strategy).levers(spec)))
     assert found[0].spec == spec and not found[0].levers and len(found) > 4
-    for variant in found:
+    for variant in found[:: max(1, len(found) // 30)]:
         assert RunSpec.model_validate(variant.spec.model_dump()) == variant.spec
         assert variant.spec.rows_per_step == spec.rows_per_step
-    assert len({variant.spec.to_yaml() for variant in found}) == len(found)
+    assert len({repr(variant.spec) for variant in found}) == len(found)
 
 
 def test_levers_that_the_spec_refuses_are_not_tried() -> None:
