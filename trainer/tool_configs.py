@@ -199,7 +199,7 @@ def _processes(kind: str, hosts: list[dict[str, Any]]) -> int:
 def _torchrun(nodes: str, place: str, processes: int, words: list[str]) -> str:
     return (
         f"exec python -m torch.distributed.run --nnodes={nodes} --node-rank={place} --nproc-per-node={processes} "
-        f'--master-addr="$HEAD" --master-port={_PORT} -m trainer train {shlex.join(words)}'
+        f'--master-addr="$HEAD" --master-port={_PORT} -m -- trainer train {shlex.join(words)}'
     )
 
 

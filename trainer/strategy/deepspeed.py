@@ -321,11 +321,12 @@ def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
 
 
 def _scheduler(spec: RunSpec) -> dict[str, Any] | None:
-    """Return DeepSpeed's scheduler with the spec's schedule, or None if the number of steps is not known.
+    """Return DeepSpeed's scheduler with the spec's schedule, or None if it needs none or the number of steps is not known.
 
+    DeepSpeed's shortest warmup has 2 steps.
     https://deepspeed.readthedocs.io/en/latest/schedulers.html
     """
-    if not spec.max_steps:
+    if not spec.max_steps or (spec.schedule == "constant" and not spec.warmup):
         return None
     warmup = round(spec.warmup * spec.max_steps) if spec.warmup < 1 else round(spec.warmup)
     linear = {"warmup_num_steps": max(1, warmup), "warmup_type": "linear"}

@@ -47,6 +47,7 @@ RUN_FILE = """
 import json, sys
 import torch, deepspeed
 from torch import nn
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # needs a compiler
 deepspeed.init_distributed(dist_backend="gloo")
 torch.manual_seed(1)
 model = nn.Linear(8, 8)
@@ -64,9 +65,10 @@ print(json.dumps([loss.item(), engine.get_lr(), zero.stage, zero.reduce_bucket_s
 def test_deepspeed_trains_with_its_config(capsys: Any, tmp_path: Path) -> None:
     """DeepSpeed itself runs the file, with options of a user's own file in it."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed here")
+    capsys.readouterr()  # DeepSpeed prints while it is imported
     own, file = tmp_path / "own.json", tmp_path / "ds.json"
     own.write_text('{"zero_optimization": {"stage": 1, "reduce_bucket_size": 4096, "overlap_comm": false}}')
-    flags = ["--total-batch-size=4", "--max-steps=10", "--warmup=0", "--schedule=constant", "--lr=0.01"]
+    flags = ["--total-batch-size=4", "--max-steps=10", "--warmup=2", "--schedule=linear", "--lr=0.01"]
     file.write_text(config(capsys, "deepspeed", f"--deepspeed={own}", "--deepspeed-stage=1", *flags))
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -80,7 +82,8 @@ def test_deepspeed_trains_with_its_config(capsys: Any, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     loss, rate, stage, size, overlap, steps = json.loads(done.stdout.strip().splitlines()[-1])
-    assert loss > 0 and rate == [0.01] and (stage, size, overlap, steps) == (1, 4096, False, 2)
+    assert rate == [0.005], "the first step of two of the warmup"
+    assert loss > 0 and (stage, size, overlap, steps) == (1, 4096, False, 2)
 
 
 def test_transformers_reads_the_fsdp_config(capsys: Any, tmp_path: Path, model_folder: Path) -> None:
@@ -184,12 +187,13 @@ def test_slurm_starts_torchrun_with_the_variables_and_the_nic_of_every_node(caps
     environment = {"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin", "SLURM_JOB_NODELIST": "localhost"}
     done = subprocess.run(["bash", str(file)], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("it's $HOME|INFO|lo|lo|-m torch.distributed.run --nnodes=1 --node-rank=0 "), done
-    assert done.stdout.endswith("--master-addr=localhost --master-port=29500 -m trainer train --max-steps=7\n")
+    assert done.stdout.endswith("--master-addr=localhost --master-port=29500 -m -- trainer train --max-steps=7\n")
 
 
 @pytest.mark.slow
-def test_the_launcher_trains(capsys: Any, tmp_path: Path) -> None:
-    flags = ["--run=r", "--max-steps=1", "--loggers=none", "--seq-length=32", "--total-batch-size=2", "--batch-size=1"]
+def test_the_launcher_trains(capsys: Any, tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    flags = [f"--model={model_folder}", f"--dataset={dataset}"]
+    flags += ["--run=r", "--max-steps=1", "--loggers=none", "--seq-length=32", "--total-batch-size=2", "--batch-size=1"]
     text = config(capsys, "launcher", "--hosts=1", "--env=NOTE=on", *flags, "--lora-r=4")
     file = tmp_path / "it.sh"
     file.write_text(text.replace("--master-port=29500", f"--master-port={free_port()}"))
