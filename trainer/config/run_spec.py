@@ -188,8 +188,7 @@ class RunSpec(BaseModel):
     )
     teacher_host: str = declare(
         "",
-        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; "
-        "empty: every rank holds the teacher",
+        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; empty: every rank holds the teacher",
         mutable=True,
     )
     teacher_top_k: int = declare(
