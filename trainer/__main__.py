@@ -35,8 +35,10 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
        python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
                                                               estimate memory, communication and speed of every
                                                               strategy and recommend one
-       python -m trainer config deepspeed|fsdp|accelerate|slurm [SPEC.yml] [--hosts 2] [--head ADDRESS] [--no-gpu]
-                                                              print the spec as a configuration file of another tool
+       python -m trainer config deepspeed|fsdp|accelerate|slurm|launcher [SPEC.yml] [--hosts 2] [--head ADDRESS] [--no-gpu]
+                                [--env NAME=VALUE ...] [--partition NAME] [--time 12:00:00]
+                                                              print the spec as a configuration file of another tool,
+                                                              or as a script for Slurm or torchrun
        python -m trainer merge < REQUEST.json                 merge the results of runs, as playbooks/merge.yml asks
 
 SPEC.yml contains fields of the run spec; flags override it. `lr=1e-3` is equivalent to `--lr=1e-3`.
@@ -164,14 +166,18 @@ def _link_speed(value: str | None) -> float | None:
 def config(argv: list[str]) -> int:
     """Print the spec as the configuration of another tool."""
     from trainer.planner.hosts import read_hosts
-    from trainer.tool_configs import render
+    from trainer.tool_configs import Script, render
 
     kind = take_positional(argv) or ""
     hosts, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
     gpus = not take_switch(argv, "--no-gpu")
+    env = []
+    while (pair := take_value(argv, "--env")) is not None:
+        env.append(pair)
+    script = Script.of(env, take_value(argv, "--partition"), take_value(argv, "--time"))
     flags = list(argv)
     ranks = sum(host["processes"] for host in read_hosts(hosts))
-    print(render(kind, take_spec(argv, ranks), hosts, head, flags, gpus), end="")
+    print(render(kind, take_spec(argv, ranks), hosts, head, flags, gpus, script), end="")
     return 0
 
 

@@ -1,25 +1,74 @@
-"""Write the run spec as a configuration file of DeepSpeed, transformers (FSDP), accelerate, or Slurm. No torch.
+"""Write the run spec as a configuration file of DeepSpeed, transformers (FSDP) or accelerate, or as a script. No torch.
 
 tests/integration/trainer/test_tool_configs.py loads each file with its tool.
 """
 
 import json
+import re
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
+from trainer.formats import quoted
 from trainer.planner.hosts import read_hosts
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy import plan_of
 from trainer.strategy.deepspeed import file_config
+from trainer.strategy.fsdp import keeps_gathered
 
-KINDS = ("deepspeed", "fsdp", "accelerate", "slurm")
+KINDS = ("deepspeed", "fsdp", "accelerate", "slurm", "launcher")
 _PORT = 29500
 _MIXED = {"32-true": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,254}")
+# Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
+_TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}")
+# Every host uses the NIC on its route to the head; the head uses that of its own address. Variables that are set win.
+_INTERFACE = r"""
+address=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }')
+nic=$(ip -o -4 address show to "$address" | awk 'NR == 1 { print $2 }')
+[ -n "$nic" ] || nic=$(ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
+export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$nic}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$nic}"
+""".strip()
+
+
+@dataclass(frozen=True)
+class Script:
+    """Settings of a script besides the spec.
+
+    Attributes:
+        env: variables that the script exports, such as NCCL_DEBUG.
+        partition, time: of Slurm; empty: its defaults.
+    """
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    partition: str = ""
+    time: str = ""
+
+    @classmethod
+    def of(cls, env: Sequence[str], partition: str | None, time: str | None) -> "Script":
+        """Check the values of --env NAME=VALUE, --partition and --time. Raises UserError."""
+        pairs = {name: value for name, _, value in (each.partition("=") for each in env)}
+        for each in env:
+            name, equals, value = each.partition("=")
+            if not equals or not _NAME.fullmatch(name) or not value.isprintable():
+                raise UserError(f"--env: expected NAME=VALUE in one line, got {quoted(each)}")
+        if partition and not _PARTITION.fullmatch(partition):
+            raise UserError(f"--partition: expected names of partitions, got {quoted(partition)}")
+        if time and not _TIME.fullmatch(time):
+            raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM, got {quoted(time)}")
+        return cls(pairs, partition or "", time or "")
+
+    @property
+    def exports(self) -> list[str]:
+        """The lines that export the variables."""
+        return [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
 
 
 def deepspeed(spec: RunSpec, world: int) -> dict[str, Any]:
@@ -31,7 +80,7 @@ def fsdp(spec: RunSpec) -> dict[str, Any]:
     """Return the argument fsdp_config of transformers' TrainingArguments (FSDP2)."""
     return {
         "version": 2,
-        "reshard_after_forward": True,
+        "reshard_after_forward": not keeps_gathered(spec),
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": [layer_class(shape_of(spec).kind)],
         "activation_checkpointing": spec.gradient_checkpointing,
@@ -58,6 +107,8 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool
         "use_cpu": not gpus,
         "debug": False,
     }
+    if spec.torch_compile:
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return config | plan_of(spec).accelerate_config(spec, len(hosts), world)
 
 
@@ -84,7 +135,7 @@ def slurm_header(run: str, nodes: int, gpus: int, names: list[str]) -> list[str]
     ]
 
 
-def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bool) -> str:
+def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bool, script: Script) -> str:
     """Return an sbatch script that runs the spec on nodes that Slurm chooses, from a shared folder.
 
     `words`: the command-line arguments that define the spec.
@@ -93,23 +144,17 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
         UserError: the hosts have different numbers of processes.
     """
     spec = spec.named()
-    counts = {host["processes"] for host in hosts}
-    if len(counts) > 1:
-        raise UserError(
-            "config slurm: the hosts have different numbers of processes: use train.yml -e render_only=true"
-        )
-    each = counts.pop()
-    torchrun = (
-        f"exec python -m torch.distributed.run --nnodes=$SLURM_NNODES --node-rank=$SLURM_NODEID --nproc-per-node={each} "
-        f"--master-addr=$HEAD --master-port={_PORT} -m trainer train {shlex.join(words)}"
-    )
-    inner = torchrun.replace("'", "'\\''")
+    each = _processes("slurm", hosts)
+    inner = f"{_INTERFACE}\n{_torchrun('$SLURM_NNODES', '$SLURM_NODEID', each, words)}".replace("'", "'\\''")
+    chosen = {"partition": script.partition, "time": script.time}
     return "\n".join(
         [
             *slurm_header(spec.run, len(hosts), each if gpus else 0, []),
+            *(f"#SBATCH --{name}={value}" for name, value in chosen.items() if value),
             f"# trainyard run {spec.run}: submit it from a shared folder that holds the files named in the last line.",
             "# Submit it again to resume from the newest checkpoint.",
             "set -euo pipefail",
+            *script.exports,
             'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "export HEAD",
             f"exec srun --kill-on-bad-exit=1 bash -euo pipefail -c '{inner}'",
@@ -118,8 +163,50 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
     )
 
 
-def render(kind: str, spec: RunSpec, hosts_argument: str, head: str | None, words: list[str], gpus: bool) -> str:
-    """Return the text of one configuration file. `words`: the command-line arguments that define the spec.
+def launcher(spec: RunSpec, hosts: list[dict[str, Any]], head: str, words: list[str], script: Script) -> str:
+    """Return a bash script that starts one host's part of a run: its argument is the place of the host, from 0.
+
+    Raises:
+        UserError: the hosts have different numbers of processes.
+    """
+    spec = spec.named()
+    each = _processes("launcher", hosts)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# trainyard run {spec.run}: start it on every host with the place of the host, 0 to {len(hosts) - 1}, within a few",
+            "# minutes, from a folder that holds the files named in the last line. Start it again to resume.",
+            "set -euo pipefail",
+            f"export HEAD={shlex.quote(head)}",
+            *script.exports,
+            _INTERFACE,
+            _torchrun(str(len(hosts)), '"${1:-0}"', each, words),
+            "",
+        ]
+    )
+
+
+def _processes(kind: str, hosts: list[dict[str, Any]]) -> int:
+    """Return the number of processes of every host. Raises UserError if hosts differ."""
+    counts = {host["processes"] for host in hosts}
+    if len(counts) > 1:
+        raise UserError(
+            f"config {kind}: the hosts have different numbers of processes: use train.yml -e render_only=true"
+        )
+    return int(counts.pop())
+
+
+def _torchrun(nodes: str, place: str, processes: int, words: list[str]) -> str:
+    return (
+        f"exec python -m torch.distributed.run --nnodes={nodes} --node-rank={place} --nproc-per-node={processes} "
+        f'--master-addr="$HEAD" --master-port={_PORT} -m -- trainer train {shlex.join(words)}'
+    )
+
+
+def render(
+    kind: str, spec: RunSpec, hosts_argument: str, head: str | None, words: list[str], gpus: bool, script: Script
+) -> str:
+    """Return the text of one configuration file or script. `words`: the command-line arguments that define the spec.
 
     Raises:
         UserError: an unknown kind, or a spec that the tool cannot express.
@@ -128,13 +215,16 @@ def render(kind: str, spec: RunSpec, hosts_argument: str, head: str | None, word
         raise UserError(f"config: expected one of {', '.join(KINDS)}, got {kind or 'nothing'}")
     hosts = read_hosts(hosts_argument)
     if kind == "slurm":
-        return slurm(spec, hosts, words, gpus)
+        return slurm(spec, hosts, words, gpus, script)
+    if kind in ("accelerate", "launcher") and len(hosts) > 1 and not head:  # on stderr, because stdout is the file
+        print(
+            "the address of the first host is 127.0.0.1: pass --head=ADDRESS so that other hosts can reach it",
+            file=sys.stderr,
+        )
+    head = head or "127.0.0.1"
+    if kind == "launcher":
+        return launcher(spec, hosts, head, words, script)
     if kind == "accelerate":
-        if len(hosts) > 1 and not head:  # on stderr, because stdout is the file
-            print(
-                "main_process_ip is 127.0.0.1: pass --head=ADDRESS so that other hosts can reach the first one",
-                file=sys.stderr,
-            )
-        return yaml.safe_dump(accelerate(spec, hosts, head or "127.0.0.1", gpus), sort_keys=False)
+        return yaml.safe_dump(accelerate(spec, hosts, head, gpus), sort_keys=False)
     world = sum(host["processes"] for host in hosts)
     return json.dumps(deepspeed(spec, world) if kind == "deepspeed" else fsdp(spec), indent=2) + "\n"

@@ -11,6 +11,7 @@ import yaml
 
 from trainer.config import FIELDS, RunSpec, make_spec, read_yaml, resolve_aliases, suggest
 from trainer.config.load import MAX_LISTED, and_more
+from trainer.config.tool_files import read_tool_files
 from trainer.errors import UserError, nearest
 from trainer.formats import printable
 from trainer.inputs import user_path
@@ -86,8 +87,10 @@ def read_run_spec(
         UserError: an unknown name (with the nearest known one), or a bad value.
     """
     check_pairs(extra_vars)
-    base, notes = resolve_aliases(read_yaml(user_path(file, "spec")) if file else {}, source=printable(file))
-    given, more = resolve_aliases(extra_vars, base, source=source)
+    base, notes = resolve_aliases(
+        read_tool_files(read_yaml(user_path(file, "spec")) if file else {}), source=printable(file)
+    )
+    given, more = resolve_aliases(read_tool_files(extra_vars), base, source=source)
     check_names(given, top)
     if file:
         make_spec(base, file)

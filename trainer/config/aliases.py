@@ -70,7 +70,6 @@ REFUSED: dict[str, str] = {
     "push_to_hub": "a run does not upload: collect the result with -e collect_to=FOLDER",
     "use_dora": "DoRA is not supported: omit it",
     "use_rslora": "rsLoRA is not supported: multiply lora_alpha by the square root of lora_r",
-    "deepspeed": "a file of DeepSpeed is not read: set strategy=deepspeed, deepspeed_stage and deepspeed_offload",
     "fsdp_config": "options of FSDP are not read: set strategy=fsdp and fsdp_shard",
     "accelerator_config": "options of accelerate are not read: omit it",
     "max_steps_per_epoch": "steps are limited over all epochs: set max_steps",

@@ -157,6 +157,15 @@ def _text_column(value: Any) -> Setting:
     return Setting({"columns": {"text": value}} if value != "text" else {})
 
 
+def _deepspeed(value: Any) -> Setting:
+    """Convert the options of a file of DeepSpeed, which `trainer.config.tool_files` reads."""
+    if as_text(value) in ("false", "none", "no", "off", "0", "", "{}"):
+        return Setting()
+    if not isinstance(value, Mapping) and not as_text(value).startswith("{"):
+        raise ValueError("options of DeepSpeed")
+    return Setting({"deepspeed_config": value})
+
+
 def _resume(value: Any) -> Setting:
     word = _WORDS.get(as_text(value), as_text(value))
     if word in ("true", "auto", "latest", "last"):
@@ -181,11 +190,12 @@ def _fsdp(value: Any) -> Setting:
 
 
 _WHOLE = {"strategy": "fsdp", "fsdp_shard": "all"}
+_GRADIENTS = {"strategy": "fsdp", "fsdp_shard": "gradients"}
 _HOST = {"strategy": "fsdp", "fsdp_shard": "host"}
 _SHARDING = {
     "no_shard": {"strategy": "ddp"},
     "full_shard": _WHOLE,
-    "shard_grad_op": _WHOLE,
+    "shard_grad_op": _GRADIENTS,
     "hybrid_shard": _HOST,
     "_hybrid_shard_zero2": _HOST,
 }
@@ -323,11 +333,12 @@ CONVERSIONS: dict[str, Conversion] = {
         "gradient_checkpointing",
         {word: {"gradient_checkpointing": word != "false"} for word in ("true", "false", "unsloth")},
     ),
+    "deepspeed": Conversion("deepspeed_config", _deepspeed, "the path of a file, with strategy=deepspeed"),
     "sharding_strategy": _choice("strategy", _SHARDING),
     "fsdp": Conversion(
         "strategy",
         _fsdp,
-        "full_shard: strategy=fsdp, hybrid_shard: fsdp_shard=host",
+        "full_shard: strategy=fsdp, shard_grad_op: fsdp_shard=gradients, hybrid_shard: fsdp_shard=host, no_shard: strategy=ddp",
     ),
     "offload": _OFFLOAD,
     "cpu_offload": _OFFLOAD,
@@ -377,4 +388,5 @@ CONVERSIONS: dict[str, Conversion] = {
     "hv.fail_rank_drop": _switch("diloco_membership", {"diloco_membership": "fixed"}, {}),
     "hv.all_reduce_strategy": _choice("diloco_membership", {"wait_for_all": {"diloco_membership": "fixed"}}),
 }
+CONVERSIONS["fsdp_sharding_strategy"] = CONVERSIONS["sharding_strategy"]
 CONVERSIONS["hv.hivemind_compression"] = CONVERSIONS["hivemind_compression"]

@@ -11,6 +11,7 @@ from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS, RunSpec
+from trainer.config.tool_files import read_tool_files
 from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
 from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
@@ -109,10 +110,10 @@ def read_spec(
     Raises:
         UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
     """
-    values, notes = resolve_aliases(read_yaml(path) if path else {}, source=str(path), ranks=ranks)
+    values, notes = resolve_aliases(read_tool_files(read_yaml(path) if path else {}), source=str(path), ranks=ranks)
     if path:
         make_spec(values, str(path))
-    resolved, more = resolve_aliases(overrides, values, source=source, ranks=ranks)
+    resolved, more = resolve_aliases(read_tool_files(overrides), values, source=source, ranks=ranks)
     spec = make_spec({**values, **resolved}, source)
     for note in notes + more:
         report(note)

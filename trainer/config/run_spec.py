@@ -15,6 +15,7 @@ from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSo
 from trainer.config.fields import MAX_COUNT, MAX_NUMBER, MAX_SECONDS, MAX_TEXT, Words, check_input, declare, split_words
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.run_name import default_name, spec_digest
+from trainer.config.tool_files import DeepSpeedOptions
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES
 
 if TYPE_CHECKING:
@@ -188,8 +189,7 @@ class RunSpec(BaseModel):
     )
     teacher_host: str = declare(
         "",
-        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; "
-        "empty: every rank holds the teacher",
+        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; empty: every rank holds the teacher",
         mutable=True,
     )
     teacher_top_k: int = declare(
@@ -267,7 +267,7 @@ class RunSpec(BaseModel):
     strategy: StrategyName = declare(
         DEFAULT_STRATEGY,
         f"how ranks share the work; {AUTO}: the strategy that fits in memory and communicates least, with the reason",
-        aliases=["distributed_strategy", "parallelism", "sharding_strategy", "fsdp"],
+        aliases=["distributed_strategy", "parallelism", "sharding_strategy", "fsdp_sharding_strategy", "fsdp"],
     )
     balance: Literal["auto", "even"] = declare(
         "auto",
@@ -276,8 +276,9 @@ class RunSpec(BaseModel):
         mutable=True,
         aliases=["load_balancing"],
     )
-    fsdp_shard: Literal["all", "host"] = declare(
-        "all", "fsdp: shard one model over all ranks, or one model per host over its ranks"
+    fsdp_shard: Literal["all", "gradients", "host"] = declare(
+        "all",
+        "fsdp: shard over all ranks; gradients: as all, but layers stay gathered from the forward to the backward pass; host: one model per host, over its ranks",
     )
     deepspeed_stage: int = declare(
         2,
@@ -293,6 +294,13 @@ class RunSpec(BaseModel):
         "deepspeed: what ZeRO offloads to host memory: optimizer state, or with stage 3 all (also weights)",
         mutable=True,
         aliases=["offload", "cpu_offload", "offload_optimizer", "offload_optimizer_device"],
+    )
+    deepspeed_config: DeepSpeedOptions = declare(
+        {},
+        "deepspeed: options of DeepSpeed that no field has, such as bucket sizes; a path is replaced by the file's contents",
+        mutable=True,
+        aliases=["deepspeed"],
+        expected="the path of a JSON file, or options of DeepSpeed as a mapping",
     )
     local_steps: int = declare(
         10,

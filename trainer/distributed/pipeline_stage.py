@@ -23,7 +23,7 @@ from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind
 from trainer.model import TokenLoss, add_lora, base_dtype, check_positions
 from trainer.strategy.base import Batch
-from trainer.strategy.pipeline_split import check_ranks
+from trainer.strategy.pipeline_split import PIPELINE_KINDS, check_ranks
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -43,8 +43,7 @@ class Parts:
 _LLAMA = Parts("model", "embed_tokens", "layers", "norm")
 # Decoders whose embedding, layers and norm are applied one after the other, without a factor in between.
 PARTS: dict[str, Parts] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _LLAMA),
-    **dict.fromkeys(("phi3", "olmo2", "smollm3"), _LLAMA),
+    **dict.fromkeys(PIPELINE_KINDS, _LLAMA),
     "gpt2": Parts("transformer", "wte", "h", "ln_f", first_only=("wpe", "drop")),
 }
 

@@ -5,7 +5,7 @@ Sizes are bytes unless a name says otherwise. tests/unit/trainer/test_plan.py co
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,9 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks are placed on hosts. `processes`: number of ranks of every host, in rank order."""
+    """How ranks are placed on hosts.
+
+    Attributes:
+        processes: number of ranks of every host, in rank order.
+        rooms: bytes that every rank has for tensors, in rank order; None: unknown. Empty: unknown for all.
+        host_rooms: the same of host memory, for ranks on GPUs.
+    """
 
     processes: tuple[int, ...]
+    rooms: tuple[float | None, ...] = ()
+    host_rooms: tuple[float | None, ...] = ()
 
     @property
     def world(self) -> int:
@@ -65,7 +73,7 @@ class Memory:
     @property
     def step(self) -> dict[str, int]:
         """The parts of the peak within a step, by name."""
-        return {name: size for name, size in asdict(self).items() if name != "outside_step"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outside_step"}
 
     @property
     def total(self) -> int:
@@ -194,6 +202,16 @@ def forward_products(shape: Shape, rows: Rows) -> tuple[float, float, float]:
     matrices = shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear)
     attention = 2 * shape.layers * shape.heads * shape.head_dim * rows.places
     return matrices, shape.head_parameters * rows.trained, attention
+
+
+# Time of a pass with 4-bit weights, which are unpacked first, relative to one without them. On a GPU it is an assumption; on a
+# CPU, one core and bitsandbytes 0.50 need 1.1 to 1.5 times the time for matrices of 3 and 12 million numbers.
+_UNPACKING = {True: 1.4, False: 1.3}
+
+
+def unpacking_factor(spec: RunSpec, *, cuda: bool) -> float:
+    """Return how many times longer a pass takes because the weights are quantized; 1 if they are not."""
+    return _UNPACKING[cuda] if spec.quantize == "nf4" else 1.0
 
 
 def row_flops(spec: RunSpec, shape: Shape, rows: Rows) -> float:

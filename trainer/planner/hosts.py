@@ -10,6 +10,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.formats import printable
 from trainer.inputs import read_regular
+from trainer.planner.cost import Layout
 
 MAX_HOSTS = 10_000
 _MAX_PROCESSES = 1024  # per host
@@ -22,7 +23,8 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
     """Read the value of --hosts: a number of hosts, or a JSON file.
 
     Returns:
-        For each host its name (`host`), `processes`, and `memory_mib` if a file names it (0: unknown).
+        For each host its name (`host`), `processes`, and from a file also `memory_mib` and `gpu_mib` (0: unknown) and
+        `threads` per process.
 
     Raises:
         UserError: no such file, or one without a list of hosts.
@@ -38,28 +40,55 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
         ) from None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         raise UserError(
-            f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, memory_mib)"
+            f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, memory_mib, "
+            "gpu_mib, threads)"
         ) from None
 
 
 def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
     processes = int(host.get("processes") or len(host.get("ranks", [0])))
-    memory = float(host.get("memory_mib") or 0)
-    if not (1 <= processes <= _MAX_PROCESSES and 0 <= memory < 1e12):
+    memory, gpu = (float(host.get(name) or 0) for name in ("memory_mib", "gpu_mib"))
+    threads = int(host.get("threads") or 1)
+    if not (
+        1 <= processes <= _MAX_PROCESSES and 0 <= memory < 1e12 and 0 <= gpu < 1e12 and 1 <= threads <= _MAX_PROCESSES
+    ):
         raise ValueError
-    return {"host": str(host.get("host", f"host{place + 1}")), "processes": processes, "memory_mib": memory}
+    return {
+        "host": str(host.get("host", f"host{place + 1}")),
+        "processes": processes,
+        "memory_mib": memory,
+        "gpu_mib": gpu,
+        "threads": threads,
+    }
 
 
-def usable_bytes(device: str, memory: Sequence[tuple[float, int]]) -> float | None:
-    """Return the bytes that a process has for tensors on the smallest host, or None if `memory` is empty.
+def have_gpus(hosts: Sequence[dict[str, Any]]) -> bool:
+    """Return whether every host names the memory of its GPUs."""
+    return all(host.get("gpu_mib") for host in hosts)
 
-    `memory`: for each host the MiB of one GPU or of the host, and the number of its processes.
+
+def layout_of(hosts: Sequence[dict[str, Any]], device: str) -> Layout:
+    """Return the ranks of these hosts with the memory that each of them has for tensors.
+
+    Args:
+        hosts: for each its `processes`, `memory_mib`, and `gpu_mib` of its smallest GPU (0 or missing: unknown). On GPUs,
+            `memory_mib` is the memory of a GPU if `gpu_mib` is unknown.
     """
-    if not memory:
-        return None
-    if device == "cpu":
-        return min(size * _USABLE / processes - BASE for size, processes in memory) * 2**20
-    return min(size for size, _ in memory) * _USABLE * 2**20
+    rooms: list[float | None] = []
+    host_rooms: list[float | None] = []
+    for host in hosts:
+        processes, memory, gpu = host["processes"], host.get("memory_mib", 0), host.get("gpu_mib", 0)
+        of_host = (memory * _USABLE / processes - BASE) * 2**20 if memory else None
+        of_gpu = (gpu or memory) * _USABLE * 2**20 or None
+        rooms += [of_gpu if device == "cuda" else of_host] * processes
+        host_rooms += [of_host if gpu else None] * processes
+    return Layout(tuple(host["processes"] for host in hosts), _assumed(rooms), _assumed(host_rooms))
+
+
+def _assumed(rooms: list[float | None]) -> tuple[float | None, ...]:
+    """Return the memory of every rank, where that of the smallest known one stands for unknown ones."""
+    least = min((room for room in rooms if room is not None), default=None)
+    return tuple(least if room is None else room for room in rooms)
 
 
 def own_memory_mib(device: str) -> float:

@@ -1,9 +1,13 @@
-"""Compare the strategies for a run, and recommend one. No torch: the controller resolves `strategy=auto` with it."""
+"""Compare the strategies for a run, and recommend one. No torch: the controller resolves `strategy=auto` with it.
+
+`options` compares the strategies for a spec as it is, `plans` with the levers of each strategy. Both are compared by the same
+score: tokens per second, divided by how many times faster a plan must be to justify what it costs besides.
+"""
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,9 @@ from pydantic import ValidationError
 
 from trainer.config import RunSpec, read_spec
 from trainer.errors import UserError
-from trainer.planner.cost import Layout, Memory, Rows, row_flops
-from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
+from trainer.planner.cost import Layout, Memory, Rows, row_flops, unpacking_factor
+from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
+from trainer.planner.levers import Lever, shown, variants
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.teacher import teacher_flops, teacher_shape
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
@@ -37,14 +42,33 @@ class Speed:
     def nominal(cls, spec: RunSpec, shape: Shape, rows: Rows, device: str, threads: int = 1) -> "Speed":
         """Estimate the speed by figures of common hardware, within a factor of a few."""
         rate = NOMINAL[device] * (threads if device == "cpu" else 1)
-        return cls(spec.batch_size * (row_flops(spec, shape, rows) + teacher_flops(spec, rows)) / rate, 0.0, False)
+        return cls(_work(spec, shape, rows, cuda=device == "cuda") / rate, 0.0, False)
+
+    def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> "Speed":
+        """Return the speed of the spec `other`, if this one is the speed of `spec`."""
+        if other == spec:
+            return self
+        factor = _work(other, shape, rows, cuda=cuda) / _work(spec, shape, rows, cuda=cuda)
+        return replace(self, part=self.part * factor)
+
+
+def _work(spec: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> float:
+    """Return the floating point operations of a full micro-batch; those of unpacking weights count as well."""
+    flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
+    return spec.batch_size * flops
 
 
 @dataclass(frozen=True)
 class Option:
     """The cost of a run with one strategy: bytes, seconds per step, tokens per second.
 
-    `fits`: whether `memory` is available, None if unknown. `comm_seconds`: communication that computation does not hide.
+    Attributes:
+        fits: whether `memory` is available, None if unknown.
+        comm_seconds: communication that computation does not hide.
+        host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
+        gain: how many times faster the plan must be to justify its strategy and levers; 0: never recommended.
+        fields: values of the spec that the levers change.
+        costs: what strategy and levers cost besides, in words.
     """
 
     strategy: str
@@ -55,6 +79,20 @@ class Option:
     compute_seconds: float
     comm_seconds: float
     tokens_per_second: float
+    host_memory: int = 0
+    gain: float = 1.0
+    fields: dict[str, Any] = field(default_factory=dict)
+    costs: tuple[str, ...] = ()
+
+    @property
+    def score(self) -> float:
+        """What the planner compares, rounded so that the order of operations does not matter."""
+        return float(f"{self.tokens_per_second / self.gain:.9g}") if self.gain else 0.0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values of the spec that give this plan."""
+        return {"strategy": DEFAULT_STRATEGY if self.strategy == ALONE else self.strategy} | self.fields
 
     @property
     def share(self) -> float:
@@ -69,7 +107,7 @@ class Setting:
 
     Attributes:
         link: Mbit/s between hosts; ignored for one host.
-        room: bytes that a process has for tensors, or None if unknown.
+        room: bytes that a process has for tensors if `layout` does not say it, or None if unknown.
         gloo: whether processes run on CPUs.
     """
 
@@ -84,22 +122,52 @@ class Setting:
 
 def options(spec: RunSpec, setting: Setting) -> list[Option]:
     """Return the cost of one process alone, and of every registered strategy that the spec allows."""
-    candidates = [(ALONE, DEFAULT_STRATEGY, replace(setting, layout=Layout((1,))))]
-    if setting.layout.world > 1:
-        candidates += [(name, name, setting) for name in STRATEGIES]
     found = []
-    for label, strategy, place in candidates:
+    for label, strategy, place in _candidates(setting):
         try:
             candidate = RunSpec.model_validate(spec.model_dump() | {"strategy": strategy})
         except ValidationError:
             continue  # other fields of the spec exclude the strategy
-        found.append(_option(label, candidate, place))
+        found.append(_option(label, candidate, place, setting.speed))
     return found
 
 
-def _option(label: str, spec: RunSpec, setting: Setting) -> Option:
-    """Return the cost of the spec's strategy under the name `label`."""
-    shape, layout, rows, speed, gloo = setting.shape, setting.layout, setting.rows, setting.speed, setting.gloo
+def plans(spec: RunSpec, setting: Setting) -> list[Option]:
+    """Return the best plan of one process alone and of every strategy, with all levers that the spec allows.
+
+    A strategy of which no plan fits is represented by the plan that needs the least memory.
+    """
+    found = []
+    for label, strategy, place in _candidates(setting):
+        plan, base = plan_named(strategy), spec.model_copy(update={"strategy": strategy})
+        tried = []
+        for variant in variants(base, plan.levers(base)):
+            if label == ALONE or plan.runs_on(variant.spec, place.shape, place.layout):
+                speed = setting.speed.of(base, variant.spec, place.shape, place.rows, cuda=not place.gloo)
+                tried.append(_option(label, variant.spec, place, speed, variant.levers))
+        if tried:
+            found.append(_best(tried) or min(tried, key=lambda option: option.memory.total))
+    return found
+
+
+def _candidates(setting: Setting) -> list[tuple[str, str, Setting]]:
+    """Return the name, strategy and place of one process alone, on the smallest host, and of every registered strategy."""
+    layout = setting.layout
+    if not layout.rooms:
+        setting = replace(setting, layout=replace(layout, rooms=(setting.room,) * layout.world))
+        layout = setting.layout
+    smallest = Layout((1,), _smallest(layout.rooms), _smallest(layout.host_rooms))
+    candidates = [(ALONE, DEFAULT_STRATEGY, replace(setting, layout=smallest))]
+    return candidates + [(name, name, setting) for name in STRATEGIES if layout.world > 1]
+
+
+def _smallest(rooms: Iterable[float | None]) -> tuple[float | None, ...]:
+    return (min((room for room in rooms if room is not None), default=None),)
+
+
+def _option(label: str, spec: RunSpec, setting: Setting, speed: Speed, levers: Sequence[Lever] = ()) -> Option:
+    """Return the cost of the spec's strategy under the name `label`. `levers`: those that made the spec."""
+    shape, layout, rows, gloo = setting.shape, setting.layout, setting.rows, setting.gloo
     bandwidth = setting.link * 1e6 / 8  # bytes per second
     plan = plan_of(spec)
     memory = plan.memory(spec, shape, layout, rows, cuda=not gloo)
@@ -107,23 +175,50 @@ def _option(label: str, spec: RunSpec, setting: Setting) -> Option:
     extra, slow = plan.overhead_seconds(spec, shape, layout, bandwidth) if gloo else (0.0, 0.0)
     communication = sent / bandwidth + slow if len(layout.processes) > 1 else 0.0
     compute, communication = plan.step_seconds(spec, shape, layout, rows, speed.part, speed.step, communication)
-    compute += extra
-    tokens = spec.rows_per_step * rows.tokens / (compute + communication)
-    fits = None if setting.room is None else memory.total <= setting.room
-    return Option(label, layout.world, memory, fits, sent, compute, communication, tokens)
+    compute += extra if gloo else plan.offload_seconds(spec, shape, layout)
+    return Option(
+        label,
+        layout.world,
+        memory,
+        plan.fits(spec, shape, layout, rows, memory, cuda=not gloo),
+        sent,
+        compute,
+        communication,
+        tokens_per_second=spec.rows_per_step * rows.tokens / (compute + communication),
+        host_memory=0 if gloo else plan.host_memory(spec, shape, layout),
+        gain=math.prod((lever.gain for lever in levers), start=plan.gain or 0.0),
+        fields={name: value for lever in levers for name, value in lever.fields.items()},
+        costs=tuple(text for text in ("" if label == ALONE else plan.cost, *(lever.cost for lever in levers)) if text),
+    )
+
+
+def _best(found: Sequence[Option]) -> Option | None:
+    """Return the plan with the highest score that fits, or else of which it is unknown; the one with fewest changes if equal."""
+    known = [option for option in found if option.fits] or [option for option in found if option.fits is None]
+    return max(known, key=lambda option: (option.score, -len(option.fields)), default=None)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended strategy, the reason in one line, and other fields to set."""
+    """The recommended strategy, the reason in one line, other fields to set, and what they cost in words."""
 
     strategy: str
     why: str
     fields: dict[str, Any]
+    costs: tuple[str, ...] = ()
+
+    @property
+    def extra_vars(self) -> str:
+        """The options of ansible-playbook that give this plan."""
+        values = {"strategy": self.strategy} | self.fields
+        return " ".join(f"-e {name}={shown(value)}" for name, value in values.items())
 
 
 def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advice:
-    """Recommend a strategy that fits, keeps the result of a single process, and spends its time in computation.
+    """Recommend the fastest plan that fits and is worth what it costs besides.
+
+    Args:
+        found: what `options` or `plans` returned.
 
     Raises:
         UserError: none fits in memory.
@@ -132,54 +227,55 @@ def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advic
     if setting.layout.world == 1:
         if alone.fits is False:
             raise UserError(f"plan: {_too_large(spec, alone)}")
-        return Advice(DEFAULT_STRATEGY, "one process, so there is nothing to distribute", {})
-    by_kind = {kind: [each for each in found if _kind(each) == kind] for kind in ("exact", "low_communication")}
-    exact = [option for option in by_kind["exact"] if option.fits is not False]
-    quiet = next((option for option in by_kind["low_communication"] if option.fits is not False), None)
-    if not exact and not quiet:
+        return _advice(alone, "one process, so there is nothing to distribute")
+    best = _best([option for option in found if option.strategy != ALONE and option.gain])
+    if not best:
         raise UserError(f"plan: {_too_large(spec, min(found, key=lambda option: option.memory.total))}")
-    best = max(exact, key=lambda option: option.tokens_per_second, default=None)
-    fit = "it fits" if alone.fits is not None else "memory is unknown (--hosts FILE states it); if it fits"
-    if best and best.share <= _LOUD:
-        return _advise_exact(spec, best, alone, fit, setting.link)
-    if quiet:
-        return _advise_low_communication(spec, quiet, by_kind["exact"][0], alone, setting.link)
-    assert best is not None
-    why = f"{fit}, but {best.share:.0%} of the time is communication at {round(setting.link, 1):g} Mbit/s"
-    if _faster_alone(alone, best):
-        why += ": one process alone is faster"
-    return Advice(best.strategy, why, {})
+    if plan_named(best.strategy).auto == "low_communication":
+        exact = _best([option for option in found if option.gain == 1.0 and option.strategy != ALONE])
+        why = _why_low_communication(spec, best, exact or found[1], alone, setting.link)
+    else:
+        why = _why_exact(spec, best, found, alone, setting.link)
+    return _advice(best, why)
 
 
-def _kind(option: Option) -> str | None:
-    return None if option.strategy == ALONE else plan_named(option.strategy).auto
+def _advice(option: Option, why: str) -> Advice:
+    settings = dict(option.settings)
+    return Advice(settings.pop("strategy"), why, settings, option.costs)
 
 
 def _faster_alone(alone: Option, option: Option) -> bool:
     return alone.fits is not False and alone.tokens_per_second >= option.tokens_per_second
 
 
-def _advise_exact(spec: RunSpec, best: Option, alone: Option, fit: str, link: float) -> Advice:
-    fields: dict[str, Any] = {}
+def _why_exact(spec: RunSpec, best: Option, found: Sequence[Option], alone: Option, link: float) -> str:
+    fit = "it fits" if best.fits is not None else "memory is unknown (--hosts FILE states it); if it fits"
     why = f"{fit}, and {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
-    if best.strategy != DEFAULT_STRATEGY:
-        why = f"the full model does not fit in one process; sharded, {why}"
+    if best.share > _LOUD:
+        why = f"{fit}, but {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
+    default = next((option for option in found if option.strategy == DEFAULT_STRATEGY), None)
+    if best.strategy != DEFAULT_STRATEGY and (default is None or default.fits is False):
+        why = f"the full model does not fit in one process; divided, {why}"
+    elif best.strategy != DEFAULT_STRATEGY and default:
+        times = best.tokens_per_second / default.tokens_per_second
+        why = f"{times:.1f} times as fast as {DEFAULT_STRATEGY}; {why}"
     elif best.share > 4 * _QUIET:
         # With rows multiplied by this factor, communication takes a fifth of the time.
-        fields["total_batch_size"] = spec.rows_per_step * math.ceil(best.share * 4)
-        why += f"; total_batch_size={fields['total_batch_size']} (or gradient_comm_dtype=bf16) would reduce it"
-    if _faster_alone(alone, best):
-        why += "; one process alone is faster"
-    return Advice(best.strategy, why, fields)
+        rows = spec.rows_per_step * math.ceil(best.share * 4)
+        why += f"; total_batch_size={rows} (or gradient_comm_dtype=bf16) would reduce it"
+    return f"{why}: one process alone is faster" if _faster_alone(alone, best) else why
 
 
-def _advise_low_communication(spec: RunSpec, quiet: Option, exact: Option, alone: Option, link: float) -> Advice:
-    steps = spec.local_steps * quiet.comm_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
-    fields = {"local_steps": max(10, math.ceil(steps / 10) * 10)}
+def _why_low_communication(spec: RunSpec, quiet: Option, exact: Option, alone: Option, link: float) -> str:
     why = f"{exact.strategy} would spend {exact.share:.0%} of the time in communication at {round(link, 1):g} Mbit/s"
+    if exact.fits is False:
+        why = f"{exact.strategy} does not fit"
     if _faster_alone(alone, exact):
         why += ", where one process alone is faster"
-    return Advice(quiet.strategy, f"{why}; local_steps={fields['local_steps']} keeps it below {_QUIET:.0%}", fields)
+    if "local_steps" in quiet.fields or quiet.share <= _QUIET:
+        return f"{why}; {quiet.strategy} spends {quiet.share:.0%}"
+    steps = spec.local_steps * quiet.comm_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
+    return f"{why}; local_steps={max(10, math.ceil(steps / 10) * 10)} keeps it below {_QUIET:.0%}"
 
 
 def _too_large(spec: RunSpec, option: Option) -> str:
@@ -192,11 +288,13 @@ def _too_large(spec: RunSpec, option: Option) -> str:
             ("quantize=nf4", spec.quantize == "none" and spec.lora_r > 0),
             ("LoRA (lora_r=16)", not spec.lora_r),
         )
-        if applies
+        if applies and remedy.partition("=")[0].split()[-1] not in option.fields
     ]
+    with_levers = "".join(f" {name}={shown(value)}" for name, value in option.fields.items())
+    tried = f" with{with_levers}" if with_levers else ""
     return (
-        f"{option.memory.total / 2**30:.1f} GiB per process do not fit, besides {BASE} MiB for Python on a CPU: "
-        f"try {' or '.join(remedies) or 'a smaller model'}"
+        f"{option.memory.total / 2**30:.1f} GiB per process do not fit, besides {BASE} MiB for Python on a CPU "
+        f"(strategy={option.settings['strategy']}{tried}): try {' or '.join(remedies) or 'a smaller model'}, or more hosts"
     )
 
 
@@ -220,24 +318,29 @@ def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None =
     except UserError as error:
         return DEFAULT_STRATEGY, f"auto selected {DEFAULT_STRATEGY}: {error}"
     setting, linked = _nominal_setting(spec, hosts, shape)
-    advice = recommend(spec, options(spec, setting), setting)
+    found = [
+        option for option in options(spec, setting) if option.strategy == ALONE or _automatic(option, setting, spec)
+    ]
+    advice = recommend(spec, found, setting)
     assumed = "" if linked or len(hosts) == 1 else " (link assumed, not measured)"
     return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{assumed}"
 
 
+def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:
+    """Return whether `strategy=auto` may choose the strategy of an option."""
+    plan = plan_named(option.strategy)
+    return plan.auto is not None and plan.runs_on(spec, setting.shape, setting.layout)
+
+
 def _nominal_setting(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape) -> tuple[Setting, bool]:
     """Return the setting of these hosts (see `choose`) with nominal speeds, and whether the speed of a link is known."""
-    layout = Layout(tuple(host["processes"] for host in hosts))
-    cuda = all(host["gpu_mib"] for host in hosts)
-    if cuda:
-        room = usable_bytes("cuda", [(host["gpu_mib"], 1) for host in hosts])
-    else:
-        room = usable_bytes("cpu", [(host["memory_mib"], host["processes"]) for host in hosts if host["memory_mib"]])
+    device = "cuda" if have_gpus(hosts) else "cpu"
     links = [host["link_mbit"] for host in hosts if host.get("link_mbit")]
     link = min(links) if links else LINK
     rows = Rows.full(spec)
-    speed = Speed.nominal(spec, shape, rows, "cuda" if cuda else "cpu", min(host["threads"] for host in hosts))
-    return Setting(shape, layout, rows, speed, link, room, gloo=not cuda), bool(links)
+    speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
+    layout = layout_of(hosts, device)
+    return Setting(shape, layout, rows, speed, link, None, gloo=device == "cpu"), bool(links)
 
 
 def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: int) -> float:
@@ -252,7 +355,7 @@ def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: in
     """
     setting, _ = _nominal_setting(spec, hosts, shape_of(spec))
     found = options(spec, setting)
-    strategy = recommend(spec, found, setting).strategy if spec.strategy == AUTO else spec.strategy
+    strategy = choose(spec, hosts)[0] if spec.strategy == AUTO else spec.strategy
     # With one process, the list has only this process alone.
     option = next((option for option in found if option.strategy == strategy), found[0])
     epoch = math.ceil(samples / spec.rows_per_step)

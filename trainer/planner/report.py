@@ -2,8 +2,8 @@
 
     python -m trainer plan SPEC.yml [--hosts 2 | --hosts hosts.json] [--link-mbit 1000] [--json] [--no-measure]
 
-hosts.json is a list with one object per host: `host` (a name), `processes` (1), `memory_mib` (of one GPU, or of a host without
-a GPU). The plan.json of a run folder also has this form.
+hosts.json is a list with one object per host: `host` (a name), `processes` (1), `memory_mib` (of the host), `gpu_mib` (of one GPU),
+`threads` (of a process, for nominal speeds). The plan.json of a run folder also has this form.
 """
 
 import os
@@ -16,11 +16,12 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.formats import mib, table
 from trainer.inputs import path_kind, user_path
-from trainer.planner.cost import Layout, Rows, row_flops
-from trainer.planner.hosts import BASE, own_memory_mib, usable_bytes
+from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
+from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
+from trainer.planner.levers import shown
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.packing import packing_text
-from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, recommend
+from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
 from trainer.planner.teacher import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.strategy import possible_plans
 
@@ -92,8 +93,9 @@ def _measured(spec: RunSpec, shape: Shape, rows: Rows) -> tuple[Speed, str, list
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     others, began = _other_cpu_seconds(), time.monotonic()
     part, step = measure(spec, rows, device)
-    # The teacher computes at the speed of the student.
-    speed = Speed(part * (1 + teacher_flops(spec, rows) / row_flops(spec, shape, rows)), step, True)
+    # The teacher computes at the speed of the student. The measured model is not quantized.
+    student = unpacking_factor(spec, cuda=device.type == "cuda")
+    speed = Speed(part * (student + teacher_flops(spec, rows) / row_flops(spec, shape, rows)), step, True)
     busy = (_other_cpu_seconds() - others) / (time.monotonic() - began)
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(0)
     about = f"measured here ({where}): {speed.part:.3g} s per micro-batch, {speed.step:.2g} s per optimizer step"
@@ -130,25 +132,30 @@ def plan(
         UserError: the model is unknown, or no strategy fits in memory.
     """
     shape = shape_of(spec)
-    layout = Layout(tuple(host["processes"] for host in hosts))
     kernels: list[str] = []
-    if fast:
-        rows, data, device = Rows.full(spec), _FULL_ROWS, "cpu"
-        speed = Speed.nominal(spec, shape, rows, device)
-        about_speed = f"nominal speed: {NOMINAL['cpu'] / 1e9:.0f} GFLOP/s per process"
+    gpus = have_gpus(hosts)
+    if fast or (gpus and not _has_gpu()):
+        rows, data, device = Rows.full(spec), _FULL_ROWS, "cuda" if gpus else "cpu"
+        threads = min(host.get("threads", 1) for host in hosts)
+        speed = Speed.nominal(spec, shape, rows, device, threads)
+        about_speed = f"nominal speed: {NOMINAL[device] * (1 if gpus else threads) / 1e9:,.0f} GFLOP/s per process"
     else:
         packing, spec = spec.packing, _with_packing(spec)
         rows, data = rows_of(spec, data_dir)
         if packing and not spec.packing:
             data += "; packing: off, because the model mixes the samples of a packed row"
         speed, device, kernels, about_speed = _measured(spec, shape, rows)
-    memory = [(host["memory_mib"], host["processes"]) for host in hosts if host.get("memory_mib")]
-    if not memory and not fast:  # assume that all hosts have the memory of this machine, as for its speed
-        memory = [(own_memory_mib(device), max(layout.processes))]
-    room = usable_bytes(device, memory)
+    if not fast and not any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
+        # Assume that all hosts have the memory of this machine, as for its speed.
+        most = max(host["processes"] for host in hosts)
+        own = {"memory_mib": own_memory_mib(device), "processes": most}
+        room = layout_of([own], device).rooms[0]
+        layout = Layout(tuple(host["processes"] for host in hosts))
+    else:
+        room, layout = None, layout_of(hosts, device)
     setting = Setting(shape, layout, rows, speed, link or LINK, room, gloo=device == "cpu")
-    found = options(spec, setting)
-    advice = recommend(spec, found, setting)
+    found, planned = options(spec, setting), plans(spec, setting)
+    advice = recommend(spec, planned, setting)
     settings = _settings(spec, layout, kernels, device)
     about = [
         f"{len(hosts)} hosts, {layout.world} processes, link {round(link or LINK, 1):g} Mbit/s"
@@ -164,13 +171,21 @@ def plan(
         "rows": asdict(rows),
         "speed": asdict(speed),
         "settings": settings,
-        "options": [
-            asdict(option) | {"memory_bytes": option.memory.total, "communication_share": option.share}
-            for option in found
-        ],
-        "recommended": asdict(advice),
-        "lines": lines(spec, shape, found, advice, about),
+        "options": [_as_json(option) for option in found],
+        "plans": [_as_json(option) for option in planned],
+        "recommended": asdict(advice) | {"extra_vars": advice.extra_vars},
+        "lines": lines(spec, shape, found, planned, advice, about),
     }
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _as_json(option: Option) -> dict[str, Any]:
+    return asdict(option) | {"memory_bytes": option.memory.total, "communication_share": option.share}
 
 
 def _teacher_lines(spec: RunSpec) -> list[str]:
@@ -192,22 +207,58 @@ def _teacher_lines(spec: RunSpec) -> list[str]:
     ]
 
 
-def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, about: Sequence[str]) -> list[str]:
-    """Return the plan as text: the run, `about` hosts and data, a table of strategies, and the recommendation."""
-    rows = [_HEAD] + [
-        [
-            option.strategy,
-            str(option.processes),
-            mib(option.memory.total),
-            f"{option.comm_bytes / 1e6:.2f}",
-            f"{option.compute_seconds + option.comm_seconds:.3g}",
-            f"{option.tokens_per_second:,.0f}",
-            f"{option.share:.1%}",
-            {True: "yes", False: "no", None: "?"}[option.fits],
-        ]
-        for option in found
+def _row(option: Option) -> list[str]:
+    """Return an option as a row of a table, below `_HEAD`."""
+    return [
+        option.strategy,
+        str(option.processes),
+        mib(option.memory.total),
+        f"{option.comm_bytes / 1e6:.2f}",
+        f"{option.compute_seconds + option.comm_seconds:.3g}",
+        f"{option.tokens_per_second:,.0f}",
+        f"{option.share:.1%}",
+        {True: "yes", False: "no", None: "?"}[option.fits],
     ]
-    chosen = found[0] if len(found) == 1 else next(option for option in found if option.strategy == advice.strategy)
+
+
+def _plan_lines(planned: Sequence[Option]) -> list[str]:
+    """Return the best plan of every strategy with its levers, as a table, or nothing if no plan has one."""
+    if not any(option.fields for option in planned):
+        return []
+    rows = [[*_HEAD, "settings"]]
+    rows += [
+        [*_row(option), ",".join(f"{key}={shown(value)}" for key, value in option.fields.items())] for option in planned
+    ]
+    return [
+        "",
+        "fastest plan of every strategy that is worth its cost, with settings that save memory or traffic:",
+        *table(rows, right=True),
+    ]
+
+
+def _advice_lines(advice: Advice, chosen: Option) -> list[str]:
+    """Return the recommendation, what it costs, and how to apply it."""
+    costs = [f"costs: {'; '.join(advice.costs)}"] if advice.costs else []
+    if chosen.host_memory:
+        costs.append(f"host memory of a process, besides Python: {mib(chosen.host_memory)} MiB")
+    changes = "".join(f" {name}={shown(value)}" for name, value in advice.fields.items())
+    return [
+        f"recommended: strategy={advice.strategy}{changes}: {advice.why}",
+        *costs,
+        f"apply it with: {advice.extra_vars}",
+    ]
+
+
+def lines(
+    spec: RunSpec,
+    shape: Shape,
+    found: Sequence[Option],
+    planned: Sequence[Option],
+    advice: Advice,
+    about: Sequence[str],
+) -> list[str]:
+    """Return the plan as text: the run, `about` hosts and data, the strategies without and with levers, and the recommendation."""
+    chosen = planned[0] if len(planned) == 1 else next(each for each in planned if each.strategy == advice.strategy)
     parts = ", ".join(f"{name} {mib(size)}" for name, size in chosen.memory.step.items() if size)
     if chosen.memory.total > sum(chosen.memory.step.values()):
         parts += f"; {mib(chosen.memory.outside_step)} while the model is loaded, a checkpoint is written, or replicas synchronize"
@@ -217,9 +268,10 @@ def lines(spec: RunSpec, shape: Shape, found: Sequence[Option], advice: Advice, 
         *_teacher_lines(spec),
         *about,
         "",
-        *table(rows, right=True),
+        *table([_HEAD, *map(_row, found)], right=True),
+        *_plan_lines(planned),
         "",
         f"memory of {chosen.strategy} in MiB, besides Python and its libraries (about {BASE} on a CPU): {parts}",
-        f"recommended: strategy={advice.strategy}: {advice.why}",
+        *_advice_lines(advice, chosen),
         *dict.fromkeys(note for each in possible_plans(spec) for note in each.notes(spec, shape)),
     ]

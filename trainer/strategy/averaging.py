@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.shares import share
 from trainer.errors import UserError
+from trainer.planner.levers import Levers, whole_model_levers
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP
 from trainer.strategy.lazy import LazyModule
@@ -43,6 +44,7 @@ class AveragingPlan(StrategyPlan):
     """The plan of averaging. The defaults apply: no communication within a step."""
 
     summary = "hosts train independently and are averaged once, at the end"
+    cost = "another result: workers never synchronize before the end"
     has_replicas = True
 
     def validate(self, spec: RunSpec) -> None:
@@ -51,6 +53,9 @@ class AveragingPlan(StrategyPlan):
 
     def strategy_class(self, spec: RunSpec) -> type[Strategy]:
         return Averaging
+
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        return [*super().levers(spec), *whole_model_levers(spec)]
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
         """The averaged adapter has the adapters of all workers; gradients and the optimizer's moments are freed before."""

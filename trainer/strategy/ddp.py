@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
+from trainer.planner.levers import Levers, gradient_levers, whole_model_levers
 from trainer.strategy.base import Batch, Rows, Strategy, Update, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan
@@ -51,10 +52,14 @@ class DDPPlan(StrategyPlan):
 
     summary = "every rank holds the full model"
     auto = "exact"
+    gain = 1.0
     shares_rows_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DDP]:
         return DDP
+
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        return [*super().levers(spec), *whole_model_levers(spec), *gradient_levers(spec)]
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)

@@ -8,9 +8,11 @@ the shared-memory all-reduce between CPU ranks of one host is disabled.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,10 @@ from trainer.planner.cost import (
     micro_batches,
     ring_fraction,
 )
+from trainer.planner.levers import Lever, Levers, gradient_levers
+from trainer.planner.model_shape import shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
+from trainer.strategy.deepspeed_file import check_file, free_options, merge
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_generation, reject_unshardable
@@ -46,6 +51,18 @@ _BUCKET = 8_000_000  # numbers per bucket; DeepSpeed's default of 500 M allocate
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses of a weight below which it stays gathered
 _SMALL = 1e5  # numbers of a parameter below which stage 3 keeps it on every rank
 _LINK_EFFICIENCY = 0.7  # fraction of a link that gloo's gathers use
+_PCI_EXPRESS = 12e9  # bytes per second between a GPU and its host: 16 lanes of version 3
+_HOST_MEMORY = 10e9  # bytes per second of AdamW on a CPU, which reads and writes 28 bytes of every weight
+_STAGES = {
+    1: "",
+    2: "gradients are reduced after every micro-batch",
+    3: "every pass sends the weights of all layers",
+}
+_OFFLOADS = {
+    "none": "",
+    "optimizer": "AdamW runs on the CPU",
+    "all": "AdamW runs on the CPU, and every pass copies the weights to the GPU",
+}
 _HOOK_SECONDS = 1.5e-3  # of stage 3, per module and micro-batch
 
 
@@ -53,6 +70,8 @@ class DeepSpeedPlan(StrategyPlan):
     """The plan of ZeRO. Figures without a source were measured with benchmarks/memory.py and benchmarks/plan.py."""
 
     summary = "ZeRO: every rank holds a shard of optimizer state, gradients (stage 2) and weights (stage 3)"
+    gain = 1.1
+    cost = "requires the package deepspeed on every host"
     uniform_dtype = True
     library_bytes = 20 << 20
 
@@ -68,6 +87,7 @@ class DeepSpeedPlan(StrategyPlan):
                 f"deepspeed_offload: all requires deepspeed_stage 3, got {spec.deepspeed_stage}: "
                 "set deepspeed_offload=optimizer"
             )
+        check_file(spec)
 
     def needs_packages(self, spec: RunSpec) -> dict[str, str]:
         return {"deepspeed": "strategy=deepspeed"}
@@ -82,6 +102,40 @@ class DeepSpeedPlan(StrategyPlan):
         # Stage 3 takes the model from host memory, where the kernels cannot be tested with packed samples.
         return not self.sharded_weights(spec)
 
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        now = spec.deepspeed_stage, spec.deepspeed_offload
+        offloads = list(_OFFLOADS)[list(_OFFLOADS).index(spec.deepspeed_offload) :]
+        stages: list[Lever] = [Lever()]
+        for stage, offload in product(_STAGES, offloads):
+            fields: dict[str, Any] = {"deepspeed_stage": stage} if stage != now[0] else {}
+            fields |= {"deepspeed_offload": offload} if offload != now[1] else {}
+            cost = "; ".join(text for text in (_STAGES[stage], _OFFLOADS[offload]) if text)
+            if fields:
+                stages.append(Lever(fields, cost))
+        return [*super().levers(spec), stages, *gradient_levers(spec)]
+
+    def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
+        if spec.deepspeed_offload == "none" and not self.sharded_weights(spec):
+            return 0
+        state = self.state(spec, shape, layout, cuda=False)
+        optimizer = state.optimizer if spec.deepspeed_offload != "none" else 0
+        if not self.sharded_weights(spec):
+            return optimizer
+        # Every rank reads the full model in host memory before it keeps its shard.
+        weights = state.base if spec.deepspeed_offload == "all" else 0
+        return max(optimizer + weights, shape.parameters * self.bytes_per_weight(spec) + weights)
+
+    def offload_seconds(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
+        if spec.deepspeed_offload == "none":
+            return 0.0
+        own = shape.trained(spec) / layout.world
+        # Gradients travel to the host, and updated weights back.
+        seconds = own * 8 / _PCI_EXPRESS + own * 28 / _HOST_MEMORY
+        if spec.deepspeed_offload == "all":
+            copied = 2 * shape.parameters * self.bytes_per_weight(spec) / layout.world
+            seconds += copied * micro_batches(spec, layout.world) / _PCI_EXPRESS
+        return seconds
+
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         state = replace(state, optimizer=state.optimizer + shape.trained(spec) * 4)  # a copy of the trained weights
@@ -95,7 +149,7 @@ class DeepSpeedPlan(StrategyPlan):
                 state,
                 optimizer=state.optimizer // layout.world,
                 gradients=state.gradients // (layout.world if spec.deepspeed_stage >= 2 else 1),
-                buffers=4 * bucket(shape.trained(spec)),
+                buffers=4 * bucket(spec, shape.trained(spec)),
             )
         if not cuda:
             return state
@@ -183,9 +237,10 @@ def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
     return base, trained if spec.lora_r else base
 
 
-def bucket(trained: int) -> int:
-    """Return the numbers per bucket, which DeepSpeed allocates in full: at most the number of trained weights."""
-    return min(_BUCKET, max(1, trained))
+def bucket(spec: RunSpec, trained: int) -> int:
+    """Return the numbers per bucket, which DeepSpeed allocates in full: at most the number of trained weights, or as a user's file says."""
+    given = free_options(spec).get("zero_optimization.reduce_bucket_size")
+    return given or min(_BUCKET, max(1, trained))
 
 
 def prefetched(parameters: int) -> int:
@@ -203,6 +258,12 @@ def zero_options(spec: RunSpec) -> dict[str, Any]:
     return zero
 
 
+def bucket_options(spec: RunSpec, trained: int, parameters: int) -> dict[str, int]:
+    """Return the sizes of DeepSpeed's buckets in numbers, for a model with these trained weights and all its `parameters`."""
+    sizes = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), bucket(spec, trained))
+    return sizes | ({"stage3_prefetch_bucket_size": prefetched(parameters)} if spec.deepspeed_stage == 3 else {})
+
+
 def common_options(spec: RunSpec) -> dict[str, Any]:
     """Return the options that this trainer and other tools pass to DeepSpeed: https://www.deepspeed.ai/docs/config-json/"""
     return {
@@ -215,15 +276,18 @@ def common_options(spec: RunSpec) -> dict[str, Any]:
 def engine_config(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any]:
     """Return the configuration of the engine. `trained`, `parameters`: number of trained weights, and of all weights."""
     config = common_options(spec)
-    config["zero_optimization"] |= {"reduce_bucket_size": bucket(trained), "allgather_bucket_size": bucket(trained)}
-    if spec.deepspeed_stage == 3:
-        config["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetched(parameters)
+    config["zero_optimization"] |= bucket_options(spec, trained, parameters)
+    merge(config, free_options(spec))
     return config | {
         "gradient_accumulation_steps": 1,  # the training loop marks the last micro-batch of a step
         "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "bf16" if spec.gradient_comm_dtype == "bf16" else "fp32",
+        "communication_data_type": _comm_dtype(spec),
         "steps_per_print": _NEVER,
     }
+
+
+def _comm_dtype(spec: RunSpec) -> str:
+    return "bf16" if spec.gradient_comm_dtype == "bf16" else "fp32"
 
 
 def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
@@ -239,17 +303,40 @@ def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
             "type": "AdamW",
             "params": {"lr": spec.lr, "weight_decay": spec.weight_decay, "torch_adam": True},
         },
+        "communication_data_type": _comm_dtype(spec),
     }
+    if scheduler := _scheduler(spec):
+        config["scheduler"] = scheduler
     zero = config["zero_optimization"]
+    with contextlib.suppress(UserError):  # without the shape of the model, DeepSpeed's own bucket sizes apply
+        shape = shape_of(spec)
+        zero |= bucket_options(spec, shape.trained(spec), shape.parameters)
     zero["overlap_comm"] = True
     for name in ("offload_optimizer", "offload_param"):
         if name in zero:
             zero[name]["pin_memory"] = True
     if spec.precision != "32-true":
         config[spec.precision.removesuffix("-mixed")] = {"enabled": True}
-    if spec.gradient_comm_dtype == "bf16":
-        config["communication_data_type"] = "bf16"
-    return config
+    return merge(config, free_options(spec))
+
+
+def _scheduler(spec: RunSpec) -> dict[str, Any] | None:
+    """Return DeepSpeed's scheduler with the spec's schedule, or None if it needs none or the number of steps is not known.
+
+    DeepSpeed's shortest warmup has 2 steps.
+    https://deepspeed.readthedocs.io/en/latest/schedulers.html
+    """
+    if not spec.max_steps or (spec.schedule == "constant" and not spec.warmup):
+        return None
+    warmup = round(spec.warmup * spec.max_steps) if spec.warmup < 1 else round(spec.warmup)
+    linear = {"warmup_num_steps": max(1, warmup), "warmup_type": "linear"}
+    if spec.schedule == "cosine":
+        params = linear | {"total_num_steps": spec.max_steps, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0}
+        return {"type": "WarmupCosineLR", "params": params}
+    rates = linear | {"warmup_min_lr": 0.0, "warmup_max_lr": spec.lr}
+    if spec.schedule == "linear":
+        return {"type": "WarmupDecayLR", "params": rates | {"total_num_steps": spec.max_steps}}
+    return {"type": "WarmupLR", "params": rates}
 
 
 def import_deepspeed(world: World) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.shares import share
 from trainer.errors import NonFiniteError
 from trainer.planner.cost import Layout, State, micro_batches
+from trainer.planner.levers import CHANGED, Lever, Levers, optimizer_levers, quantize_levers, switch
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state
@@ -38,6 +39,8 @@ else:
 
 CHUNK = 16 << 20  # numbers of one all-reduce between replicas
 _LONG_ROUND = 20  # minimum steps of a round for the full outer momentum
+# Steps of a round that the planner tries, and how many times faster the run must be to justify them.
+_ROUNDS = {20: 1.05, 50: 1.1, 100: 1.2, 200: 1.3, 500: 1.5}
 _NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed
 
 # Values of `replica_strategy`.
@@ -50,6 +53,8 @@ class DiLoCoPlan(StrategyPlan):
 
     summary = "hosts train independently and synchronize every local_steps steps"
     auto = "low_communication"
+    gain = CHANGED
+    cost = "another result: replicas hold different weights between synchronizations"
     has_replicas = True
 
     def strategy_class(self, spec: RunSpec) -> type[DiLoCo]:
@@ -78,11 +83,23 @@ class DiLoCoPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return spec.replica_strategy == "fsdp"
 
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        rounds = [Lever()]
+        for steps, gain in _ROUNDS.items():
+            if steps > spec.local_steps:
+                cost = "replicas differ more between synchronizations"
+                rounds.append(Lever({"local_steps": steps}, cost, gain / _ROUNDS.get(spec.local_steps, 1.0)))
+        shards = switch(spec, "replica_strategy", "fsdp", "every pass within a replica sends the weights of all layers")
+        return [*super().levers(spec), quantize_levers(spec), *optimizer_levers(spec), shards, rounds]
+
+    def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
+        return -(-len(layout.processes) // spec.replica_hosts) <= spec.rows_per_step
+
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         if self.sharded_weights(spec):
             shards = min(layout.processes) * spec.replica_hosts
-            state = sharded_state(state, shape, shards, self.bytes_per_weight(spec))
+            state = sharded_state(spec, state, shape, shards, self.bytes_per_weight(spec))
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])
             state = replace(state, gradients=state.gradients * gradient_copies(spec, ranks, layout.world))

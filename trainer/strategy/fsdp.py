@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.distributed.listeners import restrict_listeners
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
+from trainer.planner.levers import Lever, Levers, gradient_levers
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
@@ -40,11 +41,24 @@ else:
 METADATA = ".metadata"  # PyTorch's index of the tensors in a checkpoint's files
 
 
-def sharded_state(state: State, shape: Shape, shards: int, bytes_per_weight: int) -> State:
+def sharded_state(spec: RunSpec, state: State, shape: Shape, shards: int, bytes_per_weight: int) -> State:
     """Return the state of one of `shards` shards, with the weights that FSDP gathers at a time."""
     root = root_bytes(shape, bytes_per_weight)  # freed at the end of the backward pass
     # The current layer and the prefetched one: as received, and assembled.
-    return state.sharded(shards, root + 3 * (state.base - root) // shape.layers)
+    gathered = 3 * (state.base - root) // shape.layers
+    if keeps_gathered(spec):
+        gathered += shape.layers * shape.layer_parameters * _gathered_bytes(spec)
+    return state.sharded(shards, root + gathered)
+
+
+def keeps_gathered(spec: RunSpec) -> bool:
+    """Return whether layers stay gathered from the forward to the backward pass: SHARD_GRAD_OP of the first FSDP."""
+    return spec.fsdp_shard == "gradients"
+
+
+def _gathered_bytes(spec: RunSpec) -> int:
+    """Return the bytes of one gathered weight of a layer."""
+    return 2 if spec.precision == "bf16-mixed" else 4
 
 
 class FSDPPlan(StrategyPlan):
@@ -52,6 +66,8 @@ class FSDPPlan(StrategyPlan):
 
     summary = "every rank holds a shard of the model"
     auto = "exact"
+    gain = 1.0
+    cost = "every pass sends the weights of all layers"
 
     def strategy_class(self, spec: RunSpec) -> type[FSDP]:
         return FSDP
@@ -63,10 +79,21 @@ class FSDPPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        # Either value may be faster, so both are tried.
+        shards = [
+            Lever(),
+            *(Lever({"fsdp_shard": value}) for value in ("all", "gradients", "host") if value != spec.fsdp_shard),
+        ]
+        return [*super().levers(spec), shards, *gradient_levers(spec)]
+
+    def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
+        return spec.fsdp_shard != "host" or (len(set(layout.processes)) == 1 and layout.processes[0] > 1)
+
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         shards = min(layout.processes) if spec.fsdp_shard == "host" else layout.world
-        return sharded_state(state, shape, shards, self.bytes_per_weight(spec))
+        return sharded_state(spec, state, shape, shards, self.bytes_per_weight(spec))
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
         if spec.lora_r:
@@ -79,7 +106,7 @@ class FSDPPlan(StrategyPlan):
             "distributed_type": "FSDP",
             "fsdp_config": {
                 "fsdp_version": 2,
-                "fsdp_reshard_after_forward": True,
+                "fsdp_reshard_after_forward": not keeps_gathered(spec),
                 "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                 "fsdp_transformer_layer_cls_to_wrap": layer_class(shape_of(spec).kind),
                 "fsdp_activation_checkpointing": spec.gradient_checkpointing,
@@ -99,11 +126,12 @@ class FSDPPlan(StrategyPlan):
         if spec.fsdp_shard == "host":  # hosts exchange only the sums of the shards
             hosts = len(layout.processes)
             return 2 * (hosts - 1) / hosts * trained * number
-        weight = 2 if spec.precision == "bf16-mixed" else 4
+        weight = _gathered_bytes(spec)
         layers = shape.layers * shape.layer_parameters * weight
         layers += trained * weight if spec.lora_r else 0
-        # The forward and the backward pass gather the layers. The root stays gathered in between.
-        gathered = ring * (2 * layers + root_bytes(shape, self.bytes_per_weight(spec))) * micro
+        # The forward and the backward pass gather the layers, unless they stay gathered in between, as the root does.
+        passes = 1 if keeps_gathered(spec) else 2
+        gathered = ring * (passes * layers + root_bytes(shape, self.bytes_per_weight(spec))) * micro
         # gloo implements reduce-scatter as an all-reduce. trainer.strategy.fsdp_exchange replaces it if every rank has a
         # separate host.
         scattered = (2 if gloo and max(layout.processes) > 1 else 1) * ring * trained * number
@@ -122,7 +150,7 @@ def make_mesh(spec: RunSpec, world: World, replica_group: World | None = None) -
     if replica_group:
         group = dist.group.WORLD if replica_group.group is None else replica_group.group
         return device_mesh.DeviceMesh.from_group(group, kind)
-    if spec.fsdp_shard == "all":
+    if spec.fsdp_shard != "host":
         return device_mesh.init_device_mesh(kind, (world.size,))
     ranks = Counter(world.gather(world.node_rank))
     if len(set(ranks.values())) > 1:
@@ -224,7 +252,8 @@ class FSDP(Strategy):
 
         # Layer by layer, so that no more than one layer is in memory in full or in two data types.
         for block in blocks(self.model):
-            fsdp.fully_shard(block, mesh=mesh, mp_policy=inside)._apply(cast)
+            reshard = not keeps_gathered(spec)
+            fsdp.fully_shard(block, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)._apply(cast)
         fsdp.fully_shard(self.model, mesh=mesh, mp_policy=outside)._apply(cast)
         if world.device.type == "cpu" and one_rank_per_host(mesh, world):
             for part in self.model.modules():
@@ -253,7 +282,11 @@ class FSDP(Strategy):
 
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad(), self.autocast():
-            return self.plain(*batch)
+            loss: torch.Tensor = self.plain(*batch)
+        if keeps_gathered(self.spec):  # no backward pass frees the layers
+            for block in blocks(self.model):
+                block.reshard()  # type: ignore[operator]
+        return loss
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._gather_full(self.trained) | persistent_buffers(self.model)

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.errors import UserError
 from trainer.planner.cost import (
     Layout,
     Memory,
@@ -19,10 +20,18 @@ from trainer.planner.cost import (
     full_state,
     micro_batches,
 )
+from trainer.planner.levers import ROUNDED, Levers, switch
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
-from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, in_flight, parse_layers
-from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
+from trainer.strategy.pipeline_split import (
+    PIPELINE_KINDS,
+    LayerCosts,
+    RankFacts,
+    divide_layers,
+    in_flight,
+    parse_layers,
+)
+from trainer.strategy.plan import StrategyPlan, every, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +98,9 @@ class PipelinePlan(StrategyPlan):
     """The plan of pipeline parallelism. Costs assume equally fast ranks; a run divides the layers by measured speed."""
 
     summary = "every rank holds some of the layers"
+    auto = "exact"
+    gain = 1.1
+    cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
 
     def strategy_class(self, spec: RunSpec) -> type[Pipeline]:
         return Pipeline
@@ -121,20 +133,48 @@ class PipelinePlan(StrategyPlan):
 
     # Costs --------------------------------------------------------------------------------------------------------------
 
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        cost = "activations and their gradients are rounded to bfloat16 in transit"
+        half = spec.lora_r > 0 and spec.precision == "bf16-mixed"  # they travel in bfloat16 in any case
+        comm = [] if half else [switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)]
+        return [*super().levers(spec), *comm]
+
+    def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
+        return 1 < layout.world <= shape.layers and shape.kind in PIPELINE_KINDS
+
     def layers(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[int]:
-        """Return the layers of equally fast ranks with enough memory; at most one rank per layer counts."""
+        """Return the layers of equally fast ranks with enough memory; at most one rank per layer counts.
+
+        If the ranks together have too little memory, the layers are divided as if they had enough.
+        """
         ranks = min(layout.world, shape.layers)
         given = parse_layers(spec.pipeline_layers)
         if len(given) == ranks and sum(given) == shape.layers:
             return given
         costs = layer_costs(spec, shape, rows, self.bytes_per_weight(spec), cuda=cuda)
-        return divide_layers(shape.layers, [RankFacts(1.0)] * ranks, costs, micro_batches(spec, 1))
+        rooms = layout.rooms[:ranks] or (None,) * ranks
+        micro = micro_batches(spec, 1)
+        try:
+            return divide_layers(shape.layers, [RankFacts(1.0, room) for room in rooms], costs, micro)
+        except UserError:
+            return divide_layers(shape.layers, [RankFacts(1.0)] * ranks, costs, micro)
 
     def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool = False) -> Memory:
         """Return the peak memory of the rank that needs most."""
+        return max(self.stages(spec, shape, layout, rows, cuda=cuda), key=lambda each: each.total)
+
+    def stages(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[Memory]:
+        """Return the peak memory of every rank."""
         counts = self.layers(spec, shape, layout, rows, cuda=cuda)
-        ranks = range(len(counts))
-        return max((self._stage(spec, shape, counts, rank, rows, cuda) for rank in ranks), key=lambda each: each.total)
+        return [self._stage(spec, shape, counts, rank, rows, cuda) for rank in range(len(counts))]
+
+    def fits(
+        self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, memory: Memory, *, cuda: bool
+    ) -> bool | None:
+        stages = self.stages(spec, shape, layout, rows, cuda=cuda)
+        return every(
+            [None if room is None else stage.total <= room for stage, room in zip(stages, layout.rooms, strict=False)]
+        )
 
     def _stage(self, spec: RunSpec, shape: Shape, counts: list[int], rank: int, rows: MeanRows, cuda: bool) -> Memory:
         last = rank == len(counts) - 1

@@ -7,6 +7,21 @@ from dataclasses import dataclass
 
 from trainer.errors import UserError
 
+# Model types of transformers that a pipeline supports; trainer.distributed.pipeline_stage names their parts.
+PIPELINE_KINDS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "gpt2",
+)
+
 
 @dataclass(frozen=True)
 class RankFacts:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.errors import UserError
 from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
+from trainer.planner.levers import Levers, activation_levers
 from trainer.planner.teacher import teacher_memory, teacher_weights
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class StrategyPlan:
     # Whether `strategy=auto` may choose it: as a strategy with the result of a single process ("exact"), or as the one for
     # slow links, with a different result ("low_communication"). None: the planner lists it without recommending it.
     auto: ClassVar[Literal["exact", "low_communication"] | None] = None
+    # How many times faster the strategy must be than one that needs no more packages and gives the result of one process;
+    # None: the planner never recommends it. `cost` says the reason in words, and what else it costs.
+    gain: ClassVar[float | None] = None
+    cost: ClassVar[str] = ""
     has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
     uniform_dtype: ClassVar[bool] = False  # all weights must have the same data type
@@ -83,6 +88,34 @@ class StrategyPlan:
         return TokenLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
 
     # Costs --------------------------------------------------------------------------------------------------------------
+
+    def levers(self, spec: RunSpec) -> list[Levers]:
+        """Return the changes of the spec that the planner tries, in groups that exclude each other."""
+        return activation_levers(spec)
+
+    def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
+        """Return whether the model can be divided over these ranks."""
+        return True
+
+    def fits(
+        self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, memory: Memory, *, cuda: bool
+    ) -> bool | None:
+        """Return whether every rank of the layout has enough memory; None if that is unknown.
+
+        `memory`: what `memory` returns for the same arguments.
+        """
+        enough = [None if room is None else memory.total <= room for room in layout.rooms]
+        if cuda and (host := self.host_memory(spec, shape, layout)):
+            enough += [None if room is None else host <= room for room in layout.host_rooms or [None]]
+        return every(enough)
+
+    def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
+        """Return the bytes of host memory that a rank on a GPU needs for what it keeps or loads there."""
+        return 0
+
+    def offload_seconds(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
+        """Return the extra seconds of a step on a GPU for what is kept in host memory."""
+        return 0.0
 
     def bytes_per_weight(self, spec: RunSpec) -> int:
         """Return the bytes of one weight of the base model in memory."""
@@ -175,6 +208,13 @@ class StrategyPlan:
     def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
         """Return lines about costs that the planner's table does not show."""
         return []
+
+
+def every(enough: list[bool | None]) -> bool | None:
+    """Return whether all are true; None if that is unknown."""
+    if False in enough:
+        return False
+    return None if None in enough or not enough else True
 
 
 def reject_unshardable(spec: RunSpec, field: str) -> None:

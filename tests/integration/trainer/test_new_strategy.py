@@ -21,7 +21,7 @@ from trainer.strategy.ddp import DDP, DDPPlan
 
 class ToyPlan(DDPPlan):
     summary = "a toy that sends one bit of every gradient"
-    auto = None
+    auto = gain = None
 
     def strategy_class(self, spec):
         return Toy

@@ -79,6 +79,18 @@ def test_a_killed_run_resumes_with_the_losses_of_ddp(case: str, cluster: Cluster
 
 
 @pytest.mark.slow
+def test_layers_that_stay_gathered_give_the_losses_of_ddp(cluster: Cluster, curves: Cluster) -> None:
+    fields = UNEVEN | STEPS | FULL | {"sharding_strategy": "SHARD_GRAD_OP", "eval_interval": 7}
+    found = cluster.run(2, **fields)
+    assert "fsdp_shard: gradients" in (cluster.run_dir() / "spec.yml").read_text()
+    assert found == pytest.approx(losses(curves.run_dir(0, "full")), abs=1e-3)
+    results = [
+        json.loads((each / "result.json").read_text()) for each in (cluster.run_dir(), curves.run_dir(0, "full"))
+    ]
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], abs=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_fsdp_shard_host_has_a_full_checkpoint_on_every_host(cluster: Cluster, curves: Cluster) -> None:
     fields = UNEVEN | STEPS | {"strategy": "fsdp", "fsdp_shard": "host", "checkpoint_keep": 1} | FULL

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import TOP
+from trainer_runs import TOP, free_port
 
 from trainer.__main__ import main
 from trainer.planner.model_shape import layer_class
@@ -43,6 +43,49 @@ def test_deepspeed_reads_its_config(precision: str, capsys: Any, monkeypatch: py
     assert read.optimizer_name == "adamw" and read.gradient_clipping == 1.0
 
 
+RUN_FILE = """
+import json, sys
+import torch, deepspeed
+from torch import nn
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # needs a compiler
+deepspeed.init_distributed(dist_backend="gloo")
+torch.manual_seed(1)
+model = nn.Linear(8, 8)
+engine, *_ = deepspeed.initialize(model=model, config=json.load(open(sys.argv[1])))
+for _ in range(2):
+    loss = engine(torch.ones(4, 8, dtype=next(engine.parameters()).dtype)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+zero = engine._config.zero_config
+print(json.dumps([loss.item(), engine.get_lr(), zero.stage, zero.reduce_bucket_size, zero.overlap_comm, engine.global_steps]))
+"""
+
+
+@pytest.mark.slow
+def test_deepspeed_trains_with_its_config(capsys: Any, tmp_path: Path) -> None:
+    """DeepSpeed itself runs the file, with options of a user's own file in it."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed here")
+    capsys.readouterr()  # DeepSpeed prints while it is imported
+    own, file = tmp_path / "own.json", tmp_path / "ds.json"
+    own.write_text('{"zero_optimization": {"stage": 1, "reduce_bucket_size": 4096, "overlap_comm": false}}')
+    flags = ["--total-batch-size=4", "--max-steps=10", "--warmup=2", "--schedule=linear", "--lr=0.01"]
+    file.write_text(config(capsys, "deepspeed", f"--deepspeed={own}", "--deepspeed-stage=1", *flags))
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_FILE, str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    loss, rate, stage, size, overlap, steps = json.loads(done.stdout.strip().splitlines()[-1])
+    assert rate == [0.005], "the first step of two of the warmup"
+    assert loss > 0 and (stage, size, overlap, steps) == (1, 4096, False, 2)
+
+
 def test_transformers_reads_the_fsdp_config(capsys: Any, tmp_path: Path, model_folder: Path) -> None:
     from transformers import TrainingArguments
 
@@ -65,6 +108,32 @@ def test_the_layer_class_exists(kind: str, module: str) -> None:
     found = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     name = layer_class(kind)
     assert hasattr(found, name), [other for other in dir(found) if other.endswith(("Layer", "Block"))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "distributed_type"),
+    [
+        (["--strategy=fsdp", "--fsdp-shard=gradients", "--precision=bf16-mixed"], "FSDP"),
+        (["--strategy=deepspeed", "--deepspeed-stage=3", "--deepspeed-offload=all"], "DEEPSPEED"),
+        (["--precision=fp16-mixed", "--torch-compile"], "MULTI_GPU"),
+    ],
+    ids=["fsdp", "deepspeed", "fp16"],
+)
+def test_accelerate_reads_the_options_of_strategies(
+    flags: list[str], distributed_type: str, model_folder: Path, capsys: Any, tmp_path: Path
+) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(config(capsys, "accelerate", f"--model={model_folder}", "--hosts=2", "--head=10.0.0.1", *flags))
+    read = load_config_from_file(str(file))
+    assert read.distributed_type == distributed_type
+    if distributed_type == "FSDP":
+        assert read.fsdp_config["fsdp_reshard_after_forward"] is False and read.mixed_precision == "bf16"
+    elif distributed_type == "DEEPSPEED":
+        assert read.deepspeed_config["zero_stage"] == 3 and read.deepspeed_config["offload_param_device"] == "cpu"
+    else:
+        assert read.mixed_precision == "fp16" and read.dynamo_config["dynamo_backend"] == "INDUCTOR"
 
 
 @pytest.mark.parametrize("flags", [["--hosts=2", "--no-gpu"], ["--hosts=2", "--precision=bf16-mixed"], ["--no-gpu"]])
@@ -95,6 +164,65 @@ def test_slurm(capsys: Any, tmp_path: Path) -> None:
     file.write_text(config(capsys, "slurm", str(tmp_path / "my run.yml"), "--hosts=2", "--no-gpu"))
     subprocess.run(["bash", "-n", str(file)], check=True)
     assert "#SBATCH --nodes=2" in file.read_text() and "--gpus-per-node" not in file.read_text()
+    assert not {"--partition", "--time"} & set(file.read_text().split())
+    flags = ["--partition=gpu,cpu", "--time=1-00:00:00", "--env=NCCL_DEBUG=INFO", "--env", "NOTE=it's $HOME"]
+    file.write_text(config(capsys, "slurm", "--hosts=2", *flags))
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    header = [line for line in file.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --partition=gpu,cpu", "#SBATCH --time=1-00:00:00", "#SBATCH --gpus-per-node=1"} <= set(header)
+
+
+def test_slurm_starts_torchrun_with_the_variables_and_the_nic_of_every_node(capsys: Any, tmp_path: Path) -> None:
+    """Stands in for srun, scontrol and torchrun, because Slurm is not installed on the machine of the tests."""
+    for name, text in {
+        "scontrol": "echo localhost",
+        "srun": 'shift; SLURM_NODEID=0 SLURM_NNODES=1 exec "$@"',
+        "python": 'echo "$NOTE|$NCCL_DEBUG|$NCCL_SOCKET_IFNAME|$GLOO_SOCKET_IFNAME|$*"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    file = tmp_path / "it.sbatch"
+    flags = ["--hosts=1", "--max-steps=7", "--env=NCCL_DEBUG=INFO", "--env=NOTE=it's $HOME", "--no-gpu"]
+    file.write_text(config(capsys, "slurm", *flags))
+    environment = {"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin", "SLURM_JOB_NODELIST": "localhost"}
+    done = subprocess.run(["bash", str(file)], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("it's $HOME|INFO|lo|lo|-m torch.distributed.run --nnodes=1 --node-rank=0 "), done
+    assert done.stdout.endswith("--master-addr=localhost --master-port=29500 -m -- trainer train --max-steps=7\n")
+
+
+@pytest.mark.slow
+def test_the_launcher_trains(capsys: Any, tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    flags = [f"--model={model_folder}", f"--dataset={dataset}"]
+    flags += ["--run=r", "--max-steps=1", "--loggers=none", "--seq-length=32", "--total-batch-size=2", "--batch-size=1"]
+    text = config(capsys, "launcher", "--hosts=1", "--env=NOTE=on", *flags, "--lora-r=4")
+    file = tmp_path / "it.sh"
+    file.write_text(text.replace("--master-port=29500", f"--master-port={free_port()}"))
+    environment = os.environ | {"PYTHONPATH": str(TOP), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(file), "0"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "runs/r/result.json").read_text())["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--env=1=2", "--env: expected NAME=VALUE in one line"),
+        ("--env=A=b\nexit", "--env: expected NAME=VALUE in one line"),
+        ("--partition=a b", "--partition: expected names"),
+        ("--time=now", "--time: expected minutes"),
+    ],
+)
+def test_invalid_settings_of_scripts(flag: str, why: str, capsys: Any) -> None:
+    assert main(["config", "slurm", flag]) == 2
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not shutil.which("sbatch"), reason="sbatch --test-only needs Slurm, which is not installed")
@@ -107,7 +235,9 @@ def test_sbatch_accepts_the_script(capsys: Any, tmp_path: Path) -> None:
 
 def test_invalid_arguments_of_config(capsys: Any) -> None:
     assert main(["config", "horovod"]) == 2
-    assert "config: expected one of deepspeed, fsdp, accelerate, slurm, got horovod" in capsys.readouterr().err
+    assert (
+        "config: expected one of deepspeed, fsdp, accelerate, slurm, launcher, got horovod" in capsys.readouterr().err
+    )
     assert main(["config", "deepspeed", "--hosts=3", "--total-batch-size=16"]) == 2
     assert "are not a multiple of batch_size 4 x 3 processes" in capsys.readouterr().err
 

@@ -53,6 +53,10 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "wandb_project": ("mine", "mine"),
         "dataset_config": ("main", "main"),
         "columns": ("prompt=question, completion=answer", {"prompt": "question", "completion": "answer"}),
+        "deepspeed_config": (
+            '{"zero_optimization": {"overlap_comm": true}}',
+            {"zero_optimization": {"overlap_comm": True}},
+        ),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "deepspeed_stage": ("3", 3),

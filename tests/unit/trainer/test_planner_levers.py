@@ -1,0 +1,291 @@
+"""What the planner recommends with all levers, for hardware and models of which a person knows the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_runs import TOP
+
+from trainer.__main__ import main
+from trainer.config import RunSpec, make_spec
+from trainer.errors import UserError
+from trainer.planner.cost import Rows
+from trainer.planner.hosts import layout_of
+from trainer.planner.levers import variants
+from trainer.planner.model_shape import Shape, read_shape
+from trainer.planner.recommend import Advice, Option, Setting, Speed, plans, recommend
+from trainer.strategy import STRATEGIES, plan_named
+from trainer.strategy.pipeline import PipelinePlan
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
+
+
+def llama(hidden: int, ff: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 32000, **other: Any) -> Shape:
+    sizes = {"hidden_size": hidden, "intermediate_size": ff, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return read_shape(LLAMA | sizes | {"num_key_value_heads": kv_heads, "vocab_size": vocabulary} | other)
+
+
+MODELS = {
+    "1B": llama(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
+    "7B": llama(4096, 11008, 32, 32, 32),
+    "13B": llama(5120, 13824, 40, 40, 40),
+    "70B": llama(8192, 28672, 80, 64, 8),
+}
+GIB = 1024  # MiB
+
+
+def gpus(*sizes: float, host: float = 32) -> list[dict[str, Any]]:
+    """Return hosts with one GPU each. `sizes`: GiB of the GPUs; `host`: GiB of host memory."""
+    return [{"processes": 1, "gpu_mib": size * GIB, "memory_mib": host * GIB, "threads": 8} for size in sizes]
+
+
+def laptops(count: int, memory: float) -> list[dict[str, Any]]:
+    return [{"processes": 1, "gpu_mib": 0, "memory_mib": memory * GIB, "threads": 8}] * count
+
+
+def setting_of(spec: RunSpec, shape: Shape, hosts: list[dict[str, Any]], link: float) -> Setting:
+    device = "cuda" if hosts[0]["gpu_mib"] else "cpu"
+    rows = Rows.full(spec)
+    speed = Speed.nominal(spec, shape, rows, device, 8)
+    return Setting(shape, layout_of(hosts, device), rows, speed, link, None, gloo=device == "cpu")
+
+
+def best(
+    model: str, hosts: list[dict[str, Any]], link: float, fields: dict[str, Any]
+) -> tuple[Advice, dict[str, Option]]:
+    """Return the recommendation for a model on hosts with a link of `link` Mbit/s, and the best plan of every strategy."""
+    spec = make_spec({"model": model, "strategy": "auto"} | fields, "here")
+    setting = setting_of(spec, MODELS[model], hosts, link)
+    found = plans(spec, setting)
+    return recommend(spec, found, setting), {option.strategy: option for option in found}
+
+
+HALF = {"precision": "bf16-mixed"}
+NF4 = HALF | {"quantize": "nf4"}
+
+
+def test_7b_lora_on_three_16_gb_gpus_at_1_gbit() -> None:
+    """A pipeline of small micro-batches.
+
+    12.6 GiB of weights leave ddp 2 of 14.7 GiB, so that it must compute every activation twice: 1.5 times the operations of
+    LoRA. FSDP sends 2 x 13.5 GB x 2/3 for every micro-batch, 144 s each. A pipeline holds 4.2 GiB of weights on a host, needs no
+    recomputation, and loses 2 of 34 slots while it fills and drains.
+    """
+    advice, found = best("7B", gpus(16, 16, 16), 1000, HALF)
+    assert (advice.strategy, advice.fields) == ("pipeline", {"batch_size": 1})
+    assert found["ddp"].fits and found["ddp"].fields["gradient_checkpointing"]
+    assert 1.2 < found["pipeline"].tokens_per_second / found["ddp"].tokens_per_second < 1.6
+    assert found["fsdp"].share > 0.95
+    assert any("fills and drains" in cost for cost in advice.costs)
+
+
+def test_7b_lora_on_three_24_gb_gpus_at_1_gbit() -> None:
+    """ddp: with one row per micro-batch everything fits without recomputation, and adapters of 160 MB travel in 1.7 s of 12."""
+    advice, _ = best("7B", gpus(24, 24, 24), 1000, HALF)
+    assert (advice.strategy, advice.fields) == ("ddp", {"batch_size": 1})
+
+
+def test_13b_lora_on_unlike_gpus() -> None:
+    """A pipeline with recomputation.
+
+    24.2 GiB of weights fit on no GPU beside activations, but a third of them on each. With nf4, ddp fits, but recomputes activations as
+    well, unpacks weights in every pass, and rounds them. All ranks share the time, so the layers are divided evenly as far as
+    memory permits: with 8 instead of 12 GiB, the last host gets fewer.
+    """
+    advice, found = best("13B", gpus(24, 16, 12), 1000, HALF)
+    assert (advice.strategy, advice.fields) == ("pipeline", {"gradient_checkpointing": True, "batch_size": 1})
+    assert found["ddp"].fields["quantize"] == "nf4"
+    spec = make_spec({"model": "x", "strategy": "pipeline"} | HALF | advice.fields, "here")
+    plan, shape = PipelinePlan(), MODELS["13B"]
+    for last, expected in ((12, [14, 13, 13]), (8, [15, 15, 10])):
+        setting = setting_of(spec, shape, gpus(24, 16, last), 1000)
+        assert plan.layers(spec, shape, setting.layout, setting.rows, cuda=True) == expected
+        memory = plan.memory(spec, shape, setting.layout, setting.rows, cuda=True)
+        assert plan.fits(spec, shape, setting.layout, setting.rows, memory, cuda=True)
+    small = setting_of(spec, shape, gpus(8, 8, 8), 1000)
+    with pytest.raises(UserError, match=r"GiB per process do not fit"):
+        recommend(spec, [option for option in plans(spec, small) if option.strategy in ("alone", "pipeline")], small)
+
+
+def test_1b_lora_on_laptops_over_wi_fi() -> None:
+    """ddp: adapters of 45 MB are small even at 50 Mbit/s beside a step of minutes; half the rows fit in 16 GB."""
+    advice, found = best("1B", laptops(3, 16), 50, {})
+    assert (advice.strategy, advice.fields) == ("ddp", {"batch_size": 2})
+    assert found["ddp"].share < 0.05
+
+
+def test_1b_full_weights_on_laptops_over_wi_fi() -> None:
+    """A pipeline with 16 GB: weights, gradients and moments need 18.4 GiB, which only sharding divides, and FSDP sends 27 GB a step.
+
+    With 64 GB, diloco: it also holds the full model and the outer optimizer, and gradients would take 1054 s of every step of ddp.
+    A pipeline stays in reach, because it has the result of a single process: diloco must be twice as fast.
+    """
+    advice, found = best("1B", laptops(3, 16), 50, {"lora_r": 0})
+    assert advice.strategy == "pipeline" and advice.fields["batch_size"] == 1
+    assert found["diloco"].fits is False and found["ddp"].fits is False
+    advice, found = best("1B", laptops(3, 64), 50, {"lora_r": 0})
+    assert found["diloco"].tokens_per_second > 2.5 * found["ddp"].tokens_per_second
+    assert advice.strategy == "pipeline"
+    # At 5 Mbit/s, hidden states travel too long as well.
+    advice, found = best("1B", laptops(3, 64), 5, {"lora_r": 0})
+    assert advice.strategy == "diloco" and advice.fields["local_steps"] >= 50
+    assert any("another result" in cost for cost in advice.costs)
+
+
+@pytest.mark.parametrize(
+    ("model", "hosts", "link", "fields", "strategy"),
+    [
+        # "the model fits on every device, and the network is fast"
+        ("1B", gpus(24, 24), 1000, HALF, "ddp"),
+        # "the model does not fit on one device": two GPUs of one host, where no network limits
+        ("7B", [gpus(16)[0] | {"processes": 2}], 1000, HALF | {"batch_size": 8, "total_batch_size": 16, "seq_length": 4096}, "fsdp"),
+        # "the model fits on no single host, and the network is slow"
+        ("13B", gpus(16, 16, 16), 1000, HALF, "pipeline"),
+        # "the model fits on every host, and the network is slow"
+        ("1B", gpus(24, 24), 20, HALF | {"lora_r": 0, "optimizer": "adamw8bit"}, "diloco"),
+    ],
+    ids=["ddp", "fsdp", "pipeline", "diloco"],
+)  # fmt: skip
+def test_the_table_of_the_documentation(
+    model: str, hosts: list[dict[str, Any]], link: float, fields: dict[str, Any], strategy: str
+) -> None:
+    """Compare with the first four rows of "Choose a strategy" in docs/strategies.md."""
+    advice, _ = best(model, hosts, link, fields)
+    assert advice.strategy == strategy, advice
+
+
+def test_a_single_gpu_takes_levers_as_well() -> None:
+    """7B on 16 GB: recomputation keeps the result, so it comes before nf4."""
+    advice, found = best("7B", gpus(16), 1000, HALF)
+    assert set(found) == {"alone"} and advice.strategy == "ddp"
+    assert advice.fields["gradient_checkpointing"] is True and "quantize" not in advice.fields
+    advice, _ = best("7B", gpus(8), 1000, HALF)
+    assert advice.fields["quantize"] == "nf4"
+    assert any("4 bits" in cost for cost in advice.costs)
+
+
+def test_offload_needs_the_memory_of_the_host() -> None:
+    """Full weights of 1B on GPUs of 8 GB: with ZeRO, moments travel to host memory only if it is large enough."""
+    spec = make_spec(
+        {"model": "x", "strategy": "deepspeed", "lora_r": 0, "deepspeed_offload": "optimizer"} | HALF, "here"
+    )
+    shape, plan = MODELS["1B"], plan_named("deepspeed")
+    for size, fits in ((4, False), (64, True), (0, None)):
+        layout = layout_of(gpus(80, 80, host=size), "cuda")
+        memory = plan.memory(spec, shape, layout, Rows.full(spec), cuda=True)
+        assert plan.fits(spec, shape, layout, Rows.full(spec), memory, cuda=True) is fits
+    # Two moments and DeepSpeed's copy of half of the weights.
+    assert plan.host_memory(spec, shape, layout) == pytest.approx(shape.parameters * 12 / 2, rel=0.01)
+    assert plan.offload_seconds(spec, shape, layout) > 0
+
+
+def test_layers_that_stay_gathered_trade_memory_for_traffic() -> None:
+    """SHARD_GRAD_OP gathers every layer once instead of twice. 7B in bfloat16: 12.4 GiB of layers stay."""
+    spec = make_spec({"model": "x", "strategy": "fsdp", "batch_size": 1} | HALF, "here")
+    keeps = spec.model_copy(update={"fsdp_shard": "gradients"})
+    shape, layout, plan = MODELS["7B"], layout_of(gpus(16, 16), "cuda"), plan_named("fsdp")
+    memory = [plan.memory(each, shape, layout, Rows.full(each), cuda=True).total for each in (spec, keeps)]
+    assert memory[1] - memory[0] == shape.layers * shape.layer_parameters * 2
+    sent = [plan.comm_bytes(each, shape, layout, gloo=False) for each in (spec, keeps)]
+    assert 0.5 < sent[1] / sent[0] < 0.55
+
+
+MEMORY = st.sampled_from([6, 8, 12, 16, 24, 40, 80])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    model=st.sampled_from(["1B", "7B", "13B"]),
+    sizes=st.lists(MEMORY, min_size=1, max_size=4),
+    cpu=st.booleans(),
+    link=st.sampled_from([5.0, 50.0, 1000.0, 25000.0]),
+    lora=st.sampled_from([0, 16]),
+    batch=st.sampled_from([1, 3, 4, 6]),
+    accumulation=st.sampled_from([None, 8]),
+    precision=st.sampled_from(["32-true", "bf16-mixed", "fp16-mixed"]),
+)
+def test_the_line_fed_back_gives_the_same_plan(
+    model: str,
+    sizes: list[int],
+    cpu: bool,
+    link: float,
+    lora: int,
+    batch: int,
+    accumulation: int | None,
+    precision: str,
+) -> None:
+    hosts = [each | ({"gpu_mib": 0} if cpu else {}) for each in gpus(*sizes, host=64)]
+    fields = {"model": model, "lora_r": lora, "batch_size": batch, "precision": precision}
+    fields |= {"gradient_accumulation": accumulation} if accumulation else {}
+    spec = make_spec(fields, "here")
+    setting = setting_of(spec, MODELS[model], hosts, link)
+    try:
+        first = recommend(spec, plans(spec, setting), setting)
+    except UserError:
+        return
+    words = dict(re.findall(r"-e (\w+)=(\S+)", first.extra_vars))
+    again = make_spec(fields | words, "-e")
+    assert again.rows_per_step == spec.rows_per_step
+    setting = setting_of(again, MODELS[model], hosts, link)
+    second = recommend(again, plans(again, setting), setting)
+    assert (second.strategy, second.fields) == (first.strategy, {}), (first, second)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("lora", [0, 16])
+def test_every_variant_is_a_valid_spec(strategy: str, lora: int) -> None:
+    spec = make_spec({"model": "x", "strategy": strategy, "lora_r": lora, "gradient_accumulation": 4}, "here")
+    found = list(variants(spec, plan_named(strategy).levers(spec)))
+    assert found[0].spec == spec and not found[0].levers and len(found) > 4
+    for variant in found[:: max(1, len(found) // 30)]:
+        assert RunSpec.model_validate(variant.spec.model_dump()) == variant.spec
+        assert variant.spec.rows_per_step == spec.rows_per_step
+    assert len({repr(variant.spec) for variant in found}) == len(found)
+
+
+def test_levers_that_the_spec_refuses_are_not_tried() -> None:
+    _, found = best("7B", gpus(16, 16, 16), 1000, HALF | {"quantize": "nf4"})
+    assert set(found) == {"alone", "ddp", "diloco", "averaging"}
+    for option in best("7B", gpus(16, 16, 16), 1000, HALF)[1].values():
+        assert "quantize" not in option.fields or option.strategy in ("alone", "ddp", "diloco", "averaging")
+
+
+def test_all_levers_on_16_hosts_take_less_than_a_second() -> None:
+    fields = HALF | {"batch_size": 16}
+    began = time.process_time()
+    best("70B", gpus(*[24] * 16), 1000, fields)
+    assert time.process_time() - began < 1
+
+
+def test_the_plan_prints_the_recommendation_and_its_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
+    }))  # fmt: skip
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"host": name, "gpu_mib": 16384} for name in "abc"]))
+    flags = [f"--model={tmp_path}", "--precision=bf16-mixed", f"--hosts={hosts}", "--link-mbit=1000", "--no-measure"]
+    assert main(["plan", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "recommended: strategy=pipeline batch_size=1: 1.4 times as fast as ddp; it fits, " in out
+    assert "\ncosts: ranks wait while the pipeline fills and drains" in out
+    line = out.rpartition("apply it with: ")[2].splitlines()[0]
+    assert line == "-e strategy=pipeline -e batch_size=1"
+    assert main(["plan", *flags, *line.replace("-e ", "").split(), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["recommended"]["strategy"] == "pipeline" and made["recommended"]["extra_vars"] == "-e strategy=pipeline"
+
+
+def test_plans_need_no_torch(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from trainer.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "plan", "--no-measure", "--hosts=3"]
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "apply it with: -e strategy=ddp" in done.stdout, done.stderr
