@@ -5,6 +5,8 @@ A region is a piece of HTML with an id. `Pages.regions` renders those of a page;
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,32 @@ Regions = dict[str, str]
 
 @dataclass
 class Action:
-    """An action that was started on a run's page, or on that of the queue: its progress."""
+    """An action that was started on a run's page, or on that of the queue: its progress.
+
+    Attributes:
+        lines: the newest lines of its progress and its result.
+        error: why it failed.
+        state: running; following, if others may begin while it watches the run; done; or failed.
+        began: in seconds since the epoch.
+        earlier: the actions on the run before this one, the newest first.
+    """
 
     title: str
     lines: list[str] = field(default_factory=list)
-    state: str = "running"  # or done, failed
+    error: str = ""
+    state: str = "running"
+    began: float = field(default_factory=time.time)
+    earlier: list[Action] = field(default_factory=list)
 
 
 class Pages:
     """Renders pages from the state of the cluster."""
 
-    def __init__(self, cluster: Cluster, csrf: str, queue: QueueWatch) -> None:
-        self.cluster, self.queue = cluster, queue
+    def __init__(
+        self, cluster: Cluster, csrf: str, queue: QueueWatch, can_start: Callable[[str], bool] = lambda run: False
+    ) -> None:
+        """`can_start`: returns whether it is known how a run was started."""
+        self.cluster, self.queue, self._can_start = cluster, queue, can_start
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
@@ -128,7 +144,8 @@ class Pages:
         run = self.cluster.runs[name]
         slowest = _slowest(run)
         head = self._render("run_head", run=run, cluster=self.cluster)
-        action = self._render("run_action", run=run, action=self.actions.get(name))
+        more = {"can_start": not run.alive and self._can_start(name), "deploy_name": f"{name.lower()}:latest"}
+        action = self._render("run_action", run=run, action=self.actions.get(name), **more)
         ranks = self._render("run_ranks", run=run, slowest=slowest)
         kept = self._render("run_checkpoints", run=run)
         return {
