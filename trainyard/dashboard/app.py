@@ -61,6 +61,7 @@ class Dashboard:
             Route("/runs", self.runs),
             Route("/events", self.events),
             Route("/queue", self.queue),
+            Route("/models", self.models),
             Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
             Route("/runs/{run}/series", self.series),
@@ -81,6 +82,8 @@ class Dashboard:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(stream.run()) for stream in self.streams.values()]
         tasks.append(asyncio.create_task(self.pages.queue.run()))
+        if self.pages.progress:
+            tasks.append(asyncio.create_task(self.pages.progress.run()))
         yield
         for task in tasks:
             task.cancel()
@@ -111,6 +114,10 @@ class Dashboard:
     async def queue(self, request: Request) -> Response:
         """Show the queue, and who had which host when."""
         return HTMLResponse(self.pages.page("queue", queue=self.pages.queue))
+
+    async def models(self, request: Request) -> Response:
+        """Show the progress of distillations and deployments."""
+        return HTMLResponse(self.pages.page("models"))
 
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
@@ -224,6 +231,8 @@ class Dashboard:
             stack.callback(self._leave)
             if page == "queue":
                 stack.enter_context(self.pages.queue.page())
+            if page == "models" and self.pages.progress:
+                stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
             series, lines = SentSeries(), SentLines()
             while page != "run" or arguments[0] in self.cluster.runs:

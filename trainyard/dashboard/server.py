@@ -14,7 +14,9 @@ from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.actions import Actions, Project
 from trainyard.dashboard.app import Dashboard
+from trainyard.dashboard.history import History
 from trainyard.dashboard.options import DashboardOptions
+from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import Access
 from trainyard.dashboard.state import Cluster
@@ -48,10 +50,11 @@ def serve(
     """
     listener = _listen(options.dashboard_port)
     access = Access(listener.getsockname()[1])
-    cluster = Cluster(hosts)
+    cluster = Cluster(hosts, History(project.work / "dashboard", hosts))
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
     pages = Pages(cluster, access.csrf, queue, functools.partial(has_start, project.home))
+    pages.progress = ProgressWatch(cluster, project.work)
     actions = Actions(hosts, connect, launch, pages, project)
     app = Dashboard(cluster, streams, pages, actions, access).app()
     # The access log would have the token.

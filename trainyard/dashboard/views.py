@@ -15,6 +15,7 @@ import jinja2
 
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainyard.dashboard.formats import FILTERS
+from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.queue.slurm import PRIORITIES
@@ -53,6 +54,7 @@ class Pages:
     ) -> None:
         """`can_start`: returns whether it is known how a run was started."""
         self.cluster, self.queue, self._can_start = cluster, queue, can_start
+        self.progress: ProgressWatch | None = None
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
@@ -129,6 +131,25 @@ class Pages:
             "live": live,
             "ended": ended,
             "timeline": {"queue-timeline": self._render("queue_timeline", timeline=view.timeline if view else None)},
+        }
+
+    def _models(self) -> dict[str, Regions]:
+        watch, found = self.progress, self.cluster.hosts.items()
+        models: dict[str, tuple[list[str], list[str]]] = {}
+        for name, host in found:
+            ollama: dict[str, list[str]] = host.sample.get("ollama", {}) if host.connected else {}
+            for model in ollama.get("deployed", []):
+                hosts, loaded = models.setdefault(model, ([], []))
+                hosts.append(name)
+                if model in ollama["loaded"]:
+                    loaded.append(name)
+        distill = self._render("distill", distillations=watch.distillations if watch else [])
+        deploy = self._render("deploy", deployments=watch.deployments if watch else [], known=self.cluster.runs)
+        deployed = self._render("deployed", models=dict(sorted(models.items())))
+        return {
+            "distill": {"distill": distill},
+            "deploy": {"deploy": deploy},
+            "deployed": {"deployed-models": deployed},
         }
 
     def _events(self) -> dict[str, Regions]:

@@ -19,6 +19,10 @@ function replaceRegion(id, html) {
   const selector = "a, button, input, summary, [tabindex]";
   const focused = [...old.querySelectorAll(selector)].indexOf(document.activeElement);
   const scrolled = [old.scrollLeft, old.scrollTop];
+  for (const field of old.querySelectorAll("input[id]")) {
+    const next = fresh.querySelector(`#${CSS.escape(field.id)}`);
+    if (next) next.value = field.value;
+  }
   old.replaceWith(fresh);
   [fresh.scrollLeft, fresh.scrollTop] = scrolled;
   if (focused >= 0) fresh.querySelectorAll(selector)[focused]?.focus({ preventScroll: true });
@@ -104,11 +108,12 @@ class Charts {
       if (!series || !series.columns.step.length) continue;
       const steps = series.columns.step;
       const prefix = this.names.length > 1 ? `${name} ` : "";
-      if (chart === "step_seconds") {
+      if (chart === "step_seconds" || chart === "comm_share") {
+        const factor = chart === "comm_share" ? 100 : 1;
         const ranks = Math.min(RANKS, Math.max(0, ...series.columns[chart].map((one) => one ? one.length : 0)));
         if (ranks < 1) continue;
         for (let rank = 0; rank < ranks; rank++)
-          found.push([`${prefix}rank ${rank}`, steps, series.columns[chart].map((one) => one?.[rank] ?? null)]);
+          found.push([`${prefix}rank ${rank}`, steps, series.columns[chart].map((one) => one?.[rank] === undefined ? null : one[rank] * factor)]);
       } else {
         if (series.columns[chart].some((value) => value !== null))
           found.push([`${prefix}${chart === "loss" ? "training" : chart.replaceAll("_", " ")}`, steps, series.columns[chart]]);
@@ -126,7 +131,7 @@ class Charts {
       figure.hidden = !curves.length;
       if (!curves.length) continue;
       any = true;
-      const unit = { step_seconds: " s", tokens_per_second: " tokens/s" }[figure.dataset.chart] || "";
+      const unit = { step_seconds: " s", comm_share: " %", tokens_per_second: " tokens/s" }[figure.dataset.chart] || "";
       figure.querySelector(".latest").textContent = curves.slice(0, 6)
         .map(([label, , values]) => `${curves.length > 1 ? label + " " : ""}${shown(values.at(-1))}${unit}`).join(" · ");
       const data = uPlot.join(curves.map(([, steps, values]) => [steps, values]));
