@@ -9,8 +9,8 @@ from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, Inventory, failure
 from trainyard.connection import InventoryError
 from trainyard.dashboard.options import PORT, DashboardOptions, run_dashboard
+from trainyard.dashboard.project import Project
 from trainyard.extra_vars import plain_data
-from trainyard.ollama.deploy import server_urls
 from trainyard.queue.manage import queue_host
 from trainyard.run.options import options_from_variables
 
@@ -31,9 +31,8 @@ class ActionModule(ClusterAction):
             inventory = Inventory(variables["ansible_inventory_sources"], ",".join(variables["ansible_play_hosts"]))
             hostvars = variables["hostvars"]
             find_queue = lambda: queue_host(variables["groups"], lambda host, name: hostvars[host].get(name))  # noqa: E731
-            urls = {host.name: server_urls(hostvars[host.name]) for host in inventory.hosts}
-            how: dict[str, Any] = {"find_queue": find_queue, "home": TOP, "ollama_urls": urls}
-            how["check"] = self._task.check_mode
+            project = Project.of(TOP, inventory.hosts, hostvars)
+            how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": self._task.check_mode}
             return run_dashboard(inventory.hosts, inventory.connect, launch, options, Display().display, **how)
         except (UserError, InventoryError) as error:
             return failure(str(error))

@@ -144,7 +144,7 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     press(browser, "Start again")
     until(lambda: "Start again at" in action(browser), 20, "the action")
     until(lambda: "following the run" in action(browser), 120, "the start")
-    assert f"following {RUN}: 2 ranks" in until(lambda: "following" in action(browser) and action(browser), 30)
+    until(lambda: f"following {RUN}: 2 ranks" in action(browser), 30, "the progress")
     assert "1 earlier" in action(browser)
     until(lambda: "finished" in (browser.execute_script(HEADING) or ""), 300, "the run's end")
     assert step_of(site) == STEPS

@@ -16,11 +16,12 @@ from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.dashboard import history as history_module
 from trainyard.dashboard import logs as logs_module
-from trainyard.dashboard.actions import Actions, Project
+from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.energy import GAP, EnergyMeter
 from trainyard.dashboard.history import History
 from trainyard.dashboard.logs import AGAIN, RunLog
 from trainyard.dashboard.progress_watch import ProgressWatch
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.views import Pages

@@ -20,7 +20,8 @@ from trainer.errors import UserError
 from trainer.supervise.files import SupervisorError
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.dashboard import queue_watch, timeline
-from trainyard.dashboard.actions import Actions, Project
+from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch, make_view
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.timeline import Timeline, make_timeline

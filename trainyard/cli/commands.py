@@ -22,6 +22,7 @@ from trainyard.cli.options import (
 from trainyard.cli.playbooks import run_playbook
 from trainyard.cluster import Cluster
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
+from trainyard.dashboard.project import Project
 from trainyard.ollama.deploy import Deployment, server_urls
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.distill import distill as run_distill
@@ -156,8 +157,8 @@ def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
     find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
-    how: dict[str, Any] = {"find_queue": find_queue, "home": call.top, "ollama_urls": _ollama_urls(call)}
-    how["check"] = call.check
+    project = Project.of(call.top, inventory.hosts, inventory.variables)
+    how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check}
     return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, **how)
 
 
@@ -179,13 +180,9 @@ def _manage(call: Call, state: str, run: str, **how: Any) -> dict[str, Any]:
 
 def _deployment(call: Call, group: Group, remove: bool) -> Deployment:
     options, inventory = make_deploy_options(call.own(group), remove=remove), call.inventory
-    urls = _ollama_urls(call)
+    urls = {host.name: server_urls(inventory.variables[host.name]) for host in inventory.hosts}
     how: dict[str, Any] = {"work": call.top / ".trainyard", "report": call.output.report, "check": call.check}
     return Deployment(inventory.hosts, inventory.connect, urls, options, **how)
-
-
-def _ollama_urls(call: Call) -> dict[str, list[str]]:
-    return {host.name: server_urls(call.inventory.variables[host.name]) for host in call.inventory.hosts}
 
 
 def _require_run(call: Call, run: str) -> None:

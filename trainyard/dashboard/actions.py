@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trainer.errors import MAX_MESSAGE, UserError
 from trainer.formats import printable
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Action, Pages
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
@@ -27,24 +26,6 @@ from trainyard.run.start_record import read_start
 LINES = 200  # of an action, the newest
 EARLIER = 5  # actions of a run that its page lists besides the newest
 CONNECT_LIMIT = 60.0  # s for the inventory to make a connection
-
-
-@dataclass(frozen=True)
-class Project:
-    """The project on the controller.
-
-    Attributes:
-        home: its folder.
-        ollama_urls: of every host, see `deploy.server_urls`.
-    """
-
-    home: Path
-    ollama_urls: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def work(self) -> Path:
-        """Folder of created files and records."""
-        return self.home / ".trainyard"
 
 
 Work = Callable[["Progress"], dict[str, Any]]
@@ -142,7 +123,7 @@ class Actions:
         def work(progress: Progress) -> dict[str, Any]:
             options = make_deploy_options({"run": run, "deploy_name": name, "deploy_base": base or None})
             more: dict[str, Any] = {"work": self._project.work, "report": progress.report}
-            urls = self._project.ollama_urls
+            urls = {host.name: self._project.urls_of(host) for host in self._hosts}
             return Deployment(self._hosts, progress.connect, urls, options, **more).deploy()
 
         return self._begin(run, f"Deploy as {printable(name, 80) or 'a model without a name'}", work)

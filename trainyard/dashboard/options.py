@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from trainer.config.fields import declare
 from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
+from trainyard.dashboard.project import Project
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.options import LaunchOptions
 
@@ -34,16 +34,14 @@ def run_dashboard(
     report: Callable[[str], None],
     *,
     find_queue: Callable[[], str],
-    home: Path,
-    ollama_urls: dict[str, list[str]],
+    project: Project,
     check: bool = False,
 ) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C, see `server.serve`; with `check`, do not.
 
     Args:
         find_queue: returns the name of the queue host; raises UserError where there is no queue.
-        home: the project's folder.
-        ollama_urls: of every host, see `deploy.server_urls`.
+        project: whose runs are started again and deployed.
 
     Raises:
         UserError: a package is not installed, a host is not described completely, or the port is in use.
@@ -52,9 +50,8 @@ def run_dashboard(
         raise UserError(
             f"the dashboard needs the package {missing[0]}: run {sys.executable} -m pip install 'trainyard[dashboard]'"
         )
-    from trainyard.dashboard.actions import Project
     from trainyard.dashboard.server import serve
 
     if check:
         return {"skipped": True, "msg": f"would serve the dashboard on 127.0.0.1:{options.dashboard_port}"}
-    return serve(hosts, connect, launch, options, report, find_queue, Project(home, ollama_urls))
+    return serve(hosts, connect, launch, options, report, find_queue, project)

@@ -12,11 +12,12 @@ import uvicorn
 
 from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
-from trainyard.dashboard.actions import Actions, Project
+from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.history import History
 from trainyard.dashboard.options import DashboardOptions
 from trainyard.dashboard.progress_watch import ProgressWatch
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import Access
 from trainyard.dashboard.state import Cluster
