@@ -17,16 +17,20 @@ import pytest
 import real_ollama
 import yaml
 from browser import browser, console_errors, screenshot, set_size
+from fake_nvidia_smi import write_nvidia_smi
 from run_hosts import TOP, Bed, free_port, until
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from test_dashboard import AXE, HEADING, SCRIPT, Site, body, ended_run
 
+from trainyard.connection import Host, HostConnection
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.client import OllamaClient
 from trainyard.ollama.distill import DistillOptions, Questions, collect_answers
 from trainyard.ollama.pool import OllamaNode
+from trainyard.openssh import LocalTransport
+from trainyard.run.launch import start_ranks
 
 __all__ = ["browser"]
 pytestmark = [
@@ -53,6 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
     """A dashboard of two local hosts with an Ollama each, and a run of them."""
     bed = Bed(tmp_path_factory.mktemp("actions"))
     variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
+    variables["ollama_state"] = "present"
     variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
     ports = [int(client.url.rpartition(":")[2]) for client in ollamas]
     hosts = {
@@ -74,7 +79,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    process, port, token = serve(inventory)
+    write_nvidia_smi(bed.folder / "bin", 1)
+    process, port, token = serve(inventory, bed.folder / "bin")
     try:
         yield Site(bed, process, port, token, training, 0, None)  # type: ignore[arg-type]
     finally:
@@ -89,12 +95,16 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
             file.unlink()
 
 
-def serve(inventory: Path) -> tuple[subprocess.Popen[str], int, str]:
-    """Start a dashboard; return its process, port and token."""
+def serve(inventory: Path, programs: Path) -> tuple[subprocess.Popen[str], int, str]:
+    """Start a dashboard; return its process, port and token.
+
+    Args:
+        programs: folder before those of PATH.
+    """
     process = subprocess.Popen(
         [*PROGRAM, "dashboard", "--dashboard-port=0", "-i", str(inventory)],
         cwd=TOP,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"PATH": f"{programs}:{ENVIRONMENT['PATH']}"},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -214,7 +224,7 @@ def test_a_distillation_is_shown_while_it_runs(site: Site, browser: WebDriver, o
     thread = threading.Thread(target=teach)
     thread.start()
     try:
-        part = until(lambda: re.search(r"running[\s\S]*?\s(\d+) of 120", card()), 60, "the progress")
+        part = until(lambda: re.search(r"running[\s\S]*?(\d+) of 120", card()), 60, "the progress")
         assert int(part[1]) < 120
         assert "node1" in card() and "node2" in card()
     finally:
@@ -222,8 +232,26 @@ def test_a_distillation_is_shown_while_it_runs(site: Site, browser: WebDriver, o
     until(lambda: re.search(r"done[\s\S]*120 of 120", card()), 30, "the end")
 
 
+def test_the_energy_of_a_live_run_grows(site: Site, browser: WebDriver) -> None:
+    """The GPUs are those of a stand-in for nvidia-smi, which has 240.55 W at any time; the ranks need no torch."""
+    site.bed.make_run(2, "gpu-run")
+    plan = [entry | {"devices": ["GPU-00000000"]} for entry in site.bed.plan(2, 100_000, 0.2, "gpu-run")]
+    host = lambda name: Host(name, "127.0.0.1", str(site.bed.folder / name), sys.executable)  # noqa: E731
+    start_ranks(plan, lambda name: HostConnection(host(name), LocalTransport()), lambda line: None)
+    site.open(browser, "/runs")
+    row = lambda: browser.find_element(By.ID, "run-gpu-run").text  # noqa: E731
+    until(lambda: browser.find_elements(By.ID, "run-gpu-run") and re.search(r"[\d.]+ Wh", row()), 40, "the energy")
+    began, first = time.time(), float(re.findall(r"([\d.]+) Wh", row())[0])
+    until(lambda: float(re.findall(r"([\d.]+) Wh", row())[0]) > first + 0.3, 60, "more energy")
+    more, took = float(re.findall(r"([\d.]+) Wh", row())[0]) - first, time.time() - began
+    print(f"energy: {more:.2f} Wh in {took:.1f} s, expected {2 * 240.55 * took / 3600:.2f} Wh")
+    assert more == pytest.approx(2 * 240.55 * took / 3600, abs=2 * 240.55 * 5 / 3600)  # a sample each 2 s
+    site.open(browser, "/runs/gpu-run")
+    assert "Energy of 2 GPUs" in body(browser)
+
+
 def test_events_outlive_the_server(site: Site) -> None:
-    process, port, token = serve(site.bed.folder / "inventory.yml")
+    process, port, token = serve(site.bed.folder / "inventory.yml", site.bed.folder / "bin")
     try:
         other = Site(site.bed, process, port, token, site.training, 0, None)  # type: ignore[arg-type]
         page = other.ask("GET", "/events", Cookie=other.session())[2]
@@ -240,7 +268,12 @@ def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, 
     folder = Path(os.environ.get("TRAINYARD_SCREENSHOTS") or tmp_path)
     for width, dark in ((1440, False), (390, True)):
         set_size(browser, width, dark=dark)
-        for name, path in {"actions": f"/runs/{RUN}", "models": "/models", "runs-energy": "/runs"}.items():
+        for name, path in {
+            "actions": f"/runs/{RUN}",
+            "models": "/models",
+            "runs-energy": "/runs",
+            "gpu": "/runs/gpu-run",
+        }.items():
             site.open(browser, path)
             for details in browser.find_elements(By.CSS_SELECTOR, "#run-action summary"):
                 details.click()

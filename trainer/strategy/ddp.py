@@ -164,7 +164,7 @@ class DDP(Strategy):
             ended = torch.cuda.Event(enable_timing=True)
             ended.record()
             self._backwards.append((self._computed, ended))
-        else:
+        elif self._computed:
             self._backwards.append(time.perf_counter() - self._computed)
         self._computed = 0.0
 

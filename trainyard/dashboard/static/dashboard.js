@@ -25,8 +25,14 @@ function replaceRegion(id, html) {
   }
   old.replaceWith(fresh);
   [fresh.scrollLeft, fresh.scrollTop] = scrolled;
+  showNewest(fresh);
   if (focused >= 0) fresh.querySelectorAll(selector)[focused]?.focus({ preventScroll: true });
   return fresh;
+}
+
+// Progress that is longer than its box: the newest line counts.
+function showNewest(parent) {
+  for (const box of parent.querySelectorAll(".action-lines")) box.scrollTop = box.scrollHeight;
 }
 
 function showRegions(message) {
@@ -251,5 +257,6 @@ const section = document.getElementById("charts");
 const charts = section ? new Charts(section) : null;
 const form = document.querySelector("form.logs");
 const logs = form ? new Logs(form) : null;
+showNewest(document);
 connect(logs ? logs.wanted : {});
 window.addEventListener("pagehide", () => source.close());
