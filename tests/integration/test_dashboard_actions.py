@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from trainyard.ollama.client import OllamaClient
 from trainyard.ollama.distill import DistillOptions, Questions, collect_answers
 from trainyard.ollama.pool import OllamaNode
 from trainyard.openssh import LocalTransport
+from trainyard.progress_record import SUFFIX
 from trainyard.run.launch import start_ranks
 
 __all__ = ["browser"]
@@ -93,6 +95,10 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
         (TOP / f".trainyard/starts/{RUN}.json").unlink(missing_ok=True)
         for file in (TOP / ".trainyard/answers").glob(f"{TEACHER}-*"):
             file.unlink()
+        shutil.rmtree(TOP / f".trainyard/deploy/{RUN}", ignore_errors=True)
+        for file in (TOP / ".trainyard/deploy").glob(f"*{SUFFIX}"):
+            if json.loads(file.read_text())["run"] in (RUN, "hostile"):
+                file.unlink()
 
 
 def serve(inventory: Path, programs: Path) -> tuple[subprocess.Popen[str], int, str]:
