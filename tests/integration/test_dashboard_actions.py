@@ -148,7 +148,10 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     until(lambda: shown().count("tokens/s") > before, 30, "a new line")
     Select(browser.find_element(By.ID, "log-file")).select_by_visible_text("rank0.log on node1")
     until(lambda: "tokens/s" in shown() and "rank 0" not in shown(), 20, "the log of one rank")
-    share = browser.find_element(By.XPATH, "//dt[text()='Communication']/following-sibling::dd").text
+    find = "[...document.querySelectorAll('#run-head dt')].find((one) => one.textContent === 'Communication')"
+    share = until(
+        lambda: browser.execute_script(f"return {find}?.nextElementSibling?.textContent || ''"), 20, "the share"
+    )
     assert 0 <= int(share.split()[0]) <= 100, share
 
     press(browser, "Stop after a checkpoint")
@@ -263,11 +266,13 @@ def test_events_outlive_the_server(site: Site) -> None:
     try:
         other = Site(site.bed, process, port, token, site.training, 0, None)  # type: ignore[arg-type]
         page = other.ask("GET", "/events", Cookie=other.session())[2]
-        assert f"run {RUN}: start again, on the dashboard" in page and "deploy as" in page
+        assert "run hostile: deploy as hostile:latest, on the dashboard" in page
     finally:
         process.terminate()
         process.wait(20)
-    [file] = [path for path in (TOP / ".trainyard/dashboard").glob("events-*.jsonl") if RUN in path.read_text()]
+    [file] = [
+        path for path in (TOP / ".trainyard/dashboard").glob("events-*.jsonl") if f"run {RUN}" in path.read_text()
+    ]
     assert file.stat().st_mode & 0o777 == 0o600
     file.unlink()
 
