@@ -18,7 +18,9 @@ class Reduced:
 
     `records`: one per step, with counts over all ranks. `stop`: a rank has a request to stop. `written`: every rank has
     written its shard of the pending checkpoint. `seconds`: mean duration of a step on the slowest rank, which is the same
-    number on every host. `step_seconds`: mean compute seconds of a step on every rank, without waiting for others.
+    number on every host. `step_seconds`: mean seconds of a step on every rank, without the synchronization after it.
+    `comm_share`: share of the time, from 0 to 1, in which every rank waited for communication that its computation does
+    not hide; None if the strategy does not measure it.
     """
 
     records: list[dict[str, Any]]
@@ -26,6 +28,7 @@ class Reduced:
     written: bool
     seconds: float
     step_seconds: list[float]
+    comm_share: list[float] | None
 
 
 class StepMetrics:
@@ -92,17 +95,20 @@ class StepMetrics:
         counts = [float(record[name]) for record in records for name in _COUNTS]
         strategy.sync(waiting, [*map(float, flags()), *counts])
 
-        compute, total, shared = ([0.0] * world.size for _ in range(3))
+        compute, total, shared, waited = ([0.0] * world.size for _ in range(4))
         compute[world.rank] = sum(record.pop("seconds") for record in records) / len(records)
         total[world.rank] = compute[world.rank] + (time.perf_counter() - started) / len(records)
         shared[world.rank] = strategy.rank_seconds()
-        sums = strategy.sum([*map(float, flags()), *counts, *compute, *total, *shared])
+        within = strategy.comm_seconds()
+        waited[world.rank] = -1.0 if within is None else within / len(records) + total[world.rank] - compute[world.rank]
+        sums = strategy.sum([*map(float, flags()), *counts, *compute, *total, *shared, *waited])
 
         stop, written, *rest = sums
         counts, times = rest[: len(counts)], rest[len(counts) :]
-        compute, total, shared = (times[part * world.size :][: world.size] for part in range(3))
+        compute, total, shared, waited = (times[part * world.size :][: world.size] for part in range(4))
         strategy.update_shares(shared)
         for index, record in enumerate(records):
             record |= dict(zip(_COUNTS, counts[index * len(_COUNTS) :], strict=False))
             record |= {name: int(record[name]) for name in _COUNTS if name != "loss"}
-        return Reduced(records, stop > 0, written == world.size, max(total), compute)
+        share = [min(1.0, seconds / max(total)) for seconds in waited] if min(waited) >= 0 else None
+        return Reduced(records, stop > 0, written == world.size, max(total), compute, share)

@@ -298,9 +298,12 @@ def report(
     Args:
         usage: see gpu_usage.
     """
+    comm: dict[str, Any] = (
+        {"comm_share": [round(value, 4) for value in reduced.comm_share]} if reduced.comm_share else {}
+    )
     for record in reduced.records:
         eta = state.add(record, reduced.seconds)
-        record |= {"step_seconds": reduced.step_seconds} | ({"gpu": usage} if usage else {})
+        record |= {"step_seconds": reduced.step_seconds} | comm | ({"gpu": usage} if usage else {})
         recorder.step(record, eta=eta, last=record["step"] == state.steps)
     newest = reduced.records[-1]
     heartbeat(
@@ -312,6 +315,7 @@ def report(
         eta=eta,
         note="",
         step_seconds=[round(value, 4) for value in reduced.step_seconds],
+        **comm,
         gpu=usage,
     )
 

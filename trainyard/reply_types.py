@@ -94,6 +94,7 @@ class Heartbeat(OpenReply):
     pid: NotRequired[Integer | None]
     process: NotRequired[Line | None]
     step_seconds: NotRequired[Measured]
+    comm_share: NotRequired[Measured]
     gpu: NotRequired[GpuUse | None]
     error: NotRequired[RankError | None]
 

@@ -9,6 +9,8 @@ case "$1" in
 --query-gpu=name,memory.total,uuid) row='Stand-in GPU, 24576, GPU-0000000%s' ;;
 --query-gpu=name,memory.total,memory.used) row='Stand-in GPU, 24576, 100' ;;
 --query-gpu=uuid,utilization.gpu,memory.used,temperature.gpu,power.draw) row='GPU-0000000%s, 87, 11264, 65, 240.55' ;;
+--query-gpu=uuid,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,power.limit,name)
+    row='GPU-0000000%s, 87, 11264, 24576, 65, 240.55, 350.00, Stand-in GPU' ;;
 *) exit 0 ;;
 esac
 number=0

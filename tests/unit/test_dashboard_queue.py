@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fake_slurm import FakeSlurm
@@ -21,6 +21,7 @@ from trainer.supervise.files import SupervisorError
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.dashboard import queue_watch, timeline
 from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch, make_view
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.timeline import Timeline, make_timeline
@@ -236,7 +237,8 @@ def test_an_action_changes_the_job_and_shows_its_lines() -> None:
         found = watch(QueueHost())
         pages = Pages(found._cluster, "token", found)
         connection = SlurmConnection()
-        actions = Actions([connection.host], {"node1": connection}, LaunchOptions(), pages)
+        connect = lambda host: cast(HostConnection, connection)  # noqa: E731
+        actions = Actions([connection.host], connect, LaunchOptions(), pages, Project(Path("/nowhere")))
         with pytest.raises(UserError, match="priority"):
             actions.change_queue("wantvram", "priority", "")
         begun = [actions.change_queue("wantvram", "priority", "high"), actions.change_queue("wantvram", "hold", "")]
@@ -250,8 +252,7 @@ def test_an_action_changes_the_job_and_shows_its_lines() -> None:
     assert changes == [{"do": "priority", "jobs": [3], "priority": "high"}]
     assert pages.actions["wantvram"].lines == ["run wantvram, which is waiting, changed to high"]
     assert (
-        pages.actions["busy"].state == "failed"
-        and "only a run that waits can be held" in pages.actions["busy"].lines[0]
+        pages.actions["busy"].state == "failed" and "only a run that waits can be held" in pages.actions["busy"].error
     )
 
 

@@ -183,6 +183,10 @@ class Strategy(ABC):
         """Return the seconds of computation of this rank since the last call, without waiting; 0 if not measured."""
         return 0.0
 
+    def comm_seconds(self) -> float | None:
+        """Return the seconds since the last call in which a step of this rank waited for communication; None if not measured."""
+        return None
+
     def update_shares(self, seconds: list[float]) -> None:  # noqa: B027  not every strategy shares by speed
         """Update the shares from the `rank_seconds` of every rank, after `sync`."""
 

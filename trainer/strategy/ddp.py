@@ -135,6 +135,12 @@ class DDP(Strategy):
         self._fresh = self.replica_group.size > 1  # no step has run yet
         self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._waited = 0.0  # seconds of these forward passes in which a teacher on another host computed
+        # The end of the computation of gradients, and of the backward pass, which also waits for the averages.
+        self._backwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._computed: float | torch.cuda.Event = 0.0
+        if self.replica_group.size > 1:
+            for parameter in self.trained.values():
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         skip_reduce = isinstance(self.module, nn.parallel.DistributedDataParallel) and not last
@@ -144,7 +150,28 @@ class DDP(Strategy):
             self._waited += getattr(batch.teacher, "waited", 0.0)
             # DDP averages over ranks; multiply by world size so that every token has equal weight.
             self.scaler.scale(loss * (self.replica_group.size / max(1, tokens))).backward()
+        if self.replica_group.size > 1 and last:
+            self._note_averages()
         return loss.detach()
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        """Record when a gradient is computed; that of the last parameter remains."""
+        if self.world.device.type != "cuda":
+            self._computed = time.perf_counter()
+        else:
+            if not isinstance(self._computed, torch.cuda.Event):
+                self._computed = torch.cuda.Event(enable_timing=True)
+            self._computed.record()
+
+    def _note_averages(self) -> None:
+        """Record when all gradients are averages over the ranks."""
+        if isinstance(self._computed, torch.cuda.Event):
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+            self._backwards.append((self._computed, ended))
+        elif self._computed:
+            self._backwards.append(time.perf_counter() - self._computed)
+        self._computed = 0.0
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -163,12 +190,19 @@ class DDP(Strategy):
             self._forwards.append(time.perf_counter() - start)
 
     def rank_seconds(self) -> float:
-        if any(isinstance(each, tuple) for each in self._forwards):
-            torch.cuda.synchronize(self.world.device)
-        total = sum(e[0].elapsed_time(e[1]) / 1e3 if isinstance(e, tuple) else e for e in self._forwards)
-        total = max(0.0, total - self._waited)
-        self._forwards.clear()
+        total = max(0.0, self._total(self._forwards) - self._waited)
         self._waited = 0.0
+        return total
+
+    def comm_seconds(self) -> float:
+        return self._total(self._backwards)
+
+    def _total(self, measured: list[float | tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+        """Return the sum of seconds, and empty the list."""
+        if any(isinstance(each, tuple) for each in measured):
+            torch.cuda.synchronize(self.world.device)
+        total = sum(e[0].elapsed_time(e[1]) / 1e3 if isinstance(e, tuple) else e for e in measured)
+        measured.clear()
         return total
 
     def shares(self, rows: int) -> list[int]:

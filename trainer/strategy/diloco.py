@@ -212,6 +212,9 @@ class DiLoCo(Strategy):
         self.tokens += tokens if last else 0
         return self.inside.backward(batch, tokens, last)
 
+    def comm_seconds(self) -> float | None:
+        return self.inside.comm_seconds()
+
     def loss(self, batch: Batch) -> torch.Tensor:
         return self.inside.loss(batch)
 

@@ -22,6 +22,7 @@ from trainyard.cli.options import (
 from trainyard.cli.playbooks import run_playbook
 from trainyard.cluster import Cluster
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
+from trainyard.dashboard.project import Project
 from trainyard.ollama.deploy import Deployment, server_urls
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.distill import distill as run_distill
@@ -156,7 +157,8 @@ def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
     find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
-    how: dict[str, Any] = {"find_queue": find_queue, "check": call.check}
+    project = Project.of(call.top, inventory.hosts, inventory.variables)
+    how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check}
     return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, **how)
 
 

@@ -1,37 +1,132 @@
-"""What a logged-in user can do: actions on runs, by the classes that the playbooks use, one at a time."""
+"""What a logged-in user can do: actions on runs, by the classes that the playbooks use, one at a time for each run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.errors import UserError
-from trainyard.connection import Host, HostConnection, RemoteError
+from trainer.errors import MAX_MESSAGE, UserError
+from trainer.formats import printable
+from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Action, Pages
+from trainyard.ollama.deploy import Deployment
+from trainyard.ollama.options import make_deploy_options
 from trainyard.queue.client import QueueClient
 from trainyard.queue.manage import Verb, change_options, change_runs
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.runs import stop_run
+from trainyard.run.session import RunSession
+from trainyard.run.start_record import read_start
+
+LINES = 200  # of an action, the newest
+EARLIER = 5  # actions of a run that its page lists besides the newest
+CONNECT_LIMIT = 60.0  # s for the inventory to make a connection
+
+
+Work = Callable[["Progress"], dict[str, Any]]
+"""Does an action in a thread; returns its `lines`."""
+
+
+class Progress:
+    """What the thread of an action tells the event loop, and the connections that it uses."""
+
+    def __init__(self, action: Action, pages: Pages, connect: Callable[[Host], HostConnection]) -> None:
+        self._action, self._pages, self._connect = action, pages, connect
+        self._loop = asyncio.get_running_loop()
+
+    def report(self, line: str) -> None:
+        """Show a line."""
+        self._tell(lambda: self._add(line))
+
+    def follow(self) -> None:
+        """From now on, the action only follows the run: other actions on it may begin."""
+        self._tell(lambda: setattr(self._action, "state", "following"))
+
+    def connect(self, host: Host) -> HostConnection:
+        """Make a connection of the action's own in the main thread, which the inventory requires."""
+
+        async def make() -> HostConnection:
+            return self._connect(host)
+
+        return asyncio.run_coroutine_threadsafe(make(), self._loop).result(CONNECT_LIMIT)
+
+    def _add(self, line: str) -> None:
+        self._action.lines = [*self._action.lines, line][-LINES:]
+
+    def _tell(self, change: Callable[[], None]) -> None:
+        def apply() -> None:
+            change()
+            self._pages.cluster.change()
+
+        with contextlib.suppress(RuntimeError):  # the dashboard has ended
+            self._loop.call_soon_threadsafe(apply)
 
 
 class Actions:
-    """Carries out actions in a thread, and shows their progress on the page of the run and in its row of the queue."""
+    """Carries out actions, each in a thread, and shows their progress on the page of the run and in its row of the queue."""
 
     def __init__(
-        self, hosts: list[Host], connections: Mapping[str, HostConnection], options: LaunchOptions, pages: Pages
+        self,
+        hosts: Sequence[Host],
+        connect: Callable[[Host], HostConnection],
+        options: LaunchOptions,
+        pages: Pages,
+        project: Project,
     ) -> None:
-        """Take connections of its own: one thread at a time uses a connection."""
-        self._hosts, self._connections, self._options, self._pages = hosts, connections, options, pages
-        self._thread = ThreadPoolExecutor(1, "action")
+        """Prepare for actions on these hosts; see `server.serve`."""
+        self._hosts, self._connect, self._options, self._pages = list(hosts), connect, options, pages
+        self._project = project
         self._tasks: set[asyncio.Task[None]] = set()
 
     def stop(self, run: str, now: bool) -> bool:
         """Stop a run, after a checkpoint or `now`. Returns False if an action on the run is in progress."""
-        title = "Kill the ranks" if now else "Stop after a checkpoint"
-        return self._begin(run, title, lambda: stop_run(run, self._hosts, self._connect, self._options, now=now))
+
+        def work(progress: Progress) -> dict[str, Any]:
+            return stop_run(run, self._hosts, self._by_name(progress), self._options, now=now)
+
+        return self._begin(run, "Kill the ranks" if now else "Stop after a checkpoint", work)
+
+    def start(self, run: str) -> bool:
+        """Start a run again with its spec, so that it resumes, and follow it to its end. As `stop`."""
+
+        def work(progress: Progress) -> dict[str, Any]:
+            record = read_start(self._project.home, run)
+            known = {host.name: host for host in self._hosts}
+            if missing := [name for name in record.hosts if name not in known]:
+                raise UserError(
+                    f"run {run} was started on {missing[0]}, which is not in this inventory: start it with trainyard train"
+                )
+            hosts = [known[name] for name in record.hosts]
+            options = record.options(self._options)
+            how: dict[str, Any] = {"spec": record.spec, "home": self._project.home, "report": progress.report}
+            session = RunSession(hosts, progress.connect, options, **how)
+            for step in (session.plan, session.preflight, session.stage, session.launch):
+                _show(step(), progress)
+            progress.follow()
+            _show(session.follow(), progress)
+            return session.collect()
+
+        return self._begin(run, "Start again", work)
+
+    def deploy(self, run: str, name: str, base: str) -> bool:
+        """Put a finished run into the Ollama server of every host as the model `name`. As `stop`.
+
+        Args:
+            base: the model of the hosts that is the base of an adapter; empty to search for one.
+        """
+
+        def work(progress: Progress) -> dict[str, Any]:
+            options = make_deploy_options({"run": run, "deploy_name": name, "deploy_base": base or None})
+            more: dict[str, Any] = {"work": self._project.work, "report": progress.report}
+            urls = {host.name: self._project.urls_of(host) for host in self._hosts}
+            return Deployment(self._hosts, progress.connect, urls, options, **more).deploy()
+
+        return self._begin(run, f"Deploy as {printable(name, 80) or 'a model without a name'}", work)
 
     def change_queue(self, run: str, verb: Verb, priority: str) -> bool:
         """Cancel, hold or release a run of the queue, or give it another priority. As `stop`.
@@ -39,30 +134,76 @@ class Actions:
         Raises UserError for a wrong priority.
         """
         options = change_options(verb, {"run": run, "priority": priority})
-        client = QueueClient(self._connections[self._pages.queue.host])
-        title = f"Change the priority to {priority}" if verb == "priority" else verb.capitalize()
-        return self._begin(run, title, lambda: change_runs(client, verb, options))
 
-    def _connect(self, name: str) -> HostConnection:
-        return self._connections[name]
+        def work(progress: Progress) -> dict[str, Any]:
+            return change_runs(QueueClient(self._by_name(progress)(self._pages.queue.host)), verb, options)
 
-    def _begin(self, run: str, title: str, work: Callable[[], dict[str, Any]]) -> bool:
+        return self._begin(run, f"Change the priority to {priority}" if verb == "priority" else verb.capitalize(), work)
+
+    def _by_name(self, progress: Progress) -> Callable[[str], HostConnection]:
+        hosts = {host.name: host for host in self._hosts}
+        return lambda name: progress.connect(hosts[name])
+
+    def _begin(self, run: str, title: str, work: Work) -> bool:
         known = self._pages.actions.get(run)
         if known and known.state == "running":
             return False
         action = self._pages.actions[run] = Action(title)
-        self._pages.cluster.add_event("action", f"run {run}: {title.lower()}, on the dashboard", run=run)
+        action.earlier = [known, *known.earlier][:EARLIER] if known else []
+        if known:
+            known.earlier = []
+        self._pages.cluster.add_event("action", f"run {run}: {title[0].lower()}{title[1:]}, on the dashboard", run=run)
         self._pages.cluster.change()
         task = asyncio.get_running_loop().create_task(self._carry_out(action, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return True
 
-    async def _carry_out(self, action: Action, work: Callable[[], dict[str, Any]]) -> None:
+    async def _carry_out(self, action: Action, work: Work) -> None:
         try:
-            done = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-            action.lines, action.state = [str(line) for line in done.get("lines", [])], "done"
-        except (RunError, RemoteError, UserError) as error:
-            action.lines, action.state = [str(error)], "failed"
+            progress = Progress(action, self._pages, self._connect)
+            done = await _in_thread(lambda: work(progress))
+            lines, action.state = [str(line) for line in done.get("lines", [])], "done"
+        except Exception as error:
+            action.error, action.state = _one_line(error), "failed"
+            lines = [str(line) for line in getattr(error, "details", {}).get("lines", [])]
+        action.lines = [*action.lines, *lines][-LINES:]
         self._pages.queue.ask_soon()
         self._pages.cluster.change()
+
+
+def _show(done: dict[str, Any], progress: Progress) -> None:
+    for line in done.get("lines", []):
+        progress.report(str(line))
+
+
+def _one_line(error: Exception) -> str:
+    """Return the message of an error that names what to do; the type, too, of one that nobody expected."""
+    expected = isinstance(error, RunError | RemoteError | UserError | InventoryError)
+    return printable(str(error) if expected else f"{type(error).__name__}: {error}", MAX_MESSAGE)
+
+
+async def _in_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `work` returns. Its thread ends with the process: it may follow a run for days."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+    def tell(result: dict[str, Any] | None, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result or {})
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the dashboard has ended
+            loop.call_soon_threadsafe(tell, result, failure)
+
+    threading.Thread(target=run, name="action", daemon=True).start()
+    return await done

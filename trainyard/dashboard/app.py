@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from trainer.errors import UserError
 from trainyard.connection import RemoteError
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
-from trainyard.dashboard.records import RecordStore
+from trainyard.dashboard.logs import Key, LogStore, RunLog
+from trainyard.dashboard.records import RecordStore, RunRecords
 from trainyard.dashboard.security import Access, Guard
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
@@ -31,8 +32,8 @@ from trainyard.queue.manage import CHANGES, check_verb
 
 PAUSE = 0.4  # s between two messages to a browser
 IDLE = 15.0  # s after which a message without content is sent
+PAGES = ("nodes", "runs", "events", "queue", "models", "run")
 BROWSERS = 64  # pages that receive messages at the same time
-LOG_LINES = 300  # lines of a log that a page shows at first
 NOT_OUR_FORM = "403: the form did not come from this page: reload it and try again\n"
 STATIC = Path(__file__).with_name("static")
 
@@ -49,7 +50,7 @@ class Dashboard:
         access: Access,
     ) -> None:
         self.cluster, self.streams, self.pages, self.actions, self.access = cluster, streams, pages, actions, access
-        self.records = RecordStore(cluster, streams)
+        self.records, self.logs = RecordStore(cluster, streams), LogStore(cluster, streams)
         self.listeners = 0
 
     def app(self) -> Starlette:
@@ -60,11 +61,14 @@ class Dashboard:
             Route("/runs", self.runs),
             Route("/events", self.events),
             Route("/queue", self.queue),
+            Route("/models", self.models),
             Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
             Route("/runs/{run}/series", self.series),
             Route("/runs/{run}/log", self.log),
             Route("/runs/{run}/stop", self.stop, methods=["POST"]),
+            Route("/runs/{run}/start", self.start, methods=["POST"]),
+            Route("/runs/{run}/deploy", self.deploy, methods=["POST"]),
             Route("/live/{page}", self.live),
             Route("/metrics", self.metrics),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -78,6 +82,8 @@ class Dashboard:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(stream.run()) for stream in self.streams.values()]
         tasks.append(asyncio.create_task(self.pages.queue.run()))
+        if self.pages.progress:
+            tasks.append(asyncio.create_task(self.pages.progress.run()))
         yield
         for task in tasks:
             task.cancel()
@@ -109,6 +115,10 @@ class Dashboard:
         """Show the queue, and who had which host when."""
         return HTMLResponse(self.pages.page("queue", queue=self.pages.queue))
 
+    async def models(self, request: Request) -> Response:
+        """Show the progress of distillations and deployments."""
+        return HTMLResponse(self.pages.page("models"))
+
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
         run = self._run(request)
@@ -123,7 +133,7 @@ class Dashboard:
             "names": [one.name for one in names if one.name != run.name][:200],
             "specs": specs,
             "rows": spec_rows(specs, differences=bool(others)),
-            "log_files": [(host, file) for host, files in found[run.name]["logs"].items() for file in files],
+            "log_files": _log_files(run, found[run.name]["logs"]),
         }
         return HTMLResponse(self.pages.page("run", run.name, **more))
 
@@ -142,28 +152,41 @@ class Dashboard:
         return JSONResponse(records.series())
 
     async def log(self, request: Request) -> Response:
-        """Return lines of a log of a run: from byte `since` on, or those that contain the text `search`."""
+        """Return the lines of a log of a run that contain the text `search`."""
         run, query = self._run(request), request.query_params
-        host, file, text = query.get("host", ""), query.get("file", ""), query.get("search", "")
+        host, file = query.get("host", ""), query.get("file", "")
         if host not in run.parts:
             raise HTTPException(404)
-        since = query.get("since", "")
-        asked: dict[str, Any] = (
-            {"text": text[:200]} if text else {"since": int(since) if since.isdecimal() else -LOG_LINES}
-        )
         try:
-            answer = await self.streams[host].ask("search" if text else "log", run=run.name, file=file, **asked)
+            answer = await self.streams[host].ask("search", run=run.name, file=file, text=query.get("search", "")[:200])
         except RemoteError as error:
             return JSONResponse({"error": str(error)}, 502)
-        return JSONResponse({name: answer[name] for name in ("lines", "offset", "found", "skipped") if name in answer})
+        return JSONResponse({name: answer[name] for name in ("lines", "found", "skipped")})
 
     async def stop(self, request: Request) -> Response:
         """Stop a run."""
+        return await self._act(request, lambda run, form: self.actions.stop(run.name, now=form.get("now") == "1"))
+
+    async def start(self, request: Request) -> Response:
+        """Start a run that has ended again."""
+        return await self._act(request, lambda run, form: run.alive or self.actions.start(run.name))
+
+    async def deploy(self, request: Request) -> Response:
+        """Deploy a finished run as the model `name`, on the base `base` if that is not empty."""
+
+        def act(run: RunState, form: dict[str, str]) -> object:
+            name, base = (form.get(field, "").strip() for field in ("name", "base"))
+            return run.status != "finished" or self.actions.deploy(run.name, name, base)
+
+        return await self._act(request, act)
+
+    async def _act(self, request: Request, act: Callable[[RunState, dict[str, str]], object]) -> Response:
+        """Do what a form of a run's page asks for, and show the page, which has the progress."""
         run = self._run(request)
         form = await self.access.read_form(request)
         if form is None:
             return PlainTextResponse(NOT_OUR_FORM, 403)
-        self.actions.stop(run.name, now=form.get("now") == "1")
+        act(run, form)
         return RedirectResponse(f"/runs/{run.name}", 303)
 
     async def change_queue(self, request: Request) -> Response:
@@ -186,24 +209,32 @@ class Dashboard:
         return Response(prometheus.exposition(self.cluster), media_type=prometheus.CONTENT_TYPE)
 
     async def live(self, request: Request) -> Response:
-        """Send the regions of a page that change, and a run's new metrics, as server-sent events."""
-        page, argument = request.path_params["page"], request.query_params.get("argument", "")
-        if page not in ("nodes", "runs", "events", "queue", "run") or (
-            page == "run" and argument not in self.cluster.runs
-        ):
+        """Send the regions of a page that change, and a run's new metrics, as server-sent events.
+
+        For a run's page also the lines of a log: with `log=1` those of all ranks, or those of `file` on `host`.
+        """
+        page, query = request.path_params["page"], request.query_params
+        argument, log = query.get("argument", ""), ("", "", "")
+        if page not in PAGES or (page == "run" and argument not in self.cluster.runs):
             raise HTTPException(404)
+        if page == "run" and query.get("log") == "1":
+            log = (argument, query.get("host", ""), query.get("file", ""))
+            if log[1] and log[1] not in self.cluster.runs[argument].parts:
+                raise HTTPException(404)
         if self.listeners >= BROWSERS:
             return PlainTextResponse(f"503: {BROWSERS} pages are open: close one\n", 503)
-        return EventSourceResponse(self._messages(page, [argument] if page in ("run", "runs") else []), ping=60)
+        return EventSourceResponse(self._messages(page, [argument] if page in ("run", "runs") else [], log), ping=60)
 
-    async def _messages(self, page: str, arguments: list[str]) -> AsyncIterator[dict[str, str]]:
+    async def _messages(self, page: str, arguments: list[str], log: Key) -> AsyncIterator[dict[str, str]]:
         self.listeners += 1
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave)
             if page == "queue":
                 stack.enter_context(self.pages.queue.page())
+            if page == "models" and self.pages.progress:
+                stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
-            place = (-1, 0, 0)  # generation, and numbers of metrics and evaluations that were sent
+            series, lines = SentSeries(), SentLines()
             while page != "run" or arguments[0] in self.cluster.runs:
                 version = self.cluster.version
                 groups = self.pages.regions(page, *arguments)
@@ -213,18 +244,48 @@ class Dashboard:
                 if changed or now.keys() != sent.keys():
                     yield {"event": "regions", "data": json.dumps({"order": order, "html": changed})}
                 sent = now
-                if page == "run":
-                    records = await self.records.read(arguments[0])
-                    series = records.series(place[1] if place[0] == records.generation else 0)
-                    there = (records.generation, series["count"], len(records.evals))
-                    if there != place:
-                        yield {"event": "series", "data": json.dumps(series)}
-                    place = there
+                if page == "run" and (news := series.take(await self.records.read(arguments[0]))):
+                    yield {"event": "series", "data": json.dumps(news)}
+                if log[0] and (news := lines.take(await self.logs.read(log))):
+                    yield {"event": "log", "data": json.dumps(news)}
                 await asyncio.sleep(PAUSE)
                 await self.cluster.wait(version, IDLE)
 
     def _leave(self) -> None:
         self.listeners -= 1
+
+
+class SentSeries:
+    """The metrics of a run that a browser has."""
+
+    def __init__(self) -> None:
+        self._place = (-1, 0, 0)  # generation, and numbers of metrics and evaluations
+
+    def take(self, records: RunRecords) -> dict[str, Any]:
+        """Return what the browser lacks, or an empty dict."""
+        series = records.series(self._place[1] if self._place[0] == records.generation else 0)
+        before, self._place = self._place, (records.generation, series["count"], len(records.evals))
+        return series if self._place != before else {}
+
+
+class SentLines:
+    """The lines of a log that a browser has."""
+
+    def __init__(self) -> None:
+        self._next, self._error, self._begun = 0, "", False
+
+    def take(self, log: RunLog) -> dict[str, Any]:
+        """Return `lines`, pairs of label and text that the browser lacks, and `error`; an empty dict for no news."""
+        lines = [[label, text] for _, label, text in log.since(self._next)]
+        news = bool(lines) or log.error != self._error or not self._begun
+        self._next, self._error, self._begun = log.count, log.error, True
+        return {"lines": lines, "error": log.error} if news else {}
+
+
+def _log_files(run: RunState, logs: dict[str, dict[str, int]]) -> list[tuple[str, str, str]]:
+    """Return host, name and label of each log; the label is that of its rank, empty for the log of another program."""
+    labels = {(host, f"rank{rank}.log"): f"rank {rank}" for rank, (host, _) in run.ranks.items()}
+    return [(host, file, labels.get((host, file), "")) for host, files in logs.items() for file in files]
 
 
 def _named_spec(found: dict[str, Any]) -> dict[str, str]:

@@ -32,6 +32,18 @@ def rate(value: float | None) -> str:
     return NONE if not value else f"{thousands(value)} tok/s"
 
 
+def percent(share: float | None) -> str:
+    """Return a share, from 0 to 1, in percent."""
+    return NONE if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
+
+
+def energy(watt_hours: float | None) -> str:
+    """Return an energy."""
+    if watt_hours is None:
+        return NONE
+    return f"{watt_hours / 1000:.2f} kWh" if watt_hours >= 1000 else f"{watt_hours:.3g} Wh"
+
+
 def duration(seconds: float | None) -> str:
     """Return a duration, as 1:02:03 h or 0:42 min."""
     if seconds is None:
@@ -53,6 +65,8 @@ FILTERS = {
     "size": size,
     "number": number,
     "rate": rate,
+    "percent": percent,
+    "energy": energy,
     "duration": duration,
     "moment": moment,
     "near": clock_time,

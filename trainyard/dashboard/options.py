@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config.fields import declare
 from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
+from trainyard.dashboard.project import Project
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.options import LaunchOptions
 
@@ -33,12 +34,14 @@ def run_dashboard(
     report: Callable[[str], None],
     *,
     find_queue: Callable[[], str],
+    project: Project,
     check: bool = False,
 ) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C, see `server.serve`; with `check`, do not.
 
     Args:
         find_queue: returns the name of the queue host; raises UserError where there is no queue.
+        project: whose runs are started again and deployed.
 
     Raises:
         UserError: a package is not installed, a host is not described completely, or the port is in use.
@@ -51,4 +54,4 @@ def run_dashboard(
 
     if check:
         return {"skipped": True, "msg": f"would serve the dashboard on 127.0.0.1:{options.dashboard_port}"}
-    return serve(hosts, connect, launch, options, report, find_queue)
+    return serve(hosts, connect, launch, options, report, find_queue, project)

@@ -17,7 +17,7 @@ KEPT = 32  # runs whose metrics stay in memory
 INTERVAL = 0.3  # s between two queries about a run, however many browsers show it
 STEPS = 2_000_000  # records of a run
 POINTS = 4000  # steps that a browser receives at once; of more, every n-th one
-COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
+COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
 
 
 class RunRecords:
@@ -25,7 +25,7 @@ class RunRecords:
 
     Attributes:
         generation: changes when earlier records are no longer valid, as after a resume.
-        columns: a list per field of metrics.jsonl, one entry per step; `step_seconds` has a list of ranks.
+        columns: a list per field of metrics.jsonl, one entry per step; `step_seconds` and `comm_share` have a list of ranks.
         evals: [step, loss] of every evaluation.
         error: why the newest query failed.
     """

@@ -122,6 +122,7 @@ class StepRecord(TypedDict):
     grad_norm: NotRequired[Optional]
     tokens_per_second: NotRequired[Optional]
     step_seconds: NotRequired[Measured]
+    comm_share: NotRequired[Measured]
 
 
 class EvalRecord(TypedDict):
@@ -148,6 +149,48 @@ class Description(OpenReply):
     logs: Annotated[dict[Line, Count], Field(max_length=4096)]
 
 
+class TeacherNode(OpenReply):
+    name: Line
+    answers: Count
+    tokens_per_second: Amount
+    in_flight: Count
+    down: Line
+
+
+class DistillProgress(OpenReply):
+    """A record of trainyard/ollama/distill.py on the controller."""
+
+    state: Line
+    error: Line
+    began: Number
+    updated: Number
+    teacher: Line
+    before: Count
+    unanswered: NotRequired[Count]
+    answers: Count
+    total: Count
+    tokens_per_second: Amount
+    eta: Optional
+    nodes: Annotated[list[TeacherNode], Field(max_length=1000)]
+
+
+class HostDeployment(OpenReply):
+    state: Line
+    text: NotRequired[Line]
+
+
+class DeployProgress(OpenReply):
+    """A record of trainyard/ollama/deploy.py on the controller."""
+
+    state: Line
+    error: Line
+    began: Number
+    updated: Number
+    run: Line
+    name: Line
+    hosts: Annotated[dict[Line, HostDeployment], Field(max_length=1000)]
+
+
 class SampleEnd(OpenReply):
     error: NotRequired[Line]
     exit_code: NotRequired[Integer]
@@ -165,6 +208,8 @@ DASHBOARD_REPLY_TYPES: dict[str, Any] = {
     "query log": LogLines,
     "query search": SearchLines,
     "query describe": Description,
+    "progress distill": DistillProgress,
+    "progress deploy": DeployProgress,
     "metrics.jsonl line": StepRecord,
     "evals.jsonl line": EvalRecord,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,17 @@ from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
+from trainyard.dashboard.history import History
 from trainyard.dashboard.options import DashboardOptions
+from trainyard.dashboard.progress_watch import ProgressWatch
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import Access
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import Pages
 from trainyard.run.options import LaunchOptions
+from trainyard.run.start_record import has_start
 
 ADDRESS = "127.0.0.1"
 
@@ -31,6 +36,7 @@ def serve(
     options: DashboardOptions,
     report: Callable[[str], None],
     find_queue: Callable[[], str],
+    project: Project,
 ) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C or SIGTERM. Call it in the main thread.
 
@@ -38,17 +44,19 @@ def serve(
         launch: limits of the actions.
         report: gets the URL, with the token.
         find_queue: returns the name of the queue host; raises UserError where there is no queue.
+        project: whose runs are started again and deployed.
 
     Raises:
         UserError: the port is in use.
     """
     listener = _listen(options.dashboard_port)
     access = Access(listener.getsockname()[1])
-    cluster = Cluster(hosts)
+    cluster = Cluster(hosts, History(project.work / "dashboard", hosts))
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
-    pages = Pages(cluster, access.csrf, queue)
-    actions = Actions(hosts, {host.name: connect(host) for host in hosts}, launch, pages)
+    pages = Pages(cluster, access.csrf, queue, functools.partial(has_start, project.home))
+    pages.progress = ProgressWatch(cluster, project.work)
+    actions = Actions(hosts, connect, launch, pages, project)
     app = Dashboard(cluster, streams, pages, actions, access).app()
     # The access log would have the token.
     config = uvicorn.Config(
@@ -56,7 +64,7 @@ def serve(
     )
     report(f"dashboard: {access.url}")
     report(
-        "The URL contains a token: whoever has it can stop runs and change the queue. Ctrl-C ends the dashboard; runs continue."
+        "The URL contains a token: whoever has it can start, stop and deploy runs, and change the queue. Ctrl-C ends the dashboard; runs continue."
     )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
         uvicorn.Server(config).run(sockets=[listener])

@@ -5,6 +5,8 @@ A region is a piece of HTML with an id. `Pages.regions` renders those of a page;
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import jinja2
 
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainyard.dashboard.formats import FILTERS
+from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.queue.slurm import PRIORITIES
@@ -25,18 +28,33 @@ Regions = dict[str, str]
 
 @dataclass
 class Action:
-    """An action that was started on a run's page, or on that of the queue: its progress."""
+    """An action that was started on a run's page, or on that of the queue: its progress.
+
+    Attributes:
+        lines: the newest lines of its progress and its result.
+        error: why it failed.
+        state: running; following, if others may begin while it watches the run; done; or failed.
+        began: in seconds since the epoch.
+        earlier: the actions on the run before this one, the newest first.
+    """
 
     title: str
     lines: list[str] = field(default_factory=list)
-    state: str = "running"  # or done, failed
+    error: str = ""
+    state: str = "running"
+    began: float = field(default_factory=time.time)
+    earlier: list[Action] = field(default_factory=list)
 
 
 class Pages:
     """Renders pages from the state of the cluster."""
 
-    def __init__(self, cluster: Cluster, csrf: str, queue: QueueWatch) -> None:
-        self.cluster, self.queue = cluster, queue
+    def __init__(
+        self, cluster: Cluster, csrf: str, queue: QueueWatch, can_start: Callable[[str], bool] = lambda run: False
+    ) -> None:
+        """`can_start`: returns whether it is known how a run was started."""
+        self.cluster, self.queue, self._can_start = cluster, queue, can_start
+        self.progress: ProgressWatch | None = None
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
@@ -115,6 +133,25 @@ class Pages:
             "timeline": {"queue-timeline": self._render("queue_timeline", timeline=view.timeline if view else None)},
         }
 
+    def _models(self) -> dict[str, Regions]:
+        watch, found = self.progress, self.cluster.hosts.items()
+        models: dict[str, tuple[list[str], list[str]]] = {}
+        for name, host in found:
+            ollama: dict[str, list[str]] = host.sample.get("ollama", {}) if host.connected else {}
+            for model in ollama.get("deployed", []):
+                hosts, loaded = models.setdefault(model, ([], []))
+                hosts.append(name)
+                if model in ollama["loaded"]:
+                    loaded.append(name)
+        distill = self._render("distill", distillations=watch.distillations if watch else [])
+        deploy = self._render("deploy", deployments=watch.deployments if watch else [], known=self.cluster.runs)
+        deployed = self._render("deployed", models=dict(sorted(models.items())))
+        return {
+            "distill": {"distill": distill},
+            "deploy": {"deploy": deploy},
+            "deployed": {"deployed-models": deployed},
+        }
+
     def _events(self) -> dict[str, Regions]:
         events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]
         rows = {
@@ -128,7 +165,8 @@ class Pages:
         run = self.cluster.runs[name]
         slowest = _slowest(run)
         head = self._render("run_head", run=run, cluster=self.cluster)
-        action = self._render("run_action", run=run, action=self.actions.get(name))
+        more = {"can_start": not run.alive and self._can_start(name), "deploy_name": f"{name.lower()}:latest"}
+        action = self._render("run_action", run=run, action=self.actions.get(name), **more)
         ranks = self._render("run_ranks", run=run, slowest=slowest)
         kept = self._render("run_checkpoints", run=run)
         return {

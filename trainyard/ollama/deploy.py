@@ -30,6 +30,7 @@ from trainyard.ollama.hf_template import read_template
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.run_export import RunExport
 from trainyard.ollama.trained_run import TrainedRun, copy_files, find_run, read_tokens
+from trainyard.progress_record import SUFFIX, ProgressRecord
 from trainyard.remote.ollama import BASES_LIMIT, equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file
@@ -94,6 +95,13 @@ class Deployment:
         self.work, self.report, self.check = work / "deploy", report, check
         self._export = RunExport(connect, self.work, report)
         self._local = Path()
+        key = hashlib.sha256(options.deploy_name.encode()).hexdigest()[:16]
+        about = {
+            "run": options.run,
+            "name": options.deploy_name,
+            "hosts": {name: {"state": "waiting"} for name in self.hosts},
+        }
+        self._progress = ProgressRecord(None if check else self.work / f"{key}{SUFFIX}", "deploy", **about)
         self._reasons: dict[str, list[str]] = {}  # why nodes get the merged model, with their names
         self._searches = options.deploy_as != "merged" and not options.deploy_base
 
@@ -104,6 +112,10 @@ class Deployment:
             RunError: a node did not get the model; the others have it.
             UserError: the run cannot be deployed.
         """
+        with self._progress:
+            return self._deploy()
+
+    def _deploy(self) -> dict[str, Any]:
         trained = find_run(self.options.run, self.hosts, self.connections, self.options.deploy_as != "merged")
         misfit = self._run_misfit(trained)
         if misfit or self.options.deploy_as == "merged":  # only the merged model fits
@@ -120,6 +132,10 @@ class Deployment:
             except (RemoteError, UserError) as error:
                 errors[name] = str(error)
         wanted = {name: c for name, c in choices.items() if not self._is_deployed(states[name], c.artifacts)}
+        for name in self.hosts:
+            self._note(
+                name, "failed" if name in errors else "waiting" if name in wanted else "deployed", errors.get(name, "")
+            )
         lines = self._notes(choices)
         lines += [f"{name}: {self.options.deploy_name} is deployed" for name in choices if name not in wanted]
         if self.check:
@@ -131,6 +147,8 @@ class Deployment:
             deployed, failed = self._install(trained, wanted)
             lines += deployed
             errors |= failed
+        for name, why in errors.items():
+            self._note(name, "failed", why)
         if errors:
             name, why = next(iter(errors.items()))
             more = [f"{other}: {text}" for other, text in errors.items()]
@@ -304,6 +322,10 @@ class Deployment:
             notes.append(f"merged model for {'every host' if len(names) == len(choices) else ', '.join(names)}: {why}")
         return list(dict.fromkeys(notes))
 
+    def _note(self, name: str, state: str, text: str = "") -> None:
+        """Record the progress of a host: waiting, receiving, answering, deployed or failed."""
+        self._progress.update_part("hosts", name, state=state, text=text)
+
     def _how(self, artifact: Artifact) -> str:
         return f"adapter on {artifact.base}" if artifact.base else f"merged, {self.options.deploy_quantize}"
 
@@ -352,9 +374,9 @@ class Deployment:
             how, text = self._how(choice.artifacts[0]), self._refusal(choice.artifacts[0], replies[name], answers)
             if not text:
                 equal, count = compare(answers, replies[name]["answers"])[0], len(answers["prompts"])
-                lines.append(
-                    f"{name}: deployed {self.options.deploy_name} ({how}): {equal} of {count} answers as trained"
-                )
+                what = f"{equal} of {count} answers as trained"
+                lines.append(f"{name}: deployed {self.options.deploy_name} ({how}): {what}")
+                self._note(name, "deployed", f"{how}: {what}")
                 continue
             try:
                 after = self._following(run, choice)
@@ -443,8 +465,10 @@ class Deployment:
             "key": artifact.key,
             "refused": choice.refused,
         }
+        self._note(name, "receiving", self._how(artifact))
         if self._call(name, "prepare", {"sha256": artifact.sha256, "incoming": incoming})["lacking"]:
             connection.put(str(artifact.file), str(request["file"]))
+        self._note(name, "answering", self._how(artifact))
         reply = self._call(name, "create", request)
         if "error" not in reply and len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")

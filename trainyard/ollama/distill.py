@@ -32,6 +32,7 @@ from trainyard.ollama.queued_students import StudentQueue, student_queue
 from trainyard.ollama.students import Connect, student_table, train_students
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.playbook_options import PlaybookOptions
+from trainyard.progress_record import SUFFIX, ProgressRecord
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
@@ -221,7 +222,12 @@ def collect_answers(
     def deliver(new: list[tuple[Prompt, Node, Answer]]) -> None:
         answers.add((prompt, node.name, node.digest, answer) for prompt, node, answer in new)
 
-    return TeacherPool(nodes, deliver, report, interval=interval).run(prompts)
+    known = {"teacher": questions.options.teacher, "before": len(questions) - len(prompts)}
+    with ProgressRecord(answers.path.with_suffix(SUFFIX), "distill", **known) as record:
+        pool = TeacherPool(nodes, deliver, report, interval=interval, watch=lambda found: record.update(**found))
+        result = pool.run(prompts)
+        record.update(unanswered=len(result.failed))
+    return result
 
 
 def wanted_records(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[dict[str, Any]]:

@@ -175,6 +175,7 @@ class TeacherPool:
         deliver: receives new answers, several at once; when it returns, they are safe.
         report: receives a line of progress every `interval` seconds.
         patience: seconds without any live node after which `run` raises UserError.
+        watch: receives `numbers` with each line of progress, at the beginning and at the end.
     """
 
     def __init__(
@@ -185,9 +186,10 @@ class TeacherPool:
         *,
         interval: float = 5.0,
         patience: float = PATIENCE,
+        watch: Callable[[dict[str, Any]], None] = lambda numbers: None,
     ) -> None:
         self._states = [_State(node) for node in nodes]
-        self._deliver, self._report = deliver, report
+        self._deliver, self._report, self._watch = deliver, report, watch
         self._interval, self._patience = interval, patience
         self._events: queue.SimpleQueue[tuple[_State, _Request | None, Answer | Exception | None]] = queue.SimpleQueue()
         self._recent: collections.deque[tuple[float, int]] = collections.deque()  # time and tokens of each new answer
@@ -206,6 +208,7 @@ class TeacherPool:
         threads = len(self._states) * (MAX_IN_FLIGHT + 1) + 1
         executor = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="teacher")
         self._executor = executor
+        self._watch(self.numbers(self._started))
         try:
             while self._pending or any(state.in_flight for state in self._states):
                 self._step()
@@ -214,6 +217,7 @@ class TeacherPool:
                 for request in state.in_flight.values():
                     request.cancel.cancel()
             executor.shutdown(wait=True, cancel_futures=True)
+        self._watch(self.numbers(time.monotonic()))
         return PoolResult(
             self._failed,
             {state.node.name: state.answers for state in self._states},
@@ -251,6 +255,7 @@ class TeacherPool:
         if now - self._reported >= self._interval:
             self._reported = now
             self._report(self.progress(now))
+            self._watch(self.numbers(now))
 
     # Requests -----------------------------------------------------------------------------------------------------------
 
@@ -374,21 +379,48 @@ class TeacherPool:
 
     # Progress -----------------------------------------------------------------------------------------------------------
 
-    def progress(self, now: float) -> str:
-        """Return one line: answers, tokens per second, remaining time, and the state of every node."""
+    def numbers(self, now: float) -> dict[str, Any]:
+        """Return the progress.
+
+        Returns:
+            `answers` of `total`; `tokens_per_second`; `eta`, seconds until the last answer, or None if it is unknown; `nodes`:
+            for each `name`, `answers`, `tokens_per_second`, `in_flight`, and why it is `down` or left out, or an empty text.
+        """
         while self._recent and self._recent[0][0] < now - _WINDOW:
             self._recent.popleft()
         span = max(0.1, min(_WINDOW, now - self._started))
         left = len(self._pending) + sum(len(state.in_flight) for state in self._states)
         rate = len(self._recent) / span
-        eta = clock(left / rate) if rate else "unknown"
-        tokens = sum(count for _, count in self._recent) / span
-        nodes = ", ".join(self._describe(state, now) for state in self._states)
-        return f"answers {self._total - left}/{self._total}  {thousands(tokens)} tokens/s  ETA {eta}  {nodes}"
+        return {
+            "answers": self._total - left,
+            "total": self._total,
+            "tokens_per_second": sum(count for _, count in self._recent) / span,
+            "eta": left / rate if rate else None,
+            "nodes": [self._describe(state, now) for state in self._states],
+        }
 
-    def _describe(self, state: _State, now: float) -> str:
-        name = printable(state.node.name, 40)
-        if state.removed or state.down:
-            return f"{name} {'left out' if state.removed else 'down'} ({printable(state.removed or state.error, 60)})"
-        speed = state.tokens / max(0.1, now - self._started)
-        return f"{name} {state.answers} ({thousands(speed)} tokens/s, {len(state.in_flight)} in flight)"
+    def progress(self, now: float) -> str:
+        """Return one line: answers, tokens per second, remaining time, and the state of every node."""
+        found = self.numbers(now)
+        eta = "unknown" if found["eta"] is None else clock(found["eta"])
+        nodes = ", ".join(map(_node_text, found["nodes"]))
+        speed = thousands(found["tokens_per_second"])
+        return f"answers {found['answers']}/{found['total']}  {speed} tokens/s  ETA {eta}  {nodes}"
+
+    def _describe(self, state: _State, now: float) -> dict[str, Any]:
+        why = printable(state.removed or state.error, 60)
+        down = f"{'left out' if state.removed else 'down'} ({why})" if state.removed or state.down else ""
+        return {
+            "name": printable(state.node.name, 40),
+            "answers": state.answers,
+            "tokens_per_second": state.tokens / max(0.1, now - self._started),
+            "in_flight": len(state.in_flight),
+            "down": down,
+        }
+
+
+def _node_text(node: Mapping[str, Any]) -> str:
+    if node["down"]:
+        return f"{node['name']} {node['down']}"
+    speed = thousands(node["tokens_per_second"])
+    return f"{node['name']} {node['answers']} ({speed} tokens/s, {node['in_flight']} in flight)"

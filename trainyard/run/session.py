@@ -34,6 +34,7 @@ from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan
 from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.stage import release_claims, stage_files
+from trainyard.run.start_record import keep_start
 from trainyard.run.status import planned_parts
 from trainyard.run.teacher_host import check_teacher_host, training_entries
 
@@ -297,6 +298,8 @@ class RunSession:
             release_claims(self.state.plan, self.connect, self.state.token)
             raise
         self.state.phase = "running"
+        if self.state.prepared:
+            keep_start(self.home, self.prepared, self.options, self.hosts)
         return started
 
     def _render(self) -> dict[str, Any]:

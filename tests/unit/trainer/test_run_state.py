@@ -76,19 +76,23 @@ class OtherRank:
         self.world = self
         self.size, self.rank = 2, 0
         self.calls: list[Any] = []
+        self.waited: float | None = 0.6
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
         self.calls.append(("sync", flags))
 
     def sum(self, values: list[float]) -> list[float]:
-        head, times = values[:-6], values[-6:]
+        head, times = values[:-8], values[-8:]
         doubled = [2 * value for value in head]
-        for first in range(0, 6, 2):
+        for first in range(0, 8, 2):
             doubled += [times[first], 2 * times[first]]
         return doubled
 
     def rank_seconds(self) -> float:
         return 0.5
+
+    def comm_seconds(self) -> float | None:
+        return self.waited
 
     def update_shares(self, seconds: list[float]) -> None:
         self.calls.append(("shares", seconds))
@@ -116,7 +120,9 @@ def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
     assert all((one["tokens"], one["trained_tokens"], one["samples"]) == (16, 8, 4) for one in reduced.records)
     assert not reduced.stop and reduced.written
     assert reduced.step_seconds == [1.5, 3.0] and reduced.seconds >= 3.0
+    assert reduced.comm_share == pytest.approx([0.1, 0.2], abs=0.01)
     add(metrics, 3, 1.0)
+    strategy.waited = None
     again = metrics.reduce(strategy, lambda: (True, False), lambda: False)  # type: ignore[arg-type]
     assert [one["step"] for one in again.records] == [3], "reduced records are not repeated"
-    assert again.stop and not again.written
+    assert again.stop and not again.written and again.comm_share is None

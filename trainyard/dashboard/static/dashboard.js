@@ -19,10 +19,20 @@ function replaceRegion(id, html) {
   const selector = "a, button, input, summary, [tabindex]";
   const focused = [...old.querySelectorAll(selector)].indexOf(document.activeElement);
   const scrolled = [old.scrollLeft, old.scrollTop];
+  for (const field of old.querySelectorAll("input[id]")) {
+    const next = fresh.querySelector(`#${CSS.escape(field.id)}`);
+    if (next) next.value = field.value;
+  }
   old.replaceWith(fresh);
   [fresh.scrollLeft, fresh.scrollTop] = scrolled;
+  showNewest(fresh);
   if (focused >= 0) fresh.querySelectorAll(selector)[focused]?.focus({ preventScroll: true });
   return fresh;
+}
+
+// Progress that is longer than its box: the newest line counts.
+function showNewest(parent) {
+  for (const box of parent.querySelectorAll(".action-lines")) box.scrollTop = box.scrollHeight;
 }
 
 function showRegions(message) {
@@ -48,13 +58,18 @@ function showRegions(message) {
   }
 }
 
-function connect() {
-  const source = new EventSource(document.body.dataset.live);
-  source.addEventListener("open", () => { state.textContent = "live"; state.className = ""; });
+let source = null;
+
+// Connects to the server, or anew with another log: a browser permits few connections, so a page has one.
+function connect(log = {}) {
+  source?.close();
+  const query = new URLSearchParams(log).toString();
+  source = new EventSource(document.body.dataset.live + (query ? `&${query}` : ""));
+  source.addEventListener("open", () => { state.textContent = "live"; state.className = ""; logs?.begin(); });
   source.addEventListener("error", () => { state.textContent = "the dashboard does not answer: is it still running?"; state.className = "off"; });
   source.addEventListener("regions", (event) => showRegions(JSON.parse(event.data)));
   source.addEventListener("series", (event) => charts?.take(JSON.parse(event.data)));
-  window.addEventListener("pagehide", () => source.close());
+  source.addEventListener("log", (event) => logs?.take(JSON.parse(event.data)));
 }
 
 function style(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
@@ -99,11 +114,12 @@ class Charts {
       if (!series || !series.columns.step.length) continue;
       const steps = series.columns.step;
       const prefix = this.names.length > 1 ? `${name} ` : "";
-      if (chart === "step_seconds") {
+      if (chart === "step_seconds" || chart === "comm_share") {
+        const factor = chart === "comm_share" ? 100 : 1;
         const ranks = Math.min(RANKS, Math.max(0, ...series.columns[chart].map((one) => one ? one.length : 0)));
         if (ranks < 1) continue;
         for (let rank = 0; rank < ranks; rank++)
-          found.push([`${prefix}rank ${rank}`, steps, series.columns[chart].map((one) => one?.[rank] ?? null)]);
+          found.push([`${prefix}rank ${rank}`, steps, series.columns[chart].map((one) => one?.[rank] === undefined ? null : one[rank] * factor)]);
       } else {
         if (series.columns[chart].some((value) => value !== null))
           found.push([`${prefix}${chart === "loss" ? "training" : chart.replaceAll("_", " ")}`, steps, series.columns[chart]]);
@@ -121,7 +137,7 @@ class Charts {
       figure.hidden = !curves.length;
       if (!curves.length) continue;
       any = true;
-      const unit = { step_seconds: " s", tokens_per_second: " tokens/s" }[figure.dataset.chart] || "";
+      const unit = { step_seconds: " s", comm_share: " %", tokens_per_second: " tokens/s" }[figure.dataset.chart] || "";
       figure.querySelector(".latest").textContent = curves.slice(0, 6)
         .map(([label, , values]) => `${curves.length > 1 ? label + " " : ""}${shown(values.at(-1))}${unit}`).join(" · ");
       const data = uPlot.join(curves.map(([, steps, values]) => [steps, values]));
@@ -170,49 +186,68 @@ class Logs {
     this.select.addEventListener("change", () => this.show());
     form.addEventListener("submit", (event) => { event.preventDefault(); this.show(); });
     this.search.addEventListener("input", () => { if (!this.search.value) this.show(); });
-    this.show();
   }
 
-  async ask(values) {
+  // What to ask the server for: the log that is chosen, live.
+  get wanted() {
     const { host, file } = this.select.selectedOptions[0].dataset;
-    const reply = await fetch(`/runs/${encodeURIComponent(this.form.dataset.run)}/log?${new URLSearchParams({ host, file, ...values })}`);
-    const answer = await reply.json().catch(() => ({ error: `the dashboard answered ${reply.status}` }));
-    if (answer.error) throw new Error(answer.error);
-    return answer;
+    return file ? { log: "1", host, file } : { log: "1" };
   }
 
-  async show() {
-    const turn = ++this.turn;
-    const text = this.search.value;
+  show() {
+    this.turn++;
     this.log.replaceChildren();
-    let since = "";
+    this.state.textContent = "";
+    if (this.search.value) this.find(this.turn);
+    else connect(this.wanted);
+  }
+
+  async find(turn) {
+    connect();
+    const all = [...this.select.options].filter((one) => one.dataset.file);
+    const chosen = this.select.selectedOptions[0];
+    const files = chosen.dataset.file ? [chosen] : all.filter((one) => one.dataset.label);
+    let found = 0, skipped = 0;
     try {
-      if (text) {
-        const answer = await this.ask({ search: text });
+      for (const { dataset } of files) {
+        const query = new URLSearchParams({ host: dataset.host, file: dataset.file, search: this.search.value });
+        const reply = await fetch(`/runs/${encodeURIComponent(this.form.dataset.run)}/log?${query}`);
+        const answer = await reply.json().catch(() => ({ error: `the dashboard answered ${reply.status}` }));
         if (turn !== this.turn) return;
-        this.append(answer.lines);
-        this.state.textContent = `${answer.found} ${answer.found === 1 ? "line contains" : "lines contain"} the text` + (answer.skipped ? "; the beginning of the log was not searched" : "");
-        return;
+        if (answer.error) throw new Error(answer.error);
+        this.append(answer.lines.map((line) => [files.length > 1 ? dataset.label : "", line]));
+        found += answer.found;
+        skipped += answer.skipped;
       }
-      while (turn === this.turn) {
-        if (!document.hidden) {
-          const answer = await this.ask(since === "" ? {} : { since });
-          if (turn !== this.turn) return;
-          if (since !== "" && answer.offset < since) this.log.replaceChildren();
-          this.append(answer.lines);
-          since = answer.offset;
-          this.state.textContent = this.log.childNodes.length ? "" : "the log is empty";
-        }
-        await new Promise((done) => setTimeout(done, 1500));
-      }
+      this.state.textContent = `${found} ${found === 1 ? "line contains" : "lines contain"} the text` + (skipped ? "; the beginning of the log was not searched" : "");
     } catch (error) {
       if (turn === this.turn) this.state.textContent = error.message;
     }
   }
 
+  // The server sends a log from its beginning on each connection.
+  begin() { if (!this.search.value) this.log.replaceChildren(); }
+
+  take({ lines, error }) {
+    if (this.search.value) return;
+    this.append(lines);
+    this.state.textContent = error || (this.log.childNodes.length ? "live" : "the log is empty");
+  }
+
   append(lines) {
     const bottom = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
-    for (const line of lines) this.log.append(document.createTextNode(line + "\n"));
+    for (const [label, line] of lines) {
+      const row = document.createElement("div");
+      if (label) {
+        const name = document.createElement("span");
+        name.className = "rank";
+        name.dataset.rank = Number(label.split(" ")[1]) % 6;
+        name.textContent = label;
+        row.append(name, " ");
+      }
+      row.append(line);
+      this.log.append(row);
+    }
     while (this.log.childNodes.length > LOG_LINES) this.log.firstChild.remove();
     if (bottom) this.log.scrollTop = this.log.scrollHeight;
   }
@@ -221,5 +256,7 @@ class Logs {
 const section = document.getElementById("charts");
 const charts = section ? new Charts(section) : null;
 const form = document.querySelector("form.logs");
-if (form) new Logs(form);
-connect();
+const logs = form ? new Logs(form) : null;
+showNewest(document);
+connect(logs ? logs.wanted : {});
+window.addEventListener("pagehide", () => source.close());

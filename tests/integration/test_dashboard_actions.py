@@ -1,0 +1,304 @@
+"""What a user does with a run on the dashboard, in headless Chromium: a real run of two hosts, and real servers of Ollama."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import real_ollama
+import yaml
+from browser import browser, console_errors, screenshot, set_size
+from fake_nvidia_smi import write_nvidia_smi
+from run_hosts import TOP, Bed, free_port, until
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
+from test_dashboard import AXE, HEADING, SCRIPT, Site, body, ended_run
+
+from trainyard.connection import Host, HostConnection
+from trainyard.ollama.answers import AnswerFile, answers_path
+from trainyard.ollama.client import OllamaClient
+from trainyard.ollama.distill import DistillOptions, Questions, collect_answers
+from trainyard.ollama.pool import OllamaNode
+from trainyard.openssh import LocalTransport
+from trainyard.progress_record import SUFFIX
+from trainyard.run.launch import start_ranks
+
+__all__ = ["browser"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not real_ollama.weights(), reason="needs an ollama on PATH, and its small model"),
+]
+
+RUN = f"again-{os.getpid()}"
+TEACHER = f"teacher-{os.getpid()}"
+STEPS = 120
+PROGRAM = [sys.executable, "-m", "trainyard.cli"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1", "ANSIBLE_NOCOLOR": "1"}
+
+
+@pytest.fixture(scope="module")
+def ollamas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[OllamaClient]]:
+    places = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with real_ollama.serve(places, tmp_path_factory.mktemp("ollama")) as clients:
+        yield clients
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) -> Iterator[Site]:
+    """A dashboard of two local hosts with an Ollama each, and a run of them."""
+    bed = Bed(tmp_path_factory.mktemp("actions"))
+    variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
+    variables["ollama_state"] = "present"
+    variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
+    ports = [int(client.url.rpartition(":")[2]) for client in ollamas]
+    hosts = {
+        f"node{i}": {"cluster_data_dir": str(bed.folder / f"node{i}"), "ollama_port": ports[i - 1]} for i in (1, 2)
+    }
+    inventory = bed.folder / "inventory.yml"
+    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
+    ended_run(bed, "hostile", time.time() - 10)
+    rows = [{"prompt": f"What follows {n}?", "completion": f"After {n} comes {n + 1}."} for n in range(200)]
+    (bed.folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--model=tiny", "--dataset=data.jsonl", f"--run={RUN}", "--epochs=100", f"--max-steps={STEPS}"]
+    words += ["--seq-length=64", "--total-batch-size=4", "--checkpoint-interval=10", "--loggers=none"]
+    with (bed.folder / "train.log").open("wb") as log:
+        # From another folder than the dashboard: the path of the dataset is relative to it.
+        training = subprocess.Popen(
+            [*PROGRAM, "train", "-i", str(inventory), *words],
+            cwd=bed.folder,
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    write_nvidia_smi(bed.folder / "bin", 1)
+    process, port, token = serve(inventory, bed.folder / "bin")
+    try:
+        yield Site(bed, process, port, token, training, 0, None)  # type: ignore[arg-type]
+    finally:
+        for started in (process, training):
+            started.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(15)
+            started.kill()
+        bed.clean()
+        (TOP / f".trainyard/starts/{RUN}.json").unlink(missing_ok=True)
+        for file in (TOP / ".trainyard/answers").glob(f"{TEACHER}-*"):
+            file.unlink()
+        shutil.rmtree(TOP / f".trainyard/deploy/{RUN}", ignore_errors=True)
+        for file in (TOP / ".trainyard/deploy").glob(f"*{SUFFIX}"):
+            if json.loads(file.read_text())["run"] in (RUN, "hostile"):
+                file.unlink()
+
+
+def serve(inventory: Path, programs: Path) -> tuple[subprocess.Popen[str], int, str]:
+    """Start a dashboard; return its process, port and token.
+
+    Args:
+        programs: folder before those of PATH.
+    """
+    process = subprocess.Popen(
+        [*PROGRAM, "dashboard", "--dashboard-port=0", "-i", str(inventory)],
+        cwd=TOP,
+        env=ENVIRONMENT | {"PATH": f"{programs}:{ENVIRONMENT['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/login\?token=(\S+)", process.stdout.readline())
+    assert found, "the dashboard printed no URL"
+    return process, int(found[1]), found[2]
+
+
+def step_of(site: Site) -> int:
+    return site.bed.state(0, RUN).get("step") or 0
+
+
+def action(driver: WebDriver) -> str:
+    text: str = driver.execute_script("return document.getElementById('run-action')?.textContent || ''")
+    return text
+
+
+def press(driver: WebDriver, button: str) -> None:
+    """Press a button of the actions in one step, because the page may replace them between two."""
+    find = "[...document.querySelectorAll('#run-action button')].find((one) => one.textContent === arguments[0])"
+    until(lambda: driver.execute_script(f"const one = {find}; one?.click(); return Boolean(one)", button), 30, button)
+
+
+def test_a_run_is_watched_stopped_started_again_and_deployed(
+    site: Site, browser: WebDriver, ollamas: list[OllamaClient]
+) -> None:
+    log = site.bed.folder / "train.log"
+    until(lambda: step_of(site) > 1 or site.training.poll() is not None, 300, "the first steps")
+    assert site.training.poll() is None, log.read_text()
+    site.open(browser, f"/runs/{RUN}")
+    shown = lambda: browser.find_element(By.ID, "log").text  # noqa: E731
+    until(lambda: re.search(r"rank 0 step .*tokens/s", shown()), 30, "lines of all ranks")
+    before = shown().count("tokens/s")
+    until(lambda: shown().count("tokens/s") > before, 30, "a new line")
+    Select(browser.find_element(By.ID, "log-file")).select_by_visible_text("rank0.log on node1")
+    until(lambda: "tokens/s" in shown() and "rank 0" not in shown(), 20, "the log of one rank")
+    find = "[...document.querySelectorAll('#run-head dt')].find((one) => one.textContent === 'Communication')"
+    share = until(
+        lambda: browser.execute_script(f"return {find}?.nextElementSibling?.textContent || ''"), 20, "the share"
+    )
+    assert 0 <= int(share.split()[0]) <= 100, share
+
+    press(browser, "Stop after a checkpoint")
+    until(lambda: "stopped" in (browser.execute_script(HEADING) or ""), 120, "the stop")
+    until(lambda: "Stop after a checkpoint at" in action(browser) and "done" in action(browser), 30, "the action's end")
+    assert site.training.wait(60) == 0
+    stopped_at = step_of(site)
+    assert 0 < stopped_at < STEPS
+
+    press(browser, "Start again")
+    until(lambda: "Start again at" in action(browser), 20, "the action")
+    until(lambda: "following the run" in action(browser), 120, "the start")
+    until(lambda: f"following {RUN}: 2 ranks" in action(browser), 30, "the progress")
+    assert "1 earlier" in action(browser)
+    until(lambda: "finished" in (browser.execute_script(HEADING) or ""), 300, "the run's end")
+    assert step_of(site) == STEPS
+    log_text = (site.bed.run_dir(0, RUN) / "logs/rank0.log").read_text()
+    assert f"resuming from step {stopped_at} of {STEPS}" in log_text
+    until(lambda: "Start again at" in action(browser) and "done" in action(browser), 30, "the collected result")
+
+    press(browser, "Deploy")
+    until(lambda: "Deploy as" in action(browser) and "in progress" not in action(browser), 300, "the deployment")
+    deployed = f"deployed {RUN}:latest (merged, f16)"
+    assert f"node1: {deployed}" in action(browser) and f"node2: {deployed}" in action(browser), action(browser)
+    assert all(f"{RUN}:latest" in client.tags() for client in ollamas)
+    site.open(browser, "/models")
+    until(lambda: "2 of 2 hosts" in body(browser) and "answers as trained" in body(browser), 20, "the record")
+    until(lambda: "node1, node2" in body(browser).partition("Models on the hosts")[2], 30, "the models of the hosts")
+    assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []
+
+
+def test_a_deployment_that_cannot_work_says_why_in_one_line(site: Site, browser: WebDriver) -> None:
+    site.open(browser, "/runs/hostile")
+    value = "document.getElementById('deploy-name').value"
+    browser.execute_script(f"{value} = arguments[0]", SCRIPT)
+    press(browser, "Deploy")
+    until(lambda: "expected the name of a model" in action(browser), 30, "the error")
+    assert browser.execute_script("return window.executed") is None and SCRIPT[:20] in body(browser)
+    until(lambda: browser.execute_script(f"return {value}") == "hostile:latest", 20, "the form again")
+    press(browser, "Deploy")
+    until(lambda: "no host has a finished run hostile" in action(browser), 60, "the reason")
+
+
+def test_forms_need_the_token_and_the_right_state(site: Site) -> None:
+    session = site.session()
+    page = lambda: site.ask("GET", "/runs/hostile", Cookie=session)[2]  # noqa: E731
+    token = until(lambda: re.findall(r'name="csrf" value="(\w+)"', page()), 60, "the form")[0]
+    form = {"Cookie": session, "Content_Type": "application/x-www-form-urlencoded"}
+    for path in ("/runs/hostile/start", "/runs/hostile/deploy"):
+        assert site.ask("GET", path, Cookie=session)[0] == 405
+        assert site.ask("POST", path, f"csrf={token}")[0] == 401
+        for text, more in (("csrf=x", {}), (f"csrf={token}", {"Origin": "http://evil.example"})):
+            assert site.ask("POST", path, text, **form, **more)[0] == 403
+    assert site.ask("POST", "/runs/none/start", f"csrf={token}", **form)[0] == 404
+    assert site.ask("GET", "/live/run?argument=hostile&log=1&host=nowhere&file=x", Cookie=session)[0] == 404
+
+
+def test_a_distillation_is_shown_while_it_runs(site: Site, browser: WebDriver, ollamas: list[OllamaClient]) -> None:
+    nodes = [
+        OllamaNode(f"node{place + 1}", client, "tiny", real_ollama.create(client, "tiny"))
+        for place, client in enumerate(ollamas)
+    ]
+    options = DistillOptions(teacher=TEACHER, prompts="p.jsonl", max_tokens=48)
+    chats = [[{"role": "user", "content": f"What is {n}?"}] for n in range(120)]
+    site.open(browser, "/models")
+
+    def card() -> str:
+        text: str = browser.execute_script(
+            "return document.querySelector(`[aria-label$='${arguments[0]}']`)?.textContent || ''", TEACHER
+        )
+        return text
+
+    def teach() -> None:
+        with AnswerFile(answers_path(TOP / ".trainyard", TEACHER)) as answers:
+            collect_answers(Questions(chats, options), nodes, answers, lambda line: None, interval=0.5)
+
+    thread = threading.Thread(target=teach)
+    thread.start()
+    try:
+        part = until(lambda: re.search(r"running[\s\S]*?(\d+) of 120", card()), 60, "the progress")
+        assert int(part[1]) < 120
+        assert "node1" in card() and "node2" in card()
+    finally:
+        thread.join(300)
+    until(lambda: re.search(r"done[\s\S]*120 of 120", card()), 30, "the end")
+
+
+def test_the_energy_of_a_live_run_grows(site: Site, browser: WebDriver) -> None:
+    """The GPUs are those of a stand-in for nvidia-smi, which has 240.55 W at any time; the ranks need no torch."""
+    site.bed.make_run(2, "gpu-run")
+    plan = [entry | {"devices": ["GPU-00000000"]} for entry in site.bed.plan(2, 100_000, 0.2, "gpu-run")]
+    host = lambda name: Host(name, "127.0.0.1", str(site.bed.folder / name), sys.executable)  # noqa: E731
+    start_ranks(plan, lambda name: HostConnection(host(name), LocalTransport()), lambda line: None)
+    site.open(browser, "/runs")
+
+    def used() -> float:
+        text = browser.execute_script("return document.getElementById('run-gpu-run')?.textContent || ''")
+        return float((re.findall(r"([\d.]+) Wh", text) or ["0"])[0])
+
+    until(used, 40, "the energy")
+    began, first = time.time(), used()
+    until(lambda: used() > first + 1.5, 90, "more energy")
+    more, took = used() - first, time.time() - began
+    print(f"energy: {more:.2f} Wh in {took:.1f} s, expected {2 * 240.55 * took / 3600:.2f} Wh")
+    assert more == pytest.approx(2 * 240.55 * took / 3600, abs=2 * 240.55 * 5 / 3600)  # a sample each 2 s
+    site.open(browser, "/runs/gpu-run")
+    assert "Energy of 2 GPUs" in body(browser)
+
+
+def test_events_outlive_the_server(site: Site) -> None:
+    process, port, token = serve(site.bed.folder / "inventory.yml", site.bed.folder / "bin")
+    try:
+        other = Site(site.bed, process, port, token, site.training, 0, None)  # type: ignore[arg-type]
+        page = other.ask("GET", "/events", Cookie=other.session())[2]
+        assert "run hostile: deploy as hostile:latest, on the dashboard" in page
+    finally:
+        process.terminate()
+        process.wait(20)
+    [file] = [
+        path for path in (TOP / ".trainyard/dashboard").glob("events-*.jsonl") if f"run {RUN}" in path.read_text()
+    ]
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.unlink()
+
+
+def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("TRAINYARD_SCREENSHOTS") or tmp_path)
+    for width, dark in ((1440, False), (390, True)):
+        set_size(browser, width, dark=dark)
+        for name, path in {
+            "actions": f"/runs/{RUN}",
+            "models": "/models",
+            "runs-energy": "/runs",
+            "gpu": "/runs/gpu-run",
+        }.items():
+            site.open(browser, path)
+            for details in browser.find_elements(By.CSS_SELECTOR, "#run-action summary"):
+                details.click()
+            browser.execute_script(AXE.read_text())
+            browser.set_script_timeout(120)
+            found = browser.execute_async_script("axe.run().then((one) => arguments[0](one.violations))")
+            serious = [
+                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")
+            ]
+            assert serious == [], (name, width)
+            script = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            wide = browser.execute_script(script)
+            assert wide <= 0, f"{name} is {wide} px too wide at {width} px"
+            screenshot(browser, folder / f"{name}-{width}.png")
+    set_size(browser, 1440)

@@ -1,0 +1,261 @@
+"""What the dashboard remembers and measures: events that outlive it, energy, logs, progress, and how runs were started."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_dashboard_state import OneHost, hosts, parsed, run_line
+
+from trainer.config import make_spec
+from trainer.errors import UserError
+from trainyard.connection import Host, HostConnection, RemoteError
+from trainyard.dashboard import history as history_module
+from trainyard.dashboard import logs as logs_module
+from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.energy import GAP, EnergyMeter
+from trainyard.dashboard.history import History
+from trainyard.dashboard.logs import AGAIN, RunLog
+from trainyard.dashboard.progress_watch import ProgressWatch
+from trainyard.dashboard.project import Project
+from trainyard.dashboard.queue_watch import QueueWatch
+from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.views import Pages
+from trainyard.progress_record import SUFFIX, ProgressRecord, read_progress
+from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import PreparedRun
+from trainyard.run.start_record import has_start, keep_start, read_start
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+def gpu(power: float | None, uuid: str = "GPU-1") -> dict[str, Any]:
+    sample: dict[str, Any] = {"uuid": uuid, "name": "a card", "power_w": power}
+    names = ("utilisation_percent", "memory_used_mib", "memory_total_mib", "temperature_c", "power_limit_w")
+    return sample | dict.fromkeys(names)
+
+
+def host_line(now: float, *gpus: dict[str, Any]) -> dict[str, Any]:
+    numbers = ("uptime", "cpu_percent", "load", "memory_total", "memory_available", "disk_total", "disk_free")
+    numbers += ("disk_read", "disk_written", "received", "sent")
+    line = dict.fromkeys(numbers, 0.0) | {"kind": "host", "now": now, "cores": 2, "interface": "", "link_mbit": 0}
+    return line | {"gpus": list(gpus)}
+
+
+# Events -----------------------------------------------------------------------------------------------------------------
+
+
+def test_events_and_energy_outlive_the_dashboard(tmp_path: Path) -> None:
+    first = Cluster(hosts(), History(tmp_path, hosts()))
+    first.receive("node1", *parsed(run_line(devices=["GPU-1"])))
+    for now in (100.0, 104.0, 108.0):
+        first.receive("node1", *parsed(host_line(now, gpu(450.0))))
+    first.lost("node1", "its cable is out")
+    first.receive("node1", *parsed(run_line(status="finished", devices=["GPU-1"])))
+    size = History(tmp_path, hosts()).path.stat().st_size
+
+    again = Cluster(hosts(), History(tmp_path, hosts()))
+    assert list(again.events.values()) == list(first.events.values())
+    again.receive("node1", *parsed(run_line(status="finished", devices=["GPU-1"])))
+    energy = again.runs["r"].energy
+    assert energy and energy.watt_hours == pytest.approx(1.0) and energy.seconds == pytest.approx(8.0)
+    assert "1 Wh" in Pages(again, "token", QueueWatch(again, {}, lambda: "node1")).page("runs", "")
+    assert History(tmp_path, hosts()).path.stat().st_size == size, "a known event was written again"
+    assert not Cluster(hosts(1), History(tmp_path, hosts(1))).events, "another cluster has other events"
+
+
+def test_the_file_of_events_is_bounded_and_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "LIMIT", 4096)
+    history = History(tmp_path, hosts())
+    for number in range(500):
+        history.append({"number": number, "text": "x" * 40})
+        assert history.path.stat().st_size <= 4096
+    kept = [record["number"] for record in history.read()]
+    assert kept == list(range(kept[0], 500)) and len(kept) > 20
+    with history.path.open("ab") as file:
+        file.write(b'[1]\n\xff\xfe\n{"time": "never"}\n{"cut')
+    assert [record.get("number") for record in history.read()][-2:] == [499, None]
+    assert not Cluster(hosts(), history).events
+    history.append({"text": "x" * history_module.LINE})
+    assert len(list(history.read())) == len(kept) + 1
+
+
+def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cluster = Cluster(hosts(), History(tmp_path / "file/folder", hosts()))
+    for number in range(3):
+        cluster.add_event("lost", f"event {number}")
+    [warning] = [event.text for event in cluster.events.values() if event.kind == "warning"]
+    assert "Not a directory: free disk space or fix its permissions" in warning
+
+
+# Energy -----------------------------------------------------------------------------------------------------------------
+
+
+def test_power_is_integrated_and_shared() -> None:
+    meter = EnergyMeter()
+    take = lambda at, power, *runs, host="node1": meter.take(host, at, [gpu(power)], {"GPU-1": list(runs)})  # noqa: E731
+    assert take(0.0, 100.0, "a") == set() and not meter.used
+    assert take(2.0, 300.0, "a") == {"a"}
+    assert meter.used["a"].watt_hours == pytest.approx(200 * 2 / 3600)
+    take(4.0, 300.0, "a", "b")
+    assert meter.used["b"].watt_hours == pytest.approx(300 * 2 / 3600 / 2)
+    before = meter.used["a"].watt_hours
+    for at, power in ((4.0 + GAP + 1, 300.0), (3.0, 300.0), (4.0, None), (5.0, 300.0), (6.0, 1e9), (7.0, 300.0)):
+        take(at, power, "a")  # a gap, a clock that was set, no power, and a host that lies
+    assert meter.used["a"].watt_hours == before
+    meter.forget("a")
+    assert set(meter.used) == {"b"}
+
+
+def test_the_share_of_communication_is_shown_where_it_is_measured() -> None:
+    cluster = Cluster(hosts())
+    line = run_line()
+    line["state"]["ranks"]["0"]["comm_share"] = [0.1, 0.3]
+    cluster.receive("node1", *parsed(line))
+    cluster.receive("node1", *parsed(run_line(name="other")))
+    pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
+    rows = pages.regions("runs", "")["runs"]
+    assert "20 %" in rows["run-r"] and "%" not in rows["run-other"]
+    head = {name: pages.regions("run", name)["head"]["run-head"] for name in ("r", "other")}
+    assert "20 % <small>of the time" in head["r"] and "not measured" in head["other"]
+    assert "10 %" in pages.regions("run", "r")["ranks"]["run-ranks"]
+
+
+# Logs -------------------------------------------------------------------------------------------------------------------
+
+
+class Silent:
+    async def ask(self, query: str, **request: Any) -> dict[str, Any]:
+        raise RemoteError("node2 does not answer")
+
+
+def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs_module, "INTERVAL", 0.0)
+    files = []
+    for rank in (0, 1):
+        (tmp_path / f"node{rank + 1}/r/logs").mkdir(parents=True)
+        files.append(tmp_path / f"node{rank + 1}/r/logs/rank{rank}.log")
+        files[-1].write_text("".join(f"line {number} of {rank}\n" for number in range(400)))
+    cluster = Cluster(hosts())
+    for rank in (0, 1):
+        cluster.receive(f"node{rank + 1}", *parsed(run_line(rank)))
+    log = RunLog(("r", "", ""))
+    streams: dict[str, Any] = {f"node{n}": OneHost(tmp_path / f"node{n}") for n in (1, 2)}
+    read = lambda: asyncio.run(log.update(cluster, streams))  # noqa: E731
+    # The log of rank 1 is shown although only node1 wrote a heartbeat.
+    read()
+    assert len(log.since(0)) == 300 and log.since(0)[-1][1:] == ("rank 1", "line 399 of 1")
+    count = log.count
+    files[0].write_text(files[0].read_text() + "news\nhalf a li")
+    read()
+    assert [line[1:] for line in log.since(count)] == [("rank 0", "news")]
+    files[0].write_text("another start\n")
+    streams["node2"] = Silent()
+    count = log.count
+    read()
+    assert [line[2] for line in log.since(count)] == [AGAIN, "another start"]
+    assert log.error == "node2 does not answer"
+
+
+# Progress ---------------------------------------------------------------------------------------------------------------
+
+
+def watch(cluster: Cluster, work: Path) -> Pages:
+    pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
+    pages.progress = ProgressWatch(cluster, work)
+    asyncio.run(pages.progress.read())
+    return pages
+
+
+def test_progress_is_shown_escaped_and_without_guesses(tmp_path: Path) -> None:
+    assert "trainyard distill --teacher" in (empty := watch(Cluster(hosts()), tmp_path).page("models"))
+    assert "trainyard deploy RUN" in empty
+    node = {"name": "node1", "answers": 3, "tokens_per_second": 80.0, "in_flight": 1, "down": ""}
+    numbers = {"answers": 3, "total": 10, "tokens_per_second": 80.0, "eta": 42.0, "nodes": [node], "before": 2}
+    record = ProgressRecord(tmp_path / f"answers/a{SUFFIX}", "distill", teacher=SCRIPT, **numbers)
+    record.update()
+    (tmp_path / f"answers/b{SUFFIX}").write_text('{"kind": "distill", "state": "running", "answers": -1}')
+    (tmp_path / f"answers/c{SUFFIX}").write_text("{" * 5000)
+    hosts_of = {"node1": {"state": "waiting"}, "node2": {"state": "waiting"}}
+    with (
+        pytest.raises(UserError),
+        ProgressRecord(tmp_path / f"deploy/d{SUFFIX}", "deploy", run="r", name="mine", hosts=hosts_of) as deploy,
+    ):
+        deploy.update_part("hosts", "node1", state="deployed", text="merged, f16: 20 of 20 answers as trained")
+        raise UserError("node2 is full")
+    html = watch(Cluster(hosts()), tmp_path).page("models")
+    assert SCRIPT not in html and "&lt;script&gt;" in html
+    for text in ("3 <small>of 10; 2 from before", "80 tok/s", "0:42 min", "1 of 2 hosts", "node2 is full", "20 of 20"):
+        assert text in html, text
+
+
+def test_a_record_whose_process_is_gone_is_interrupted(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trainyard.progress_record import ProgressRecord;"
+        "ProgressRecord(Path(sys.argv[1]), 'deploy').update()"
+    )
+    file = tmp_path / f"a{SUFFIX}"
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
+    assert [record["state"] for record in read_progress(tmp_path)] == ["interrupted"]
+    ProgressRecord(file, "deploy").update()
+    assert [record["state"] for record in read_progress(tmp_path)] == ["running"]
+    ProgressRecord(None, "deploy").update()
+    ProgressRecord(file / "no/folder", "deploy").update()  # the action itself continues
+
+
+# Starts -----------------------------------------------------------------------------------------------------------------
+
+
+def keep(home: Path, **more: Any) -> None:
+    spec = make_spec({"model": "tiny", "run": "r", "dataset": "data.jsonl", **more}, "the test")
+    prepared = PreparedRun("r", spec.model_dump(mode="json") | {"rows_per_step": 4}, [], {})
+    options = LaunchOptions.model_validate({"max_restarts": 3, "run_env": {"HF_TOKEN": "secret"}, "head": "node2"})
+    keep_start(home, prepared, options, ["node1", "node2"])
+
+
+def test_a_start_is_kept_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/data.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path / "there")
+    assert not has_start(tmp_path, "r")
+    keep(tmp_path)
+    file = tmp_path / ".trainyard/starts/r.json"
+    assert has_start(tmp_path, "r") and "secret" not in file.read_text() and file.stat().st_mode & 0o777 == 0o600
+    assert read_start(tmp_path, "r").spec.dataset == "data.jsonl"
+    monkeypatch.chdir(tmp_path)
+    record = read_start(tmp_path, "r")
+    assert record.spec.dataset == str(tmp_path / "there/data.jsonl") and record.spec.model == "tiny"
+    options = record.options(LaunchOptions.model_validate({"stall_limit": 5.0, "max_restarts": 1}))
+    assert (options.max_restarts, options.head, options.stall_limit) == (3, "node2", 5.0)
+    assert record.hosts == ("node1", "node2") and record.spec.run == "r"
+    file.write_text("{}")
+    with pytest.raises(UserError, match="start it again with trainyard train SPEC --run r"):
+        read_start(tmp_path, "r")
+
+
+def test_what_cannot_be_started_again_says_why(tmp_path: Path) -> None:
+    def connect(host: Host) -> HostConnection:
+        raise RemoteError(f"{host.name} is off")
+
+    async def act(run: str, hosts: list[Host]) -> str:
+        cluster = Cluster(hosts)
+        pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
+        actions = Actions(hosts, connect, LaunchOptions(), pages, Project(tmp_path))
+        assert actions.start(run) and not actions.start(run), "one action at a time on a run"
+        await asyncio.gather(*actions._tasks)
+        assert actions.deploy(run, "-rf", ""), "the next one may begin"
+        await asyncio.gather(*actions._tasks)
+        newest = pages.actions[run]
+        assert newest.state == "failed" and "expected the name of a model" in newest.error
+        [earlier] = newest.earlier
+        assert earlier.state == "failed" and "\n" not in earlier.error
+        return earlier.error
+
+    assert "was not started from this project folder" in asyncio.run(act("unknown", hosts()))
+    keep(tmp_path, dataset="ansible-docs")
+    assert "was started on node2, which is not in this inventory" in asyncio.run(act("r", hosts(1)))

@@ -1,0 +1,104 @@
+"""Logs of runs as they grow: those of all ranks side by side, or one file. All browsers that show the same one share the reading."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from trainyard.connection import RemoteError
+from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.streams import HostStream
+
+KEPT = 32  # logs that are followed at the same time
+INTERVAL = 0.4  # s between two queries about a log, however many browsers show it
+LINES = 2000  # lines that are kept
+BEGIN = 300  # lines of a log that a page shows at first, of all ranks together
+LEAST = 20  # of them from each rank
+AGAIN = "--- the log begins again"
+Key = tuple[str, str, str]  # run, host and file; host and file are empty for all ranks
+
+
+class RunLog:
+    """The newest lines of one log, or of those of all ranks of a run.
+
+    Attributes:
+        error: why a host did not answer the newest query, or an empty string.
+    """
+
+    def __init__(self, key: Key) -> None:
+        self.run, self._host, self._file = key
+        self.error = ""
+        self._lines: deque[tuple[int, str, str]] = deque(maxlen=LINES)  # number, rank or an empty string, text
+        self._count = 0
+        self._places: dict[tuple[str, str], int] = {}  # {(host, file): offset}
+        self._read = 0.0
+        self._lock = asyncio.Lock()
+
+    def since(self, number: int) -> list[tuple[int, str, str]]:
+        """Return the kept lines from `number` on."""
+        return [line for line in self._lines if line[0] >= number]
+
+    @property
+    def count(self) -> int:
+        """The number of the next line."""
+        return self._count
+
+    async def update(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
+        """Read the lines that are new."""
+        async with self._lock:
+            run = cluster.runs.get(self.run)
+            if time.monotonic() - self._read < INTERVAL or run is None:
+                return
+            files = self._files(run)
+            begin = max(LEAST, BEGIN // max(1, len(files)))
+            asked = [self._ask(streams[host], host, file, begin) for host, file, _ in files]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            errors = []
+            for (host, file, label), answer in zip(files, answers, strict=True):
+                if isinstance(answer, RemoteError):
+                    errors.append(str(answer))
+                elif isinstance(answer, BaseException):
+                    raise answer
+                else:
+                    self._take(host, file, label, answer)
+            self.error = "; ".join(dict.fromkeys(errors))
+            self._read = time.monotonic()
+
+    def _files(self, run: RunState) -> list[tuple[str, str, str]]:
+        """Return host, file and label of each log."""
+        if self._file:
+            return [(self._host, self._file, "")]
+        return [(host, f"rank{rank}.log", f"rank {rank}") for rank, (host, _) in sorted(run.ranks.items())]
+
+    async def _ask(self, stream: HostStream, host: str, file: str, begin: int) -> dict[str, Any]:
+        since = self._places.get((host, file), -begin)
+        return await stream.ask("log", run=self.run, file=file, since=since)
+
+    def _take(self, host: str, file: str, label: str, answer: dict[str, Any]) -> None:
+        lines = list(answer["lines"])
+        if answer["offset"] < self._places.get((host, file), 0):  # another start of the run
+            lines.insert(0, AGAIN)
+        self._places[host, file] = answer["offset"]
+        for line in lines:
+            self._lines.append((self._count, label, line))
+            self._count += 1
+
+
+class LogStore:
+    """The logs that were shown last."""
+
+    def __init__(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
+        self._cluster, self._streams = cluster, streams
+        self._known: OrderedDict[Key, RunLog] = OrderedDict()
+
+    async def read(self, key: Key) -> RunLog:
+        """Return a log with the lines that are new."""
+        log = self._known.setdefault(key, RunLog(key))
+        self._known.move_to_end(key)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        await log.update(self._cluster, self._streams)
+        return log
