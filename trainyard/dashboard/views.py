@@ -35,7 +35,13 @@ class Action:
 class Pages:
     """Renders pages from the state of the cluster."""
 
-    def __init__(self, cluster: Cluster, csrf: str, queue: QueueWatch) -> None:
+    def __init__(self, cluster: Cluster, csrf: str, queue: QueueWatch, log_out: bool = False) -> None:
+        """Take what the pages show.
+
+        Args:
+            csrf: the token of every form.
+            log_out: whether the pages have a button to log out.
+        """
         self.cluster, self.queue = cluster, queue
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
@@ -43,9 +49,13 @@ class Pages:
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self._templates.filters |= FILTERS
-        self._templates.globals |= {"csrf": csrf}
+        self._templates.globals |= {"csrf": csrf, "log_out": log_out}
         self._rows: dict[str, tuple[int, str]] = {}  # {run: (its version, its row)}
         self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
+
+    def login(self, message: str) -> str:
+        """Render the form for the password."""
+        return self._templates.get_template("login.html").render(message=message)
 
     def page(self, name: str, *arguments: str, **more: Any) -> str:
         """Render a page with its regions."""

@@ -51,7 +51,12 @@ function showRegions(message) {
 function connect() {
   const source = new EventSource(document.body.dataset.live);
   source.addEventListener("open", () => { state.textContent = "live"; state.className = ""; });
-  source.addEventListener("error", () => { state.textContent = "the dashboard does not answer: is it still running?"; state.className = "off"; });
+  source.addEventListener("error", () => {
+    // The browser connects again by itself, unless the server has refused.
+    const refused = source.readyState === EventSource.CLOSED;
+    state.textContent = refused ? "no longer logged in: reload the page" : "the dashboard does not answer: is it still running?";
+    state.className = "off";
+  });
   source.addEventListener("regions", (event) => showRegions(JSON.parse(event.data)));
   source.addEventListener("series", (event) => charts?.take(JSON.parse(event.data)));
   window.addEventListener("pagehide", () => source.close());
