@@ -27,7 +27,7 @@ from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.timeline import Timeline, make_timeline
 from trainyard.dashboard.views import Pages
 from trainyard.queue.history import list_queue
-from trainyard.queue.manage import queue_host
+from trainyard.queue.host import queue_host
 from trainyard.remote import queue as remote_queue
 from trainyard.remote.sampler import Sampler
 from trainyard.replies import checked_reply

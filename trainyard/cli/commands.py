@@ -21,14 +21,15 @@ from trainyard.cli.options import (
 )
 from trainyard.cli.playbooks import run_playbook
 from trainyard.cluster import Cluster
-from trainyard.dashboard.options import DashboardOptions, run_dashboard
+from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
 from trainyard.ollama.deploy import Deployment, server_urls
 from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.options import DeployOptions, make_deploy_options
 from trainyard.preflight.runner import run_preflight
-from trainyard.queue.manage import CHANGE_OPTIONS, FILE, manage_queue, queue_host
+from trainyard.queue.host import queue_host
+from trainyard.queue.manage import CHANGE_OPTIONS, FILE, manage_queue
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
@@ -157,8 +158,9 @@ def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
     find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
+    password = str(inventory.variable(inventory.hosts[0].name, PASSWORD) or "")
     project = Project.of(call.top, inventory.hosts, inventory.variables)
-    how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check}
+    how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check, "password": password}
     return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, **how)
 
 

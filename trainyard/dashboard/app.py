@@ -24,7 +24,7 @@ from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.logs import Key, LogStore, RunLog
 from trainyard.dashboard.records import RecordStore, RunRecords
-from trainyard.dashboard.security import Access, Guard
+from trainyard.dashboard.security import NOT_OUR_FORM, Access, Guard, LoginForm
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
@@ -34,7 +34,6 @@ PAUSE = 0.4  # s between two messages to a browser
 IDLE = 15.0  # s after which a message without content is sent
 PAGES = ("nodes", "runs", "events", "queue", "models", "run")
 BROWSERS = 64  # pages that receive messages at the same time
-NOT_OUR_FORM = "403: the form did not come from this page: reload it and try again\n"
 STATIC = Path(__file__).with_name("static")
 
 
@@ -56,7 +55,8 @@ class Dashboard:
     def app(self) -> Starlette:
         """Return the application."""
         routes = [
-            Route("/login", self.login),
+            Route("/login", self.login, methods=["GET", "POST"]),
+            Route("/logout", self.logout, methods=["POST"]),
             Route("/", self.nodes),
             Route("/runs", self.runs),
             Route("/events", self.events),
@@ -96,8 +96,17 @@ class Dashboard:
         return self.cluster.runs[name]
 
     async def login(self, request: Request) -> Response:
-        """Log in by the URL that was printed."""
-        return self.access.login(request)
+        """Log in, by the URL that was printed or with the password."""
+        answer = await self.access.login(request)
+        if isinstance(answer, LoginForm):
+            return HTMLResponse(self.pages.login(answer.message), answer.status)
+        return answer
+
+    async def logout(self, request: Request) -> Response:
+        """End the session."""
+        if await self.access.read_form(request) is None:
+            return PlainTextResponse(NOT_OUR_FORM, 403)
+        return self.access.end_session(request)
 
     async def nodes(self, request: Request) -> Response:
         """Show the hosts."""
@@ -223,9 +232,12 @@ class Dashboard:
                 raise HTTPException(404)
         if self.listeners >= BROWSERS:
             return PlainTextResponse(f"503: {BROWSERS} pages are open: close one\n", 503)
-        return EventSourceResponse(self._messages(page, [argument] if page in ("run", "runs") else [], log), ping=60)
+        arguments = [argument] if page in ("run", "runs") else []
+        return EventSourceResponse(self._messages(request, page, arguments, log), ping=60)
 
-    async def _messages(self, page: str, arguments: list[str], log: Key) -> AsyncIterator[dict[str, str]]:
+    async def _messages(
+        self, request: Request, page: str, arguments: list[str], log: Key
+    ) -> AsyncIterator[dict[str, str]]:
         self.listeners += 1
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave)
@@ -235,7 +247,7 @@ class Dashboard:
                 stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
             series, lines = SentSeries(), SentLines()
-            while page != "run" or arguments[0] in self.cluster.runs:
+            while self.access.in_session(request.scope) and (page != "run" or arguments[0] in self.cluster.runs):
                 version = self.cluster.version
                 groups = self.pages.regions(page, *arguments)
                 now = {name: html for regions in groups.values() for name, html in regions.items()}

@@ -50,9 +50,20 @@ class Pages:
     """Renders pages from the state of the cluster."""
 
     def __init__(
-        self, cluster: Cluster, csrf: str, queue: QueueWatch, can_start: Callable[[str], bool] = lambda run: False
+        self,
+        cluster: Cluster,
+        csrf: str,
+        queue: QueueWatch,
+        can_start: Callable[[str], bool] = lambda run: False,
+        log_out: bool = False,
     ) -> None:
-        """`can_start`: returns whether it is known how a run was started."""
+        """Take what the pages show.
+
+        Args:
+            csrf: the token of every form.
+            can_start: returns whether it is known how a run was started.
+            log_out: whether the pages have a button to log out.
+        """
         self.cluster, self.queue, self._can_start = cluster, queue, can_start
         self.progress: ProgressWatch | None = None
         self.actions: dict[str, Action] = {}
@@ -61,9 +72,13 @@ class Pages:
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self._templates.filters |= FILTERS
-        self._templates.globals |= {"csrf": csrf}
+        self._templates.globals |= {"csrf": csrf, "log_out": log_out}
         self._rows: dict[str, tuple[int, str]] = {}  # {run: (its version, its row)}
         self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
+
+    def login(self, message: str) -> str:
+        """Render the form for the password."""
+        return self._templates.get_template("login.html").render(message=message)
 
     def page(self, name: str, *arguments: str, **more: Any) -> str:
         """Render a page with its regions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from trainyard.extra_vars import check_names, check_pairs
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.queue.client import Job, QueueClient, QueueState
 from trainyard.queue.history import list_history, list_queue, run_state
+from trainyard.queue.host import queue_host
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import Priority, is_run_name
 from trainyard.queue.requests import Site, add_runs
@@ -49,29 +50,6 @@ def check_verb(value: Any) -> Verb:
         said = f"unknown verb {quoted(word)}{nearest(word, VERBS)}" if word else "say what to do"
         raise UserError(f"queue: {said}: do={'|'.join(VERBS)}")
     return word  # type: ignore[return-value]
-
-
-def queue_host(groups: Mapping[str, Sequence[str]], variable: Callable[[str, str], Any]) -> str:
-    """Return the host of the queue: the first of the group queue, head or cluster that is in the cluster (see roles/queue).
-
-    Args:
-        variable: returns a variable of a host, or None.
-
-    Raises:
-        UserError: there is none, or the queue is not installed.
-    """
-    members = list(groups.get("cluster", []))
-    names = [name for group in ("queue", "head", "cluster") for name in groups.get(group, []) if name in members]
-    if not names:
-        raise UserError(
-            "queue: the inventory has no group cluster: add the hosts to one, as in inventory/hosts.example.yml"
-        )
-    if variable(names[0], "queue_state") != "present":
-        raise UserError(
-            f"the queue is not installed on {names[0]}: set queue_state: present for the group cluster in the inventory, and "
-            "run site.yml"
-        )
-    return names[0]
 
 
 def change_options(verb: Verb, values: Mapping[str, Any]) -> ChangeOptions:

@@ -65,8 +65,14 @@ function connect(log = {}) {
   source?.close();
   const query = new URLSearchParams(log).toString();
   source = new EventSource(document.body.dataset.live + (query ? `&${query}` : ""));
+  const opened = source;
   source.addEventListener("open", () => { state.textContent = "live"; state.className = ""; logs?.begin(); });
-  source.addEventListener("error", () => { state.textContent = "the dashboard does not answer: is it still running?"; state.className = "off"; });
+  source.addEventListener("error", () => {
+    // The browser connects again by itself, unless the server has refused.
+    const refused = opened.readyState === EventSource.CLOSED;
+    state.textContent = refused ? "no longer logged in: reload the page" : "the dashboard does not answer: is it still running?";
+    state.className = "off";
+  });
   source.addEventListener("regions", (event) => showRegions(JSON.parse(event.data)));
   source.addEventListener("series", (event) => charts?.take(JSON.parse(event.data)));
   source.addEventListener("log", (event) => logs?.take(JSON.parse(event.data)));

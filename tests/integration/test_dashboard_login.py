@@ -1,0 +1,305 @@
+"""The dashboard on TLS with a password: a real server on an address of 127.0.0.0/8, and real clients."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import re
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from run_hosts import TOP
+
+from trainer.errors import UserError
+from trainyard.dashboard import security
+from trainyard.dashboard.certificate import FILE, own_certificate, user_certificate
+from trainyard.dashboard.options import DashboardOptions, run_dashboard
+from trainyard.dashboard.password import ATTEMPTS, AttemptLimit, PasswordHash, read_password
+from trainyard.dashboard.project import Project
+from trainyard.dashboard.server import make_entry
+
+ADDRESS, OTHER = "127.0.0.9", "192.0.2.7"
+PASSWORD = "correct horse battery"
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+
+
+@dataclass
+class Served:
+    """A dashboard in a process of its own, with what it has printed."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    port: int
+    lines: list[str]
+
+    def ask(self, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], str]:
+        """Send a request from an address of its own, with the dashboard's certificate as the only trusted one."""
+        trusted = ssl.create_default_context(cafile=str(self.folder / "home/.trainyard/dashboard" / FILE))
+        source = (headers.pop("source", "127.0.0.1"), 0)
+        connection = http.client.HTTPSConnection(ADDRESS, self.port, timeout=20, context=trusted, source_address=source)
+        connection.request(method, path, body or None, {name.replace("_", "-"): text for name, text in headers.items()})
+        reply = connection.getresponse()
+        found = reply.status, {name.lower(): text for name, text in reply.getheaders()}, reply.read().decode()
+        connection.close()
+        return found
+
+    def log_in(self, password: str, source: str = "127.0.0.1", **headers: str) -> tuple[int, dict[str, str], str]:
+        return self.ask("POST", "/login", f"password={password}", source=source, **FORM, **headers)
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from trainyard.connection import Host, HostConnection
+from trainyard.dashboard.options import DashboardOptions, run_dashboard
+from trainyard.dashboard.project import Project
+from trainyard.openssh import LocalTransport
+from trainyard.run.options import LaunchOptions
+folder = Path(sys.argv[1])
+host = Host("node1", "127.0.0.1", str(folder / "data"), sys.executable)
+given = {"dashboard_listen": sys.argv[2], "dashboard_port": 0, "dashboard_password_file": str(folder / "password")}
+def no_queue():
+    from trainer.errors import UserError
+    raise UserError("no queue")
+options = DashboardOptions.from_variables(given, "test")
+how = {"find_queue": no_queue, "project": Project(folder / "home")}
+run_dashboard([host], lambda one: HostConnection(one, LocalTransport()), LaunchOptions(), options, lambda line: print(line, flush=True), **how)
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("login")
+    (folder / "password").write_text(f"{PASSWORD}\n")
+    (folder / "password").chmod(0o600)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(folder), ADDRESS],
+        cwd=TOP,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout
+        lines = [process.stdout.readline() for _ in range(3)]
+        found = re.fullmatch(rf"dashboard: https://{ADDRESS}:(\d+)/\n", lines[0])
+        assert found, "".join(lines) + process.stdout.read()
+        yield Served(process, folder, int(found[1]), lines)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_the_password_logs_in_over_tls_and_only_until_the_session_ends(served: Served) -> None:
+    for path in ("/", "/runs", "/metrics", "/live/nodes", "/logout"):
+        assert served.ask("GET", path)[0] in (401, 405), path
+    status, headers, _ = served.ask("GET", "/", Accept="text/html")
+    assert (status, headers["location"]) == (303, "/login")
+    status, _, form = served.ask("GET", "/login")
+    assert status == 200 and 'type="password"' in form and 'method="post"' in form
+    assert served.ask("GET", "/static/dashboard.css")[0] == 200
+    assert served.ask("GET", "/static/../runs")[0] == served.ask("GET", "/static/%2e%2e/app.py")[0] == 404
+
+    assert served.log_in(PASSWORD, Origin="https://evil.example")[0] == 403
+    assert served.log_in(PASSWORD, Sec_Fetch_Site="cross-site")[0] == 403
+    assert served.ask("GET", f"/login?password={PASSWORD.replace(' ', '+')}")[0] == 200  # the form again
+    status, headers, _ = served.log_in(PASSWORD, Origin=f"https://{ADDRESS}:{served.port}")
+    cookie = headers["set-cookie"]
+    assert status == 303 and set(cookie.split("; ")) >= {
+        "HttpOnly",
+        "SameSite=strict",
+        "Secure",
+        "Path=/",
+        "Max-Age=43200",
+    }
+    session = cookie.partition(";")[0]
+    assert session.startswith("__Host-trainyard_")
+    status, _, page = served.ask("GET", "/", Cookie=session)
+    assert status == 200 and "Log out" in page
+    assert served.ask("GET", "/", Cookie=session, Host=f"evil.example:{served.port}")[0] == 400
+
+    csrf = re.findall(r'name="csrf" value="(\w+)"', page)[0]
+    assert served.ask("POST", "/logout", "csrf=wrong", Cookie=session, **FORM)[0] == 403
+    assert served.ask("POST", "/logout", f"csrf={csrf}", Cookie=session, **FORM)[0] == 303
+    assert served.ask("GET", "/", Cookie=session)[0] == 401
+
+
+@pytest.mark.slow
+def test_wrong_passwords_are_counted_by_address_and_the_log_has_none_of_them(served: Served) -> None:
+    for _ in range(ATTEMPTS):
+        status, _, page = served.log_in("not the password", source="127.0.0.77", X_Forwarded_For="127.0.0.78")
+        assert status == 401 and "The password is wrong" in page
+    status, _, page = served.log_in(PASSWORD, source="127.0.0.77", X_Forwarded_For="127.0.0.79")
+    assert status == 429 and "try again in" in page
+    basic = base64.b64encode(f"any:{PASSWORD}".encode()).decode()
+    assert served.ask("GET", "/metrics", source="127.0.0.77", Authorization=f"Basic {basic}")[0] == 401
+    assert served.ask("GET", "/metrics", source="127.0.0.76", Authorization=f"Basic {basic}")[0] == 200
+    assert served.ask("GET", "/", source="127.0.0.76", Authorization=f"Basic {basic}")[0] == 401
+    assert served.log_in(PASSWORD, source="127.0.0.76")[0] == 303
+    assert served.process.stdout
+    printed = [served.process.stdout.readline() for _ in range(ATTEMPTS)]
+    assert printed == ["dashboard: wrong password from 127.0.0.77\n"] * ATTEMPTS
+    assert PASSWORD not in "".join([*served.lines, *printed])
+    assert PASSWORD.encode() not in Path(f"/proc/{served.process.pid}/cmdline").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_printed_fingerprint_is_that_of_the_connection(served: Served) -> None:
+    open_context = ssl.create_default_context()
+    open_context.check_hostname, open_context.verify_mode = False, ssl.CERT_NONE
+    connection = http.client.HTTPSConnection(ADDRESS, served.port, timeout=20, context=open_context)
+    connection.connect()
+    sock: Any = connection.sock
+    shown = hashlib.sha256(sock.getpeercert(binary_form=True)).hexdigest().upper()
+    assert ":".join(re.findall("..", shown)) in served.lines[1] and sock.version() in ("TLSv1.2", "TLSv1.3")
+    connection.close()
+    plain = http.client.HTTPConnection(ADDRESS, served.port, timeout=20)
+    plain.request("GET", "/login")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        plain.getresponse()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front", ["cli", "playbook"])
+def test_an_address_of_the_network_needs_a_password(front: str, tmp_path: Path) -> None:
+    variables = {"ansible_connection": "local", "cluster_python": sys.executable, "cluster_address": "127.0.0.1"}
+    inventory = tmp_path / "inventory.yml"
+    words = {
+        "cli": [sys.executable, "-m", "trainyard.cli", "dashboard", f"--dashboard-listen={OTHER}"],
+        "playbook": ["ansible-playbook", "playbooks/dashboard.yml", "-e", f"dashboard_listen={OTHER}"],
+    }
+    # With the variable of the password, only the address is wrong: it is not one of this machine.
+    for more, expected in (
+        ({}, f"other machines reach {OTHER}, and there is no password"),
+        ({"dashboard_password": PASSWORD}, f"the dashboard cannot listen on {OTHER}:5000"),
+    ):
+        content = {"hosts": {"node1": {"cluster_data_dir": str(tmp_path)}}, "vars": variables | more}
+        inventory.write_text(yaml.safe_dump({"cluster": content}))
+        done = subprocess.run(
+            [*words[front], "-i", str(inventory)], cwd=TOP, capture_output=True, text=True, check=False
+        )
+        text = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode != 0 and expected in text and PASSWORD not in text, text
+
+
+def options(**given: Any) -> DashboardOptions:
+    return DashboardOptions.from_variables({f"dashboard_{name}": value for name, value in given.items()}, "test")
+
+
+def test_wrong_options_are_refused_in_one_line(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("too short\n")
+    secret.chmod(0o600)
+    long = tmp_path / "long"
+    long.write_text(f"{PASSWORD}\n")
+    long.chmod(0o644)
+    damaged = tmp_path / "damaged"
+    damaged.write_text("scrypt:2:1:1:AAAA:AAAA\n")
+    damaged.chmod(0o600)
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"listen": OTHER}, "", "there is no password: set dashboard_password_file"),
+        ({"listen": "::ffff:192.0.2.7"}, "", "there is no password"),
+        ({"listen": OTHER, "password_file": str(secret)}, "", "has 9 characters: give it 12 or more"),
+        ({"listen": OTHER}, "short", "has 5 characters"),
+        ({"listen": OTHER, "password_file": str(long)}, "", f"run chmod 600 {long}"),
+        ({"listen": OTHER, "password_file": str(tmp_path / "none")}, "", "No such file"),
+        ({"listen": OTHER, "password_file": str(damaged)}, "", "is damaged"),
+        ({"listen": OTHER, "password_file": str(long)}, PASSWORD, "remove one of them"),
+        ({"listen": OTHER, "certificate": "/a.pem"}, PASSWORD, "set both or none"),
+        ({"certificate": "/a.pem", "key": "/b.pem"}, "", "TLS needs a password"),
+    ]
+    for given, password, text in wrong:
+        with pytest.raises(UserError, match=re.escape(text)) as caught:
+            make_entry(options(**given), password, tmp_path / "home")
+        assert "\n" not in str(caught.value)
+    for listen in ("0.0.0.0", "::", "node1", "127.0.0.1:5000"):
+        with pytest.raises(UserError, match="dashboard_listen: expected an IP address of this machine"):
+            options(listen=listen)
+    assert make_entry(options(listen="127.0.0.2"), PASSWORD, tmp_path / "home").password is None
+    assert not (tmp_path / "home").exists()
+    long.chmod(0o600)
+    given = options(listen=OTHER, port=0, password_file=str(long))
+    how: dict[str, Any] = {"find_queue": str, "project": Project(tmp_path / "home")}
+    with pytest.raises(UserError, match=re.escape("set dashboard_listen to an address of this machine")):
+        run_dashboard([], lambda one: None, None, given, print, **how)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.slow
+def test_the_hash_is_salted_and_written_once(tmp_path: Path) -> None:
+    one, two = PasswordHash.of(PASSWORD), PasswordHash.of(PASSWORD)
+    assert (
+        one.salt != two.salt and one.digest != two.digest and one.matches(PASSWORD) and not one.matches(PASSWORD + " ")
+    )
+    assert PasswordHash.parse(str(one)) == one
+    file = tmp_path / "password"
+    words = [sys.executable, "-m", "trainyard.dashboard.password", str(file)]
+
+    def write(password: str) -> str:
+        given = f"{password}\n"
+        return subprocess.run(words, cwd=TOP, input=given, capture_output=True, text=True, check=False).stdout.strip()
+
+    assert [write(PASSWORD), write(PASSWORD), write("another password")] == ["changed", "unchanged", "changed"]
+    assert file.stat().st_mode & 0o777 == 0o600 and "another" not in file.read_text()
+    found = read_password("", str(file))
+    assert found and found.matches("another password") and not found.matches(PASSWORD)
+
+
+def test_the_limit_counts_addresses_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("trainyard.dashboard.password.time.monotonic", lambda: now[0])
+    limit = AttemptLimit()
+    assert [limit.begin("a") for _ in range(ATTEMPTS)] == [0.0] * ATTEMPTS
+    assert limit.begin("a") == 300.0 and limit.begin("b") == 0.0
+    limit.withdraw("b")
+    assert sum(limit.begin(f"c{number}") == 0.0 for number in range(100)) == 30 - ATTEMPTS
+    assert limit.begin("d") == 300.0
+    now[0] += 301
+    assert limit.begin("a") == limit.begin("d") == 0.0
+
+
+def test_a_session_ends_after_its_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(security.time, "monotonic", lambda: now[0])
+    access = security.PasswordAccess(security.Site(OTHER, 443, (OTHER,), tls=True), PasswordHash(b"", b""), print)
+    assert access.site.hosts == (f"{OTHER}:443", OTHER)
+    cookie = access.begin_session().headers["set-cookie"].partition(";")[0].encode()
+    scope = {"type": "http", "headers": [(b"cookie", cookie)]}
+    assert access.in_session(scope)
+    now[0] += security.LIFETIME - 1
+    assert access.in_session(scope) and not access.in_session({"type": "http", "headers": []})
+    now[0] += 2
+    assert not access.in_session(scope)
+
+
+def test_the_certificate_is_made_once_and_a_foreign_one_is_checked(tmp_path: Path) -> None:
+    first = own_certificate(tmp_path / "own", "192.0.2.7")
+    assert own_certificate(tmp_path / "own", "192.0.2.7") == first and "192.0.2.7" in first.names
+    assert first.file.stat().st_mode & 0o777 == 0o600 and (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    moved = own_certificate(tmp_path / "own", "2001:db8::1")
+    assert moved.fingerprint != first.fingerprint and "2001:db8::1" in moved.names
+    other = own_certificate(tmp_path / "other", "192.0.2.7")
+    assert user_certificate(str(moved.file), str(moved.file)).fingerprint == moved.fingerprint
+    with pytest.raises(UserError, match="is not the key of"):
+        user_certificate(str(moved.file), str(other.file))
+    key = serialization.load_pem_private_key(moved.file.read_bytes(), None)
+    locked = tmp_path / "locked.pem"
+    how = serialization.BestAvailableEncryption(b"secret")
+    locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how))
+    locked.chmod(0o600)
+    with pytest.raises(UserError, match="has a passphrase"):
+        user_certificate(str(moved.file), str(locked))
+    moved.file.chmod(0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        user_certificate(str(moved.file), str(moved.file))
+    assert x509.load_pem_x509_certificate(moved.file.read_bytes()).not_valid_after_utc

@@ -1,0 +1,159 @@
+"""The password of the dashboard: its salted hash, and the limit of attempts.
+
+    python -m trainyard.dashboard.password [FILE]
+
+reads a password from standard input, or asks for it on a terminal. It prints the salted hash, which `dashboard_password_file` may have
+in place of the password. With FILE, it writes the hash there, unless the file has a hash of this password, and prints what it did.
+"""
+
+from __future__ import annotations
+
+import base64
+import getpass
+import hashlib
+import hmac
+import secrets
+import stat
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.files import write_atomic
+from trainer.inputs import read_regular, user_path
+
+SHORTEST = 12  # characters
+FILE_LIMIT = 4096  # bytes of a file with a password
+# RFC 7914: 32 MiB of memory and about 0.1 s for each attempt.
+COST, BLOCKS, PARALLEL = 2**15, 8, 1
+MEMORY = 64 << 20  # bytes that scrypt may use
+ATTEMPTS = 5  # wrong passwords of one address in WINDOW
+ALL_ATTEMPTS = 30  # of all addresses
+WINDOW = 300.0  # s
+_PREFIX = f"scrypt:{COST}:{BLOCKS}:{PARALLEL}"
+
+
+@dataclass(frozen=True)
+class PasswordHash:
+    """A salted hash, as RFC 7914 defines it."""
+
+    salt: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, password: str) -> PasswordHash:
+        """Return the hash of a password with a new salt. Raises UserError for a short one."""
+        if len(password) < SHORTEST:
+            raise UserError(f"the password of the dashboard has {len(password)} characters: give it {SHORTEST} or more")
+        salt = secrets.token_bytes(16)
+        return cls(salt, _scrypt(password, salt))
+
+    @classmethod
+    def parse(cls, line: str) -> PasswordHash:
+        """Return the hash that `str` has written. Raises ValueError."""
+        prefix, salt, digest = line.rsplit(":", 2)
+        if prefix != _PREFIX:
+            raise ValueError(f"expected {_PREFIX}:SALT:HASH")
+        found = cls(base64.b64decode(salt, validate=True), base64.b64decode(digest, validate=True))
+        if len(found.salt) != 16 or len(found.digest) != 32:
+            raise ValueError("expected 16 and 32 bytes")
+        return found
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}:{base64.b64encode(self.salt).decode()}:{base64.b64encode(self.digest).decode()}"
+
+    def matches(self, password: str) -> bool:
+        """Return whether this is the hash of a password; the time says nothing about either."""
+        return hmac.compare_digest(_scrypt(password, self.salt), self.digest)
+
+
+def _scrypt(password: str, salt: bytes) -> bytes:
+    text = password.encode(errors="surrogatepass")
+    return hashlib.scrypt(text, salt=salt, n=COST, r=BLOCKS, p=PARALLEL, maxmem=MEMORY, dklen=32)
+
+
+class AttemptLimit:
+    """Counts wrong passwords: a few of one address, and some of all addresses, within a time."""
+
+    def __init__(self) -> None:
+        """Begin without attempts."""
+        self._attempts: deque[tuple[float, str]] = deque()
+
+    def begin(self, address: str) -> float:
+        """Count an attempt and return 0, or return the seconds until the address may try again."""
+        now = time.monotonic()
+        while self._attempts and self._attempts[0][0] <= now - WINDOW:
+            self._attempts.popleft()
+        own = [at for at, of in self._attempts if of == address]
+        if len(own) >= ATTEMPTS:
+            return own[0] + WINDOW - now
+        if len(self._attempts) >= ALL_ATTEMPTS:
+            return self._attempts[0][0] + WINDOW - now
+        self._attempts.append((now, address))
+        return 0.0
+
+    def withdraw(self, address: str) -> None:
+        """Forget the newest attempt of an address: the password was right."""
+        for place in reversed(range(len(self._attempts))):
+            if self._attempts[place][1] == address:
+                del self._attempts[place]
+                return
+
+
+def read_password(variable: str, file: str) -> PasswordHash | None:
+    """Return the hash of the password that a user has set, or None without one.
+
+    Args:
+        variable: the variable `dashboard_password`; empty without it.
+        file: the option `dashboard_password_file`: a file whose first line is the password, or its hash; empty without it.
+
+    Raises:
+        UserError: both are set, the password is too short, or the file is unreadable or readable by other users.
+    """
+    if variable and file:
+        raise UserError("dashboard_password and dashboard_password_file are set: remove one of them")
+    if not file:
+        return PasswordHash.of(variable) if variable else None
+    path = user_path(file, "dashboard_password_file")
+    try:
+        mode = path.stat().st_mode
+        line = read_regular(path, FILE_LIMIT).decode().partition("\n")[0].rstrip("\r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"dashboard_password_file: cannot read {path}: {getattr(error, 'strerror', error)}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise UserError(f"dashboard_password_file: other users may read {path}: run chmod 600 {path}")
+    if not line.startswith("scrypt:"):
+        return PasswordHash.of(line)
+    try:
+        return PasswordHash.parse(line)
+    except ValueError as error:
+        raise UserError(f"dashboard_password_file: the hash in {path} is damaged ({error}): write it again") from None
+
+
+def _write_hash(path: Path, password: str) -> str:
+    """Write the hash of a password unless the file has one. Return `unchanged` or `changed`."""
+    try:
+        if PasswordHash.parse(path.read_text().strip()).matches(password):
+            return "unchanged"
+    except (OSError, ValueError):
+        pass
+    write_atomic(path, f"{PasswordHash.of(password)}\n", 0o600)
+    return "changed"
+
+
+def main() -> int:
+    """Hash a password; see the module."""
+    ask = sys.stdin.isatty()
+    password = getpass.getpass("Password of the dashboard: ") if ask else sys.stdin.readline().rstrip("\r\n")
+    try:
+        print(_write_hash(Path(sys.argv[1]), password) if len(sys.argv) > 1 else PasswordHash.of(password))
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Which host has the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainer.errors import UserError
+
+
+def queue_host(groups: Mapping[str, Sequence[str]], variable: Callable[[str, str], Any]) -> str:
+    """Return the host of the queue: the first of the group queue, head or cluster that is in the cluster (see roles/queue).
+
+    Args:
+        variable: returns a variable of a host, or None.
+
+    Raises:
+        UserError: there is none, or the queue is not installed.
+    """
+    members = list(groups.get("cluster", []))
+    names = [name for group in ("queue", "head", "cluster") for name in groups.get(group, []) if name in members]
+    if not names:
+        raise UserError(
+            "queue: the inventory has no group cluster: add the hosts to one, as in inventory/hosts.example.yml"
+        )
+    if variable(names[0], "queue_state") != "present":
+        raise UserError(
+            f"the queue is not installed on {names[0]}: set queue_state: present for the group cluster in the inventory, and "
+            "run site.yml"
+        )
+    return names[0]
