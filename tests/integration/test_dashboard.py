@@ -22,7 +22,7 @@ import yaml
 from browser import browser, console_errors, screenshot, set_size
 from fake_slurm import FakeSlurm, busy_queue
 from prometheus_client.parser import text_string_to_metric_families
-from run_hosts import TOP, Bed, until
+from run_hosts import TOP, Bed, command_line, until
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
@@ -98,7 +98,7 @@ class Site:
             for pid in pids
             if pid in children or environ(pid).get("SSH_CONNECTION", "").endswith(f" {self.ssh_port}")
         ]
-        return [pid for pid in ours if is_running(pid) and b"\0sample\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in ours if is_running(pid) and b"\0sample\0" in command_line(pid)]
 
 
 def start(bed: Bed, run: str, steps: int = 100_000, pause: float = 0.2, environment: str = "", hosts: int = 2) -> None:

@@ -192,6 +192,14 @@ class Bed:
             os.kill(pid, signal.SIGKILL)
 
 
+def command_line(pid: int) -> bytes:
+    """Return the words of a process, each followed by a zero byte; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
