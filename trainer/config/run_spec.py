@@ -455,11 +455,6 @@ class RunSpec(BaseModel):
         return resolve(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
 
     @property
-    def needs_dataset(self) -> bool:
-        """Whether the run reads a dataset. A script reads one only if it is set."""
-        return not self.fake_data and not (self.script and self.dataset == EMBEDDED_DATASET)
-
-    @property
     def needs_logprobs(self) -> bool:
         """Whether the loss needs log-probabilities of a teacher in the rows of the dataset."""
         return self.distill_alpha > 0 and not self.teacher and not self.fake_data
@@ -476,9 +471,8 @@ class RunSpec(BaseModel):
     @property
     def rows_per_step(self) -> int:
         """Rows of one optimizer step over all ranks. Depends on the spec alone, never on the number of hosts."""
-        if self.gradient_accumulation:
-            return self.gradient_accumulation * self.batch_size
-        return self.total_batch_size or 32
+        accumulated = (self.gradient_accumulation or 0) * self.batch_size
+        return accumulated or self.total_batch_size or 32
 
     @property
     def fake_rows(self) -> int:

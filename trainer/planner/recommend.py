@@ -1,6 +1,6 @@
 """Compare the strategies for a run, and recommend one. No torch: the controller resolves `strategy=auto` with it.
 
-`options` compares the strategies for a spec as it is, `plans` with the levers of each strategy. Both are compared by the same
+`options` compares the strategies for a spec as it is, `plans` with the alternatives of each strategy. Both are compared by the same
 score: tokens per second, divided by how many times faster a plan must be to justify what it costs besides.
 """
 
@@ -17,7 +17,7 @@ from trainer.config import RunSpec, read_spec
 from trainer.errors import UserError
 from trainer.planner.cost import Layout, Memory, Rows, row_flops, unpacking_factor
 from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
-from trainer.planner.levers import Lever, shown, variants
+from trainer.planner.alternatives import Alternative, shown, variants
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.teacher import teacher_flops, teacher_shape
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
@@ -66,9 +66,9 @@ class Option:
         fits: whether `memory` is available, None if unknown.
         comm_seconds: communication that computation does not hide.
         host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
-        gain: how many times faster the plan must be to justify its strategy and levers; 0: never recommended.
-        fields: values of the spec that the levers change.
-        costs: what strategy and levers cost besides, in words.
+        gain: how many times faster the plan must be to justify its strategy and alternatives; 0: never recommended.
+        fields: values of the spec that the alternatives change.
+        costs: what strategy and alternatives cost besides, in words.
     """
 
     strategy: str
@@ -133,7 +133,7 @@ def options(spec: RunSpec, setting: Setting) -> list[Option]:
 
 
 def plans(spec: RunSpec, setting: Setting) -> list[Option]:
-    """Return the best plan of one process alone and of every strategy, with all levers that the spec allows.
+    """Return the best plan of one process alone and of every strategy, with all alternatives that the spec allows.
 
     A strategy of which no plan fits is represented by the plan that needs the least memory.
     """
@@ -141,10 +141,10 @@ def plans(spec: RunSpec, setting: Setting) -> list[Option]:
     for label, strategy, place in _candidates(setting):
         plan, base = plan_named(strategy), spec.model_copy(update={"strategy": strategy})
         tried = []
-        for variant in variants(base, plan.levers(base)):
+        for variant in variants(base, plan.alternatives(base)):
             if label == ALONE or plan.runs_on(variant.spec, place.shape, place.layout):
                 speed = setting.speed.of(base, variant.spec, place.shape, place.rows, cuda=not place.gloo)
-                tried.append(_option(label, variant.spec, place, speed, variant.levers))
+                tried.append(_option(label, variant.spec, place, speed, variant.alternatives))
         if tried:
             found.append(_best(tried) or min(tried, key=lambda option: option.memory.total))
     return found
@@ -165,8 +165,10 @@ def _smallest(rooms: Iterable[float | None]) -> tuple[float | None, ...]:
     return (min((room for room in rooms if room is not None), default=None),)
 
 
-def _option(label: str, spec: RunSpec, setting: Setting, speed: Speed, levers: Sequence[Lever] = ()) -> Option:
-    """Return the cost of the spec's strategy under the name `label`. `levers`: those that made the spec."""
+def _option(
+    label: str, spec: RunSpec, setting: Setting, speed: Speed, alternatives: Sequence[Alternative] = ()
+) -> Option:
+    """Return the cost of the spec's strategy under the name `label`. `alternatives`: those that made the spec."""
     shape, layout, rows, gloo = setting.shape, setting.layout, setting.rows, setting.gloo
     bandwidth = setting.link * 1e6 / 8  # bytes per second
     plan = plan_of(spec)
@@ -186,9 +188,13 @@ def _option(label: str, spec: RunSpec, setting: Setting, speed: Speed, levers: S
         communication,
         tokens_per_second=spec.rows_per_step * rows.tokens / (compute + communication),
         host_memory=0 if gloo else plan.host_memory(spec, shape, layout),
-        gain=math.prod((lever.gain for lever in levers), start=plan.gain or 0.0),
-        fields={name: value for lever in levers for name, value in lever.fields.items()},
-        costs=tuple(text for text in ("" if label == ALONE else plan.cost, *(lever.cost for lever in levers)) if text),
+        gain=math.prod((alternative.gain for alternative in alternatives), start=plan.gain or 0.0),
+        fields={name: value for alternative in alternatives for name, value in alternative.fields.items()},
+        costs=tuple(
+            text
+            for text in ("" if label == ALONE else plan.cost, *(alternative.cost for alternative in alternatives))
+            if text
+        ),
     )
 
 
@@ -290,8 +296,8 @@ def _too_large(spec: RunSpec, option: Option) -> str:
         )
         if applies and remedy.partition("=")[0].split()[-1] not in option.fields
     ]
-    with_levers = "".join(f" {name}={shown(value)}" for name, value in option.fields.items())
-    tried = f" with{with_levers}" if with_levers else ""
+    with_alternatives = "".join(f" {name}={shown(value)}" for name, value in option.fields.items())
+    tried = f" with{with_alternatives}" if with_alternatives else ""
     return (
         f"{option.memory.total / 2**30:.1f} GiB per process do not fit, besides {BASE} MiB for Python on a CPU "
         f"(strategy={option.settings['strategy']}{tried}): try {' or '.join(remedies) or 'a smaller model'}, or more hosts"

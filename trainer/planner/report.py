@@ -18,7 +18,7 @@ from trainer.formats import mib, table
 from trainer.inputs import path_kind, user_path
 from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
 from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
-from trainer.planner.levers import shown
+from trainer.planner.alternatives import shown
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
@@ -222,7 +222,7 @@ def _row(option: Option) -> list[str]:
 
 
 def _plan_lines(planned: Sequence[Option]) -> list[str]:
-    """Return the best plan of every strategy with its levers, as a table, or nothing if no plan has one."""
+    """Return the best plan of every strategy with its alternatives, as a table, or nothing if no plan has one."""
     if not any(option.fields for option in planned):
         return []
     rows = [[*_HEAD, "settings"]]
@@ -257,7 +257,7 @@ def lines(
     advice: Advice,
     about: Sequence[str],
 ) -> list[str]:
-    """Return the plan as text: the run, `about` hosts and data, the strategies without and with levers, and the recommendation."""
+    """Return the plan as text: the run, `about` hosts and data, the strategies without and with alternatives, and the recommendation."""
     chosen = planned[0] if len(planned) == 1 else next(each for each in planned if each.strategy == advice.strategy)
     parts = ", ".join(f"{name} {mib(size)}" for name, size in chosen.memory.step.items() if size)
     if chosen.memory.total > sum(chosen.memory.step.values()):

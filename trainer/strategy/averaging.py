@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.shares import share
 from trainer.errors import UserError
-from trainer.planner.levers import Levers, whole_model_levers
+from trainer.planner.alternatives import Alternatives, whole_model_alternatives
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP
 from trainer.strategy.lazy import LazyModule
@@ -54,8 +54,8 @@ class AveragingPlan(StrategyPlan):
     def strategy_class(self, spec: RunSpec) -> type[Strategy]:
         return Averaging
 
-    def levers(self, spec: RunSpec) -> list[Levers]:
-        return [*super().levers(spec), *whole_model_levers(spec)]
+    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
+        return [*super().alternatives(spec), *whole_model_alternatives(spec)]
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
         """The averaged adapter has the adapters of all workers; gradients and the optimizer's moments are freed before."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
-from trainer.planner.levers import Levers, gradient_levers, whole_model_levers
+from trainer.planner.alternatives import Alternatives, gradient_alternatives, whole_model_alternatives
 from trainer.strategy.base import Batch, Rows, Strategy, Update, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan
@@ -58,8 +58,8 @@ class DDPPlan(StrategyPlan):
     def strategy_class(self, spec: RunSpec) -> type[DDP]:
         return DDP
 
-    def levers(self, spec: RunSpec) -> list[Levers]:
-        return [*super().levers(spec), *whole_model_levers(spec), *gradient_levers(spec)]
+    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
+        return [*super().alternatives(spec), *whole_model_alternatives(spec), *gradient_alternatives(spec)]
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)

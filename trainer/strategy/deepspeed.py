@@ -27,7 +27,7 @@ from trainer.planner.cost import (
     micro_batches,
     ring_fraction,
 )
-from trainer.planner.levers import Lever, Levers, gradient_levers
+from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.planner.model_shape import shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.deepspeed_file import check_file, free_options, merge
@@ -102,17 +102,17 @@ class DeepSpeedPlan(StrategyPlan):
         # Stage 3 takes the model from host memory, where the kernels cannot be tested with packed samples.
         return not self.sharded_weights(spec)
 
-    def levers(self, spec: RunSpec) -> list[Levers]:
+    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         now = spec.deepspeed_stage, spec.deepspeed_offload
         offloads = list(_OFFLOADS)[list(_OFFLOADS).index(spec.deepspeed_offload) :]
-        stages: list[Lever] = [Lever()]
+        stages: list[Alternative] = [Alternative()]
         for stage, offload in product(_STAGES, offloads):
             fields: dict[str, Any] = {"deepspeed_stage": stage} if stage != now[0] else {}
             fields |= {"deepspeed_offload": offload} if offload != now[1] else {}
             cost = "; ".join(text for text in (_STAGES[stage], _OFFLOADS[offload]) if text)
             if fields:
-                stages.append(Lever(fields, cost))
-        return [*super().levers(spec), stages, *gradient_levers(spec)]
+                stages.append(Alternative(fields, cost))
+        return [*super().alternatives(spec), stages, *gradient_alternatives(spec)]
 
     def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
         if spec.deepspeed_offload == "none" and not self.sharded_weights(spec):

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.shares import share
 from trainer.errors import NonFiniteError
 from trainer.planner.cost import Layout, State, micro_batches
-from trainer.planner.levers import CHANGED, Lever, Levers, optimizer_levers, quantize_levers, switch
+from trainer.planner.alternatives import (
+    CHANGED,
+    Alternative,
+    Alternatives,
+    optimizer_alternatives,
+    quantize_alternatives,
+    switch,
+)
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state
@@ -83,14 +90,14 @@ class DiLoCoPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return spec.replica_strategy == "fsdp"
 
-    def levers(self, spec: RunSpec) -> list[Levers]:
-        rounds = [Lever()]
+    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
+        rounds = [Alternative()]
         for steps, gain in _ROUNDS.items():
             if steps > spec.local_steps:
                 cost = "replicas differ more between synchronizations"
-                rounds.append(Lever({"local_steps": steps}, cost, gain / _ROUNDS.get(spec.local_steps, 1.0)))
+                rounds.append(Alternative({"local_steps": steps}, cost, gain / _ROUNDS.get(spec.local_steps, 1.0)))
         shards = switch(spec, "replica_strategy", "fsdp", "every pass within a replica sends the weights of all layers")
-        return [*super().levers(spec), quantize_levers(spec), *optimizer_levers(spec), shards, rounds]
+        return [*super().alternatives(spec), quantize_alternatives(spec), *optimizer_alternatives(spec), shards, rounds]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         return -(-len(layout.processes) // spec.replica_hosts) <= spec.rows_per_step

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.distributed.listeners import restrict_listeners
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
-from trainer.planner.levers import Lever, Levers, gradient_levers
+from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
@@ -79,13 +79,13 @@ class FSDPPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
-    def levers(self, spec: RunSpec) -> list[Levers]:
+    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         # Either value may be faster, so both are tried.
         shards = [
-            Lever(),
-            *(Lever({"fsdp_shard": value}) for value in ("all", "gradients", "host") if value != spec.fsdp_shard),
+            Alternative(),
+            *(Alternative({"fsdp_shard": value}) for value in ("all", "gradients", "host") if value != spec.fsdp_shard),
         ]
-        return [*super().levers(spec), shards, *gradient_levers(spec)]
+        return [*super().alternatives(spec), shards, *gradient_alternatives(spec)]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         return spec.fsdp_shard != "host" or (len(set(layout.processes)) == 1 and layout.processes[0] > 1)

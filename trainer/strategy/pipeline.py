@@ -20,7 +20,7 @@ from trainer.planner.cost import (
     full_state,
     micro_batches,
 )
-from trainer.planner.levers import ROUNDED, Levers, switch
+from trainer.planner.alternatives import ROUNDED, Alternatives, switch
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.pipeline_split import (
@@ -133,11 +133,11 @@ class PipelinePlan(StrategyPlan):
 
     # Costs --------------------------------------------------------------------------------------------------------------
 
-    def levers(self, spec: RunSpec) -> list[Levers]:
+    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         cost = "activations and their gradients are rounded to bfloat16 in transit"
         half = spec.lora_r > 0 and spec.precision == "bf16-mixed"  # they travel in bfloat16 in any case
         comm = [] if half else [switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)]
-        return [*super().levers(spec), *comm]
+        return [*super().alternatives(spec), *comm]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         return 1 < layout.world <= shape.layers and shape.kind in PIPELINE_KINDS

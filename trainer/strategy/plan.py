@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.errors import UserError
 from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
-from trainer.planner.levers import Levers, activation_levers
+from trainer.planner.alternatives import Alternatives, activation_alternatives
 from trainer.planner.teacher import teacher_memory, teacher_weights
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class StrategyPlan:
 
     # Costs --------------------------------------------------------------------------------------------------------------
 
-    def levers(self, spec: RunSpec) -> list[Levers]:
+    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         """Return the changes of the spec that the planner tries, in groups that exclude each other."""
-        return activation_levers(spec)
+        return activation_alternatives(spec)
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         """Return whether the model can be divided over these ranks."""

@@ -150,7 +150,7 @@ def dataset_entries(
         UserError: a dataset is missing or damaged.
     """
     entries = []
-    for place, source in enumerate(spec.sources if spec.needs_dataset else ()):
+    for place, source in enumerate(spec.sources if _needs_dataset(spec) else ()):
         if found := on_hosts.get(_setting(spec, place)):
             entries.append(found.entry("dataset") | {"source": place})
             continue
@@ -183,6 +183,11 @@ def _dataset_entry(path: Path, digests: Digests) -> dict[str, Any]:
     return file_entry(path, f"store/datasets/{digest[:16]}{data_suffix(path)}", {"": digest}, "dataset")
 
 
+def _needs_dataset(spec: RunSpec) -> bool:
+    """Return whether the run reads a dataset. A script reads one only if it is set."""
+    return not spec.fake_data and not (spec.script and spec.dataset == EMBEDDED_DATASET)
+
+
 def _setting(spec: RunSpec, place: int) -> str:
     """Return what a message calls a dataset of the spec."""
     return "dataset" if len(spec.sources) == 1 else f"dataset {place + 1}"
@@ -191,7 +196,7 @@ def _setting(spec: RunSpec, place: int) -> str:
 def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFiles]:
     """Return the files of the spec that the hosts have already, by setting. Raises UserError."""
     settings = model_settings(spec)
-    if spec.needs_dataset:
+    if _needs_dataset(spec):
         settings |= {_setting(spec, place): source.path for place, source in enumerate(spec.sources)}
     paths = {setting: path for setting, text in settings.items() if (path := host_path(text, setting))}
     if not paths:

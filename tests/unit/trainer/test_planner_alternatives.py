@@ -1,4 +1,4 @@
-"""What the planner recommends with all levers, for hardware and models of which a person knows the answer."""
+"""What the planner recommends with all alternatives, for hardware and models of which a person knows the answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer_runs import TOP
 from trainer.__main__ import main
 from trainer.config import RunSpec, make_spec
 from trainer.errors import UserError
+from trainer.planner.alternatives import variants
 from trainer.planner.cost import Rows
 from trainer.planner.hosts import layout_of
-from trainer.planner.levers import variants
 from trainer.planner.model_shape import Shape, read_shape
 from trainer.planner.recommend import Advice, Option, Setting, Speed, plans, recommend
 from trainer.strategy import STRATEGIES, plan_named
@@ -163,7 +163,7 @@ def test_the_table_of_the_documentation(
     assert advice.strategy == strategy, advice
 
 
-def test_a_single_gpu_takes_levers_as_well() -> None:
+def test_a_single_gpu_takes_alternatives_as_well() -> None:
     """7B on 16 GB: recomputation keeps the result, so it comes before nf4."""
     advice, found = best("7B", gpus(16), 1000, HALF)
     assert set(found) == {"alone"} and advice.strategy == "ddp"
@@ -244,22 +244,22 @@ def test_the_line_fed_back_gives_the_same_plan(
 @pytest.mark.parametrize("lora", [0, 16])
 def test_every_variant_is_a_valid_spec(strategy: str, lora: int) -> None:
     spec = make_spec({"model": "x", "strategy": strategy, "lora_r": lora, "gradient_accumulation": 4}, "here")
-    found = list(variants(spec, plan_named(strategy).levers(spec)))
-    assert found[0].spec == spec and not found[0].levers and len(found) > 4
+    found = list(variants(spec, plan_named(strategy).alternatives(spec)))
+    assert found[0].spec == spec and not found[0].alternatives and len(found) > 4
     for variant in found[:: max(1, len(found) // 30)]:
         assert RunSpec.model_validate(variant.spec.model_dump()) == variant.spec
         assert variant.spec.rows_per_step == spec.rows_per_step
     assert len({repr(variant.spec) for variant in found}) == len(found)
 
 
-def test_levers_that_the_spec_refuses_are_not_tried() -> None:
+def test_alternatives_that_the_spec_refuses_are_not_tried() -> None:
     _, found = best("7B", gpus(16, 16, 16), 1000, HALF | {"quantize": "nf4"})
     assert set(found) == {"alone", "ddp", "diloco", "averaging"}
     for option in best("7B", gpus(16, 16, 16), 1000, HALF)[1].values():
         assert "quantize" not in option.fields or option.strategy in ("alone", "ddp", "diloco", "averaging")
 
 
-def test_all_levers_on_16_hosts_take_less_than_a_second() -> None:
+def test_all_alternatives_on_16_hosts_take_less_than_a_second() -> None:
     fields = HALF | {"batch_size": 16}
     began = time.process_time()
     best("70B", gpus(*[24] * 16), 1000, fields)
