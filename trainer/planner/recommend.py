@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from trainer.config import RunSpec, read_spec
 from trainer.errors import UserError
+from trainer.planner.alternatives import Alternative, shown, variants
 from trainer.planner.cost import Layout, Memory, Rows, row_flops, unpacking_factor
 from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
-from trainer.planner.alternatives import Alternative, shown, variants
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.teacher import teacher_flops, teacher_shape
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of

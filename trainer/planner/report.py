@@ -16,9 +16,9 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.formats import mib, table
 from trainer.inputs import path_kind, user_path
+from trainer.planner.alternatives import shown
 from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
 from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
-from trainer.planner.alternatives import shown
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
-from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.planner.alternatives import Alternatives, gradient_alternatives, whole_model_alternatives
+from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.strategy.base import Batch, Rows, Strategy, Update, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan

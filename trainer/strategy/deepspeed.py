@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
+from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.planner.cost import (
     Layout,
     Memory,
@@ -27,7 +28,6 @@ from trainer.planner.cost import (
     micro_batches,
     ring_fraction,
 )
-from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.planner.model_shape import shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.deepspeed_file import check_file, free_options, merge

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.shares import share
 from trainer.errors import NonFiniteError
-from trainer.planner.cost import Layout, State, micro_batches
 from trainer.planner.alternatives import (
     CHANGED,
     Alternative,
@@ -24,6 +23,7 @@ from trainer.planner.alternatives import (
     quantize_alternatives,
     switch,
 )
+from trainer.planner.cost import Layout, State, micro_batches
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state

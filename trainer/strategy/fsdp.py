@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.listeners import restrict_listeners
 from trainer.errors import DiskError, UserError, disk_failure
-from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
 from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
+from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
+from trainer.planner.alternatives import ROUNDED, Alternatives, switch
 from trainer.planner.cost import (
     Layout,
     Memory,
@@ -20,7 +21,6 @@ from trainer.planner.cost import (
     full_state,
     micro_batches,
 )
-from trainer.planner.alternatives import ROUNDED, Alternatives, switch
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.pipeline_split import (

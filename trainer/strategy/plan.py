@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.errors import UserError
-from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
 from trainer.planner.alternatives import Alternatives, activation_alternatives
+from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
 from trainer.planner.teacher import teacher_memory, teacher_weights
 
 if TYPE_CHECKING:
