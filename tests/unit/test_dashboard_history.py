@@ -212,7 +212,7 @@ def test_a_record_whose_process_is_gone_is_interrupted(tmp_path: Path) -> None:
 
 
 def keep(home: Path, **more: Any) -> None:
-    spec = make_spec({"model": "tiny", "run": "r", "dataset": "data.jsonl", **more}, "the test")
+    spec = make_spec({"run": "r", "dataset": "data.jsonl", **more}, "the test")
     prepared = PreparedRun("r", spec.model_dump(mode="json") | {"rows_per_step": 4}, [], {})
     options = LaunchOptions.model_validate({"max_restarts": 3, "run_env": {"HF_TOKEN": "secret"}, "head": "node2"})
     keep_start(home, prepared, options, ["node1", "node2"])
@@ -221,6 +221,7 @@ def keep(home: Path, **more: Any) -> None:
 def test_a_start_is_kept_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there/data.jsonl").write_text("{}")
+    (tmp_path / "there/work.py").write_text("")
     monkeypatch.chdir(tmp_path / "there")
     assert not has_start(tmp_path, "r")
     keep(tmp_path)
@@ -233,6 +234,10 @@ def test_a_start_is_kept_without_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     options = record.options(LaunchOptions.model_validate({"stall_limit": 5.0, "max_restarts": 1}))
     assert (options.max_restarts, options.head, options.stall_limit) == (3, "node2", 5.0)
     assert record.hosts == ("node1", "node2") and record.spec.run == "r"
+    monkeypatch.chdir(tmp_path / "there")
+    keep(tmp_path, script="work.py")
+    monkeypatch.chdir(tmp_path)
+    assert read_start(tmp_path, "r").spec.script == str(tmp_path / "there/work.py")
     file.write_text("{}")
     with pytest.raises(UserError, match="start it again with trainyard train SPEC --run r"):
         read_start(tmp_path, "r")

@@ -93,5 +93,5 @@ def _in_folder(spec: RunSpec, folder: Path) -> RunSpec:
 
     dataset = with_paths(spec.model_dump(mode="json")["dataset"], [found(source.path) for source in spec.sources])
     values = spec.model_dump(mode="json") | {"dataset": dataset}
-    values |= {name: found(str(values[name])) for name in ("model", "teacher") if values[name]}
+    values |= {name: found(str(values[name])) for name in ("model", "teacher", "script") if values[name]}
     return make_spec(values, "the start")
