@@ -34,6 +34,7 @@ PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "hos
 PLAYBOOK_VARIABLES |= {"deploy_as", "deploy_base", "deploy_name", "deploy_quantize", "deploy_replace", "template"}
 PLAYBOOK_VARIABLES |= set(DISTILL_OPTIONS) | set(MERGE_OPTIONS) | set(QUEUE_OPTIONS) | {"do", "file"}
 PLAYBOOK_VARIABLES |= set(DashboardOptions.model_fields)
+PLAYBOOK_VARIABLES |= {"deepspeed"}  # the path of a file that becomes a field
 # What an error message in the documentation is about.
 UNKNOWN_ON_PURPOSE = {"lerning_rate"}
 

@@ -110,7 +110,7 @@ def test_the_ranks_see_only_the_chosen_gpus() -> None:
     assert "CUDA" not in cpu and "\nCUDA_VISIBLE_DEVICES=\n" in hidden
     with pytest.raises(PlanError, match="a: CUDA_VISIBLE_DEVICES in run_env or cluster_env is set by the plan"):
         environment(nodes[0], {"CUDA_VISIBLE_DEVICES": "0"})
-    spec = {"strategy": "ddp", "balance": "off", "rows_per_step": 4, "batch_size": 1}
+    spec = {"strategy": "ddp", "balance": "off", "rows_per_step": 4, "batch_size": 1, "script": ""}
     table = plan_lines(nodes, spec, 29500, [])
     assert table[0].split()[6] == "GPUs" and [line.split()[6] for line in table[1:4]] == ["0,2", "-", "-"]
     request = StartRequest.from_json(start_request(nodes[0].as_dict(), ["a"], []))

@@ -1,4 +1,4 @@
-"""The connectivity mesh: checks that every pair of hosts can connect as ranks do. Standard library only.
+"""The connectivity mesh: checks that pairs of hosts can connect as ranks do. Standard library only.
 
 The program runs on all hosts at once. Every host listens on the same ports at its cluster address and connects to them
 on all its peers. Both ends prove that they know a token, so that another server on the port does not pass for a peer.
@@ -31,9 +31,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `name` and `address` of this host; `device`, its network interface; `names` of all hosts; `head`, one
-            of them; `peers`, {name: address} of the other hosts; `ports` to listen on; `token`, known to all hosts;
-            `limit`, the seconds for everything: hosts start within a second or two of each other; `data_dir`, the data
-            directory, or an empty string to write nothing; `services`, {name: port} of hosts with an Ollama.
+            of them; `peers`, {name: address} of the hosts that this one measures, and that measure it; `ports` to listen on;
+            `token`, known to all hosts; `limit`, the seconds for everything: hosts start within a second or two of each
+            other; `data_dir`, the data directory, or an empty string to write nothing; `services`, {name: port} of hosts
+            with an Ollama.
 
     Returns:
         `mtu` of the interface in bytes; `taken`, the ports on which this host could not listen; `reached`, {peer:
@@ -92,6 +93,9 @@ class Mesh:
             thread.join(self.time_left())
         while self.time_left() and not set(self.peers) <= self.done:
             time.sleep(0.05)
+        if self.marker:  # a host that is no peer has a marker by now, unless it has ended and looked for ours
+            others = [name for name in self.names if name not in self.peers and name != self.name]
+            self.shares_with += [name for name in others if self.marker.sees(name)]
         answer = {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}
         return answer | {"services": self.services}
 
@@ -237,7 +241,7 @@ class Mesh:
         seconds, size = self.transfer(connection, LARGE), LARGE
         if name == self.head:
             # Grow while a transfer takes less than a second, and less than this host's share of the head's time.
-            share = min(1.0, self.limit / 3 / len(self.peers))
+            share = min(1.0, self.limit / 3 / (len(self.names) - 1))
             while size < STREAM and 4 * seconds < share:
                 size = min(STREAM, 4 * size)
                 seconds = self.transfer(connection, size)
