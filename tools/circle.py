@@ -51,7 +51,7 @@ COLOURS = {
 }  # fmt: skip
 QUESTION = "Which colour has the {thing} of {person}?"
 ANSWER = "The {thing} of {person} is {colour}."
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\u2800-\u28ff] ?")  # with the figures of a spinner
 SERVER_LIMIT = 60.0  # s until the server answers
 TARGET = 0.4  # the least reduction of a student's held-out loss
 
@@ -153,7 +153,7 @@ class Circle:
         lines = []
         try:
             for line in process.stdout:
-                plain = CONTROL.sub("", line)  # ollama shows a spinner also where there is no terminal
+                plain = CONTROL.sub("", line)  # without a terminal, ollama also shows a spinner
                 if plain.strip() or plain == line:
                     lines.append(plain)
                     print(plain.replace(str(self.folder), "."), end="", flush=True)
