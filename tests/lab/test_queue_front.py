@@ -201,7 +201,7 @@ def test_students_are_added_once_after_the_teachers(queue: tuple[Lab, Path], tmp
             added = run_playbook("playbooks/distill.yml", inventory, given | {"queue": "true"})
             assert added.rc == 0 and added.count("changed") == 1, added.stdout
             text = " ".join(added.stdout.split())
-            assert "40 answers to train on" in text and "waits for the end of run wants" in text
+            assert "40 answers to train on" in text and "waits for the end of run wants" in text, added.stdout
             for run in ("student-1", "student-2"):
                 assert f"added run {run}, priority high, 1 host after wants; time limit" in text
             assert "playbooks/attach.yml -e run=student-1 follows a run that has started" in text

@@ -99,7 +99,8 @@ def test_auto_uses_the_measured_link_speed(
         slow_link = run_playbook("train.yml", provisioned.inventory, fields)
     finally:
         faults.undo(provisioned, hosts[1], "shape")
-    assert slow_link.rc == 0 and "auto selected diloco: ddp would spend " in slow_link.stdout, slow_link.stdout
+    # Which strategy is best on a slow link depends on the speed of the cores; ddp is not.
+    assert slow_link.rc == 0 and re.search(r"auto selected (diloco|pipeline): ", slow_link.stdout), slow_link.stdout
     mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", slow_link.stdout)
     assert mbit and 5 <= float(mbit[1]) <= 12, slow_link.stdout
     fast_link = run_playbook("train.yml", provisioned.inventory, fields)

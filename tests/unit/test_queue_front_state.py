@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,9 @@ def test_reasons_are_in_words() -> None:
     assert reason("low") == "waits for a whole host: run two comes first"
     assert reason("held") == "is held: release it with do=release run=held"
     assert reason("after") == "waits for the end of runs busy and small"
+    queue = state()
+    queue.jobs["after"] = replace(queue.jobs["after"], reason="None")  # Slurm has not looked at it yet
+    assert reason("after", queue) == "waits for the end of runs busy and small"
     assert reason("never").startswith("never starts, because run lost did not finish")
     assert reason("later") == "starts again at about 11:35"
     down = state(nodes=[NODES[0], NODES[1].replace("allocated", "down*"), NODES[2]])

@@ -89,9 +89,10 @@ def why_waiting(request: Request, job: Job, queue: QueueState) -> str:
         return f"is held: release it with do=release run={request.run}"
     if job.reason.startswith("DependencyNeverSatisfied"):
         return f"never starts, because {_and(request.after)} did not finish: cancel it with do=cancel run={request.run}"
-    if job.reason.startswith("Dependency"):
-        left = [name for name in request.after if name in queue.jobs] or list(request.after)
-        return f"waits for the end of {_and(left)}"
+    # Slurm says "Dependency" only when it has looked at the job, some seconds after it was added.
+    left = [name for name in request.after if name in queue.jobs]
+    if left or job.reason.startswith("Dependency"):
+        return f"waits for the end of {_and(left or request.after)}"
     if job.reason.startswith("BeginTime"):
         return f"starts again {_at(job.start, queue.now)}" if job.start else "starts again soon"
     return _why_no_host(request, job, queue)
