@@ -41,12 +41,11 @@ DEADLINE = float(os.environ.get("TRAINYARD_DEADLINE", "inf"))  # s since the epo
 
 LAB_FOLDERS = [Path(__file__).resolve().parent / name for name in ("lab", "unit/discovery")]
 # Lab tests of these files check durations, machine load or traces of a lab: they run without another test beside them.
-SERIAL = ("test_faults.py", "test_life.py", "test_preflight.py", "test_ranks_systemd.py")
+SERIAL = ("test_faults.py", "test_life.py", "test_preflight.py", "test_ranks_systemd.py", "test_session.py")
 # The files that take longest, which begin first, so that no worker process is left alone with one at the end.
 LONGEST = (
     "test_firewall.py",  # on hosts that no other test has provisioned
     "test_cold.py",
-    "test_session.py",
     "test_queue.py",
     "test_queue_front.py",
     "test_python.py",
