@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,7 +140,8 @@ def _srun(folder: Path, words: list[str]) -> int:
     tasks = []
     for place in range(nodes):
         env = {**os.environ, "SLURM_NODEID": str(place), "SLURM_NNODES": str(nodes), "SLURMD_NODENAME": f"n{place}"}
-        sink = Path(output.replace("%n", str(place)).replace("%%", "%")).open("ab") if output else None
+        log = re.sub("%(.)", lambda found, here=place: {"n": str(here), "%": "%"}[found[1]], output)
+        sink = Path(log).open("ab") if log else None  # noqa: SIM115  the step writes it to its end
         tasks.append(subprocess.Popen(words, env=env, stdout=sink, stderr=sink, start_new_session=True))
     (folder / f"step-{number}").write_text(" ".join(str(task.pid) for task in tasks))
     codes = [0] * nodes
