@@ -16,9 +16,9 @@ nic=$(ip -o -4 address show to "$address" | awk 'NR == 1 { print $2 }')
 [ -n "$nic" ] || nic=$(ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$nic}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$nic}"
 """.strip()
-# Slurm's own address of the first node: a host often resolves its own name to 127.0.1.1.
+# Slurm's own address of the first node: a host often resolves its own name to 127.0.1.1. No `head`, which ends scontrol by SIGPIPE.
 HEAD = r"""
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 address=$(scontrol show node "$HEAD" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 export HEAD="${address:-$HEAD}"
 """.strip()

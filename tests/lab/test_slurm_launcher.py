@@ -130,8 +130,8 @@ def test_a_run_resumes_exactly_after_requeues(cluster: tuple[Lab, Path], tmp_pat
     assert "waits for its begin" in followed.stdout and "60 of 60 steps" in followed.stdout
     assert "Restarts=2" in job_of(lab, "moved")
     there, here = read(lab, "straight", "result.json"), read(lab, "moved", "result.json")
-    assert here["loss_last"] == there["loss_last"] and here["adapter_sha256"] == there["adapter_sha256"]
-    assert read(lab, "moved", "nodes/1/result.json")["adapter_sha256"] == there["adapter_sha256"]
+    assert here["loss_last"] == there["loss_last"] and here["eval_loss"] == there["eval_loss"]
+    assert read(lab, "moved", "nodes/1/result.json")["adapter_sha256"] == here["adapter_sha256"]
 
 
 def test_stop_cancels_after_a_checkpoint(cluster: tuple[Lab, Path], tmp_path: Path) -> None:

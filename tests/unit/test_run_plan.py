@@ -256,7 +256,7 @@ def test_sbatch_runs_on_each_node_its_own_part(tmp_path: Path) -> None:
     assert "--gpus-per-node" not in text, "the nodes differ"
     assert "#SBATCH --gpus-per-node=2" in sbatch([plan[1], plan[1]], "r")
     # A stand-in for srun runs its command on this machine.
-    (tmp_path / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n')
+    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     for entry in plan:
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": entry["host"]}

@@ -305,7 +305,7 @@ def begin(run_dir: Path) -> int:
 
 
 def end(run_dir: Path, code: int) -> int:
-    """Record the end of the ranks; return 75 if the job has to return to the queue, else `code`.
+    """Record the end of the ranks; return 75 if the job has to return to the queue, else the exit code of the job.
 
     It returns there if the ranks stopped with a checkpoint and no user asked for it: at the end of the time limit, or because
     Slurm preempts the job. Without a step of progress since the last time it does not, because that would go on for ever.
@@ -315,6 +315,8 @@ def end(run_dir: Path, code: int) -> int:
     stopped = bool(ranks) and all(rank.get("status") == "stopped" for rank in ranks.values())
     wanted = (run_dir / "state/stop-wanted").exists()
     again = stopped and not wanted and step > int(mark.get("step", -1))
+    if ranks and all(rank.get("status") in ENDED_WELL for rank in ranks.values()):
+        code = 0  # the reports of the ranks take precedence: a launcher can fail although its ranks have ended well
     write_json(run_dir / "state/job.json", {**mark, "code": code, "again": again, "step": step})
     return AGAIN if again else code
 

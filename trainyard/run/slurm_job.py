@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from trainyard.run.errors import PlanError
 from trainyard.run.launch_scripts import READ_ENVIRONMENT
 from trainyard.run.options import LaunchOptions
 
-_GPUS = re.compile(r"gpu(:[A-Za-z0-9_.-]+)?(:(\d{1,3}))?(\([^)]*\))?")
 # Each node but the first has a folder of its own for its checkpoints. Their heartbeats and logs are beside each other.
 _FOLDERS = """\
 here={run} data={data}
@@ -54,8 +52,8 @@ done
 
 def gpus_of(gres: str) -> int:
     """Return the number of GPUs in a list of generic resources such as `gpu:a100:4,nvme:1`."""
-    found = [_GPUS.fullmatch(word.strip()) for word in gres.split(",")]
-    return sum(int(match[3] or 1) for match in found if match)
+    found = [word.split(":") for word in gres.split(",") if word.split(":")[0] == "gpu"]
+    return sum(int(parts[-1]) if parts[-1].isdecimal() else 1 for parts in found)
 
 
 def resources(options: LaunchOptions) -> slurm_script.Resources:
@@ -110,7 +108,7 @@ def batch_script(entry: Mapping[str, Any], processes: int, options: LaunchOption
     log = shlex.quote(f"{run_dir.replace('%', '%%')}/logs/torchrun.%n.log")
     step = slurm_script.step(each, f"--output={log} --open-mode=append --input=none")
     # Jobs of other users may share a node. A job that starts again uses the same port.
-    port = str(options.master_port or f"$(({slurm_script.PORT} + SLURM_JOB_ID % 100))")
+    port = str(options.master_port or f"$(({slurm_script.PORT} + SLURM_JOB_ID % 1000))")
     of_job = f"{shlex.quote(python)} -P -m trainer.supervise.slurm"
     return "\n".join(
         [
@@ -123,10 +121,9 @@ def batch_script(entry: Mapping[str, Any], processes: int, options: LaunchOption
             f"export PORT={port}",
             "code=0",
             f"{step} || code=$?",
-            "again=0",
-            f'{of_job} end {run} "$code" || again=$?',
+            f'{of_job} end {run} "$code" && code=0 || code=$?',
             # At the end of the time limit, or where Slurm preempts the job, the ranks have stopped with a checkpoint.
-            '[ "$again" != 75 ] || scontrol requeue "$SLURM_JOB_ID"',
+            '[ "$code" != 75 ] || scontrol requeue "$SLURM_JOB_ID"',
             'exit "$code"',
             "",
         ]

@@ -176,7 +176,7 @@ def test_slurm_starts_torchrun_with_the_variables_and_the_nic_of_every_node(caps
     """Stands in for srun, scontrol and torchrun, because Slurm is not installed on the machine of the tests."""
     for name, text in {
         "scontrol": "echo localhost",
-        "srun": 'shift; SLURM_NODEID=0 SLURM_NNODES=1 exec "$@"',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=0 SLURM_NNODES=1 exec "$@"',
         "python": 'echo "$NOTE|$NCCL_DEBUG|$NCCL_SOCKET_IFNAME|$GLOO_SOCKET_IFNAME|$*"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
