@@ -30,7 +30,7 @@ install -m 600 -o {OWNER} -g {OWNER} /home/{USER}/.ssh/authorized_keys /home/{OW
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
-    """Two hosts with Slurm, and the inventory of somebody who may only log in to the first one."""
+    """Two hosts with Slurm, and the inventory of a user who may only log in to the first one."""
     lab, folder = Lab(f"slurm-{os.getpid()}"), tmp_path_factory.mktemp("slurm")
     image, device = folder / "shared.img", ""
     try:

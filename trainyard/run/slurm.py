@@ -1,4 +1,4 @@
-"""A run as a job of a Slurm cluster that somebody else runs (`launcher=slurm`): its plan, and the checks before it.
+"""A run as a job of a Slurm cluster that others administer (`launcher=slurm`): its plan, and the checks before it.
 
 The host of the run is a login host of that cluster, whose `cluster_data_dir` all nodes share. To the session it is one host with all
 ranks, and the backend `slurm` of trainer.supervise submits, watches and stops the job.

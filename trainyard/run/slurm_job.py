@@ -1,4 +1,4 @@
-"""The batch script of a run on a Slurm cluster that somebody else runs. docs/slurm.md describes what it does."""
+"""The batch script of a run on a Slurm cluster that others administer. docs/slurm.md describes what it does."""
 
 from __future__ import annotations
 
