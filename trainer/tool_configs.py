@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from trainer import slurm_script
 from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainer.formats import quoted
@@ -23,19 +24,8 @@ from trainer.strategy.deepspeed import file_config
 from trainer.strategy.fsdp import keeps_gathered
 
 KINDS = ("deepspeed", "fsdp", "accelerate", "slurm", "launcher")
-_PORT = 29500
 _MIXED = {"32-true": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,254}")
-# Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
-_TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}")
-# Every host uses the NIC on its route to the head; the head uses that of its own address. Variables that are set win.
-_INTERFACE = r"""
-address=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }')
-nic=$(ip -o -4 address show to "$address" | awk 'NR == 1 { print $2 }')
-[ -n "$nic" ] || nic=$(ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
-export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$nic}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$nic}"
-""".strip()
 
 
 @dataclass(frozen=True)
@@ -59,9 +49,9 @@ class Script:
             name, equals, value = each.partition("=")
             if not equals or not _NAME.fullmatch(name) or not value.isprintable():
                 raise UserError(f"--env: expected NAME=VALUE in one line, got {quoted(each)}")
-        if partition and not _PARTITION.fullmatch(partition):
+        if partition and not slurm_script.PARTITION.fullmatch(partition):
             raise UserError(f"--partition: expected names of partitions, got {quoted(partition)}")
-        if time and not _TIME.fullmatch(time):
+        if time and not slurm_script.TIME.fullmatch(time):
             raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM, got {quoted(time)}")
         return cls(pairs, partition or "", time or "")
 
@@ -100,7 +90,7 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool
         "num_processes": world,
         "machine_rank": 0,
         "main_process_ip": head,
-        "main_process_port": _PORT,
+        "main_process_port": slurm_script.PORT,
         "main_training_function": "main",
         "rdzv_backend": "static",
         "same_network": True,
@@ -110,29 +100,6 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool
     if spec.torch_compile:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return config | plan_of(spec).accelerate_config(spec, len(hosts), world)
-
-
-def slurm_header(run: str, nodes: int, gpus: int, names: list[str]) -> list[str]:
-    """Return the header of an sbatch script.
-
-    Args:
-        gpus: number of GPUs of every node; 0 if there are none or the numbers differ.
-        names: names of the nodes, or none to let Slurm choose them.
-    """
-    return [
-        "#!/bin/bash",
-        f"#SBATCH --job-name=trainyard-{run}",
-        f"#SBATCH --nodes={nodes}",
-        "#SBATCH --ntasks-per-node=1",
-        *([f"#SBATCH --nodelist={','.join(names)}"] if names else []),
-        "#SBATCH --exclusive",
-        # --exclusive allocates all GPUs of a node; one number cannot describe nodes that differ.
-        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
-        "#SBATCH --output=%x-%j.log",
-        # On SIGTERM the ranks write a checkpoint. After a requeue they resume from it.
-        "#SBATCH --signal=TERM@120",
-        "#SBATCH --requeue",
-    ]
 
 
 def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bool, script: Script) -> str:
@@ -145,19 +112,17 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
     """
     spec = spec.named()
     each = _processes("slurm", hosts)
-    inner = f"{_INTERFACE}\n{_torchrun('$SLURM_NNODES', '$SLURM_NODEID', each, words)}".replace("'", "'\\''")
-    chosen = {"partition": script.partition, "time": script.time}
+    inner = f"{slurm_script.INTERFACE}\n{_torchrun('$SLURM_NNODES', '$SLURM_NODEID', each, words)}"
+    asked = slurm_script.Resources(len(hosts), each if gpus else 0, script.partition, time=script.time)
     return "\n".join(
         [
-            *slurm_header(spec.run, len(hosts), each if gpus else 0, []),
-            *(f"#SBATCH --{name}={value}" for name, value in chosen.items() if value),
+            *slurm_script.header(spec.run, asked),
             f"# trainyard run {spec.run}: submit it from a shared folder that holds the files named in the last line.",
             "# Submit it again to resume from the newest checkpoint.",
             "set -euo pipefail",
             *script.exports,
-            'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "export HEAD",
-            f"exec srun --kill-on-bad-exit=1 bash -euo pipefail -c '{inner}'",
+            slurm_script.HEAD,
+            f"exec {slurm_script.step(inner)}",
             "",
         ]
     )
@@ -179,7 +144,7 @@ def launcher(spec: RunSpec, hosts: list[dict[str, Any]], head: str, words: list[
             "set -euo pipefail",
             f"export HEAD={shlex.quote(head)}",
             *script.exports,
-            _INTERFACE,
+            slurm_script.INTERFACE,
             _torchrun(str(len(hosts)), '"${1:-0}"', each, words),
             "",
         ]
@@ -199,7 +164,7 @@ def _processes(kind: str, hosts: list[dict[str, Any]]) -> int:
 def _torchrun(nodes: str, place: str, processes: int, words: list[str]) -> str:
     return (
         f"exec python -m torch.distributed.run --nnodes={nodes} --node-rank={place} --nproc-per-node={processes} "
-        f'--master-addr="$HEAD" --master-port={_PORT} -m -- trainer train {shlex.join(words)}'
+        f'--master-addr="$HEAD" --master-port={slurm_script.PORT} -m -- trainer train {shlex.join(words)}'
     )
 
 

@@ -61,6 +61,9 @@ class Node(OpenReply):
     teaches: NotRequired[Flag]
     restarted: NotRequired[Integer | None]
     unit: NotRequired[Line | None]
+    backend: NotRequired[Line]
+    job: NotRequired[Count]
+    nodes: NotRequired[Lines]
 
 
 class RankError(OpenReply):
@@ -105,6 +108,14 @@ class Log(OpenReply):
     lines: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
 
 
+class SlurmJob(OpenReply):
+    """What Slurm says of the job of a run; empty without one"""
+
+    state: NotRequired[Line]
+    reason: NotRequired[Line]
+    start: NotRequired[Line]
+
+
 class RunStatus(OpenReply):
     status: Line
     alive: Flag
@@ -114,6 +125,7 @@ class RunStatus(OpenReply):
     ranks: Annotated[dict[str, Heartbeat], BeforeValidator(by_rank), Field(max_length=RANKS_LIMIT)]
     stop_wanted: NotRequired[Flag]
     why: NotRequired[Line]
+    job: NotRequired[SlurmJob]
     logs: NotRequired[dict[str, Log]]
 
 
@@ -455,6 +467,13 @@ class AllReduce(OpenReply):
     torch: Line
 
 
+class SlurmCheck(OpenReply):
+    refused: Line
+    partitions: Lines
+    nodes: Annotated[list[tuple[Line, Flag, Literal["torch", "python", "none"]]], Field(max_length=RANKS_LIMIT)]
+    unseen: Line
+
+
 class Checkpoints(OpenReply):
     steps: Annotated[dict[Line, Annotated[dict[Line, Count], Field(max_length=1000)]], Field(max_length=1000)]
 
@@ -481,6 +500,7 @@ REPLY_TYPES: dict[str, Any] = {
     "read_files": ReadFiles,
     "queue_info": QueueInfo,
     "query queue": QueueInfo,
+    "slurm_check": SlurmCheck,
     "queue_add": QueueAdd,
     "queue_change": QueueChange,
     "checkpoints": Checkpoints,

@@ -104,6 +104,12 @@ def is_locked(path: Path) -> bool:
         os.close(handle)
 
 
+def read_job(run_dir: Path) -> dict[str, Any] | None:
+    """Return node.json of a run whose newest start is a job of Slurm; None for any other run."""
+    node = read_json(run_dir / "state/node.json")
+    return node if node and node.get("backend") == "slurm" and isinstance(node.get("job"), int) else None
+
+
 def other_runs(run_dir: Path) -> tuple[list[str], list[str]]:
     """Return the names of other runs that are alive on this host, and those of run folders that cannot be read."""
     alive, unreadable = [], []

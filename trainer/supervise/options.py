@@ -19,7 +19,7 @@ class StartRequest:
     ranks: list[int] = field(default_factory=lambda: [0])  # the ranks of this host, by local rank
     hosts: list[str] = field(default_factory=list)  # all hosts of the run, by node rank
     attempt: int = 0  # number of the attempt; 0: the last one plus 1
-    backend: str = "auto"  # auto, systemd or process
+    backend: str = "auto"  # auto, systemd, process or slurm
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
     reachable: list[str] = field(default_factory=list)  # addresses to which the unit is limited; empty for no limit
     hold: bool = False  # start torchrun only when the file `state/go` exists, so that all hosts begin together
@@ -30,6 +30,7 @@ class StartRequest:
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
+    script: str = ""  # batch script of Slurm that starts the ranks, with the backend slurm
     unit: str = ""  # the systemd unit, set by `start`
 
     @classmethod

@@ -20,11 +20,12 @@ from trainer.supervise.environment import (
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.files import SupervisorError, hold_lock, is_alive, other_runs, read_json, run_devices, run_lease
+from trainer.supervise.files import SupervisorError, hold_lock, other_runs, read_json, run_devices, run_lease
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes
 from trainer.supervise.sandbox import unit_properties
+from trainer.supervise.status import is_active
 
 START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
 
@@ -62,6 +63,10 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
         for stale in [*(run_dir / "state").iterdir(), run_dir / "stop"]:
             stale.unlink(missing_ok=True)
+        if wanted.backend == "slurm":
+            from trainer.supervise.slurm import submit
+
+            return submit(wanted, run_dir)
         return launch(wanted, run_dir)
 
 
@@ -70,7 +75,7 @@ def check_idle(run_dir: Path, devices: Collection[str] = (), lease: str = "") ->
 
     Runs with a `lease` may share the processors: Slurm has assigned different ones to them.
     """
-    if is_alive(run_dir):
+    if is_active(run_dir):
         raise SupervisorError(f"run {run_dir.name} is already running here")
     for name in other_runs(run_dir)[0]:
         taken = run_devices(run_dir.parent / name)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, is_alive, read_json, read_log
+from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, read_log
 from trainer.supervise.processes import process_stat
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
@@ -78,6 +78,10 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
     A lost part has `why`: the reason as far as it is known.
     """
+    if job := read_job(run_dir):
+        from trainer.supervise.slurm import job_status
+
+        return job_status(run_dir, job)
     alive = is_alive(run_dir)
     node = read_json(run_dir / "state/node.json")  # after the lock, so that an end written in between is seen
     ranks = {}
@@ -92,6 +96,15 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     if node["status"] in ("starting", "running") and not alive:
         return {**state, "status": "lost", "why": why_lost(node, run_dir)}
     return {**state, "status": node["status"]}
+
+
+def is_active(run_dir: Path) -> bool:
+    """Return whether a run is alive: its supervisor on this host, or its job of Slurm. Raises OSError if that is unknown."""
+    if job := read_job(run_dir):
+        from trainer.supervise.slurm import is_live
+
+        return is_live(run_dir, job)
+    return is_alive(run_dir)
 
 
 def why_lost(node: dict[str, Any], run_dir: Path) -> str:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, is_alive, read_json, write_json
+from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, write_json
 from trainer.supervise.processes import is_running, process_stat, run_processes, send_signal
 from trainer.supervise.status import read_state
 
@@ -35,6 +35,10 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("wanted"):  # tells the controller that the run did not fail, so that it does not restart it
         (run_dir / "state/stop-wanted").touch()
     node = read_json(run_dir / "state/node.json")
+    if job := read_job(run_dir):
+        from trainer.supervise.slurm import stop_job
+
+        return stop_job(run_dir, job, request)
     was_lost = read_state(run_dir)["status"] == "lost"
     if is_alive(run_dir) and not request.get("now"):
         (run_dir / "stop").touch()

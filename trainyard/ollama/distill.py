@@ -74,6 +74,9 @@ class DistillOptions(PlaybookOptions):
     answer_limit: float = declare(1800.0, "maximum time for one answer", unit="seconds", gt=0, le=MAX_SECONDS)
     hybrid: bool = declare(False, "train each student data-parallel over several hosts")
     queue: bool = declare(False, "add the students to the queue, which trains them, and return")
+    retry_failed: bool = declare(
+        False, "with `queue`, add students again that have failed, or were cancelled or stopped"
+    )
 
 
 OPTIONS: dict[str, FieldInfo] = dict(DistillOptions.model_fields)
@@ -385,16 +388,7 @@ class Distillation:
         chats = read_prompts(user_path(options.prompts, "prompts"), options.system, first)
         evaluation = read_evaluation(options, first)
         logprobs = any(spec.needs_logprobs for spec in self.specs)
-        nodes = find_teachers(
-            self.machines,
-            options.teacher,
-            untrusted=options.teachers == "all",
-            mixed=options.teacher_mixed,
-            pull=options.teacher_pull and not check,
-            logprobs=logprobs,
-            limit=options.answer_limit,
-            report=self.report,
-        )
+        nodes = self._find_teachers(logprobs, check)
         names = ", ".join(printable(node.name, 40) for node in nodes)
         self.report(f"{options.teacher} teaches on {names}: {len(chats)} prompts x {options.samples}")
         if check:
@@ -409,7 +403,10 @@ class Distillation:
         specs = [spec.model_copy(update=change) for spec in self.specs]
         if self.queue:
             added = self.queue.add(specs)
-            return added | {"lines": [*filtered.lines(), f"dataset: {dataset}", *added["lines"]]}
+            added["lines"] = [*filtered.lines(), f"dataset: {dataset}", *added["lines"]]
+            if failed := added["failed"]:
+                raise RunError(_failed_line(failed, len(specs)), **added)
+            return added
         runs = train_students(
             specs,
             self.hosts,
@@ -420,10 +417,35 @@ class Distillation:
             report=self.report,
         )
         lines = [*filtered.lines(), f"dataset: {dataset}", *student_table(runs)]
-        if failed := [run for run in runs if run.error]:
-            more = f" ({len(failed)} of {len(runs)} students failed)" if len(runs) > 1 else ""
-            raise RunError(f"{failed[0].run}: {failed[0].error}{more}", lines=lines)
+        if failed := {run.run: run.error for run in runs if run.error}:
+            raise RunError(_failed_line(failed, len(runs)), lines=lines)
         return {"changed": True, "lines": lines, "students": {run.run: run.result for run in runs}}
+
+    def _find_teachers(self, logprobs: bool, check: bool) -> Sequence[Node]:
+        """Return the servers that teach. Raises UserError."""
+        options = self.options
+        try:
+            return find_teachers(
+                self.machines,
+                options.teacher,
+                untrusted=options.teachers == "all",
+                mixed=options.teacher_mixed,
+                pull=options.teacher_pull and not check,
+                logprobs=logprobs,
+                limit=options.answer_limit,
+                report=self.report,
+            )
+        except UserError as error:
+            if self.queue and (why := self.queue.teacher_run(options.teacher)):
+                raise UserError(f"{error}; {why}") from None
+            raise
+
+
+def _failed_line(failed: Mapping[str, str], students: int) -> str:
+    """Return the message of a call with failed students. `failed`: why, by run."""
+    run, why = next(iter(failed.items()))
+    more = f" ({len(failed)} of {students} students failed)" if students > 1 else ""
+    return f"{run}: {why}{more}"
 
 
 def distill(
@@ -452,7 +474,9 @@ def distill(
     """
     options, launch = make_distill_options(values), cluster.launch_of({})
     specs = student_specs(launch.spec, values, top, report, queued=options.queue)
-    queue = student_queue(values, options.hybrid, cluster, launch, top, report, check) if options.queue else None
+    queue = None
+    if options.queue:
+        queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)
     machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), variables)
     connect: Connect = lambda host: cluster.connect(host.name)  # noqa: E731
     return Distillation(options, specs, machines, cluster.hosts, connect, launch, top, report, queue).run(check)

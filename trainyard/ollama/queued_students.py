@@ -14,7 +14,7 @@ from trainyard.cluster import Cluster
 from trainyard.connection import FanOut
 from trainyard.ollama.students import StudentRun, student_table
 from trainyard.queue.client import QueueState
-from trainyard.queue.history import describe, list_queue, run_state
+from trainyard.queue.history import ENDED, describe, list_queue, run_state
 from trainyard.queue.manage import open_queue
 from trainyard.queue.new_runs import NewRun, make_run
 from trainyard.queue.request import QueueOptions
@@ -34,53 +34,75 @@ class StudentQueue:
         site: where they are added.
         options: what each of them asks for.
         launch: how each of them is kept alive.
+        again: whether students that have failed, or were cancelled or stopped, are added again.
     """
 
     site: Site
     options: QueueOptions
     launch: LaunchOptions
+    again: bool = False
 
     def check(self, specs: Sequence[RunSpec]) -> None:
         """Check, before the teachers are asked, that the queue can run the students. Raises as `add`."""
         check_runs(self._runs(specs), self.site)
 
+    def teacher_run(self, teacher: str) -> str:
+        """Return what to do if no server has a model that is named like a run of the queue; empty for another name."""
+        name, queue = teacher.partition(":")[0], self.site.queue.state()
+        state = run_state(name, queue) if name in queue.requests else ""
+        if not state:
+            return ""
+        deploy = f"deploy it with playbooks/deploy.yml -e run={name}, and repeat this command"
+        return (
+            f"run {name} has finished: {deploy}"
+            if state == "finished"
+            else f"run {name} is {state}: once it has finished, {deploy}"
+        )
+
     def add(self, specs: Sequence[RunSpec]) -> dict[str, Any]:
-        """Add the students that the queue does not have yet.
+        """Add the students that the queue does not have yet; with `again`, also those that have failed.
 
         Returns:
             `changed`; `runs`, as `do=list` returns them; `students`, the result.json of those that have finished, by run;
-            `lines` for a person.
+            `failed`, why others have failed, by run; `lines` for a person.
 
         Raises:
             UserError, RunError: as add_runs.
         """
-        added = add_runs(self._runs(specs), self.site)
+        added = add_runs(self._runs(specs), self.site, again=self.again)
         models = {answer["run"]: spec.model for answer, spec in zip(added["runs"], specs, strict=True)}
         queue = self.site.queue.state()
         listed = list_queue(queue, list(models))
-        finished = self._finished(models, queue)
+        ended = self._ended(models, queue)
         lines = list(added["lines"])
         if listed["runs"]:
             lines += [*listed["lines"], *_how_to_follow(listed["runs"])]
-        if finished:
-            lines += student_table(finished)
-        students = {run.run: run.result for run in finished}
-        return {"changed": added["changed"], "runs": listed["runs"], "students": students, "lines": lines}
+        if ended:
+            lines += student_table(ended)
+        failed = {run.run: run.error for run in ended if run.error}
+        if failed:
+            lines.append("add failed students again with -e retry_failed=true: they continue from their checkpoints")
+        students = {run.run: run.result for run in ended if run.result}
+        answer = {"changed": added["changed"], "runs": listed["runs"], "students": students, "failed": failed}
+        return answer | {"lines": lines}
 
     def _runs(self, specs: Sequence[RunSpec]) -> list[NewRun]:
         return [make_run(self.options, spec, self.launch) for spec in specs]
 
-    def _finished(self, models: Mapping[str, str], queue: QueueState) -> list[StudentRun]:
-        """Return the students that have finished, each with the result that its first host has."""
-        finished = [run for run in models if run in queue.requests and run_state(run, queue) == "finished"]
-        hosts = {run: list(describe(run, queue)["hosts"]) for run in finished}
-        texts = self._results(finished)
+    def _ended(self, models: Mapping[str, str], queue: QueueState) -> list[StudentRun]:
+        """Return the students that have ended: with the result that the first of their hosts has, or why they failed."""
+        ended = [run for run in models if run in queue.requests and run_state(run, queue) in ENDED]
+        about = {run: describe(run, queue) for run in ended}
+        texts = self._results([run for run in ended if about[run]["state"] == "finished"])
         found = []
-        for run in finished:
-            here = [name for name in hosts[run] if texts.get(name, {}).get(f"{run}/result.json")]
+        for run in ended:
+            hosts, state = list(about[run]["hosts"]), str(about[run]["state"])
+            here = [name for name in hosts if texts.get(name, {}).get(f"{run}/result.json")]
             result = parse_result(here[0], texts[here[0]][f"{run}/result.json"]) if here else None
-            missing = "" if result else f"{', '.join(hosts[run]) or 'no host'}: has no result.json"
-            found.append(StudentRun(models[run], run, hosts[run], result or {}, missing))
+            error = "" if result else f"{', '.join(hosts) or 'no host'}: has no result.json"
+            if state != "finished":
+                error = str(about[run]["reason"]) or ("see its logs" if state == "failed" else f"it was {state}")
+            found.append(StudentRun(models[run], run, hosts, result or {}, error))
         return found
 
     def _results(self, runs: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -105,12 +127,14 @@ def student_queue(
     top: Path,
     report: Report,
     check: bool,
+    again: bool = False,
 ) -> StudentQueue:
     """Return the queue for the students of a call of playbooks/distill.yml. No host is contacted.
 
     Args:
         values: of ``-e``, among them the options of the queue.
         hybrid: each student trains on several hosts: two, if `nodes` is not set and there are two.
+        again: see StudentQueue.
 
     Raises:
         UserError: a bad value, or the queue is not installed.
@@ -121,7 +145,7 @@ def student_queue(
         options = options.model_copy(update={"nodes": min(2, len(cluster.hosts))})
     elif hybrid and options.nodes == 1:
         raise UserError("distill: hybrid=true trains each student on several hosts: set nodes to 2 or more")
-    return StudentQueue(open_queue(cluster, top, report, check), options, launch)
+    return StudentQueue(open_queue(cluster, top, report, check), options, launch, again)
 
 
 def _how_to_follow(runs: Sequence[Mapping[str, Any]]) -> list[str]:

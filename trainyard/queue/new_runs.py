@@ -23,6 +23,8 @@ OWN_NAMES = ("do", "file")
 # Options that make no sense where this machine neither starts nor follows the run.
 _EXCLUDED = {
     "render_only": "the queue host starts the run",
+    "launcher": "the queue host starts the run on hosts of the cluster",
+    "follow": "the queue host follows the run",
     "render_to": "the queue host starts the run",
     "collect_to": "the queue host follows the run, not this machine: once it has finished, call train.yml with the same "
     "options, which copies its result",
@@ -69,7 +71,7 @@ class NewRun:
 def make_run(options: QueueOptions, spec: RunSpec, launch: LaunchOptions, grid: str = "") -> NewRun:
     """Return a run that may be added to a queue. Raises UserError for options that cannot be set for it."""
     for name, why in _EXCLUDED.items():
-        if getattr(launch, name):
+        if getattr(launch, name) != launch_options.OPTIONS[name].default:
             raise UserError(f"{name}: cannot be set for the queue: {why}")
     run = NewRun(options, spec, launch, grid)
     try:

@@ -19,7 +19,7 @@ from trainer.planner.recommend import estimate_seconds
 from trainer.strategy import AUTO
 from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.queue.client import Node, QueueClient, QueueState
-from trainyard.queue.history import run_state
+from trainyard.queue.history import ENDED, run_state
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
@@ -60,8 +60,11 @@ class Site:
     check: bool = False
 
 
-def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
+def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[str, Any]:
     """Add runs to the queue. Nothing is added if one of them is refused.
+
+    Args:
+        again: whether runs that have failed, or were cancelled or stopped, are added again.
 
     Returns:
         `changed`; `runs`, for each its name, job and time limit; `lines` for a person.
@@ -78,7 +81,10 @@ def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
         raise UserError(f"run {twice[0]}: two runs have the same spec: name each model once")
     queue = site.queue.state(names)
     there = _specs_on_hosts(names, site)
-    known = [_is_known(prepared, queue, there, site.hosts) for prepared in ready]
+    known = [
+        _is_known(prepared, queue, there, site.hosts) or (not again and run_state(prepared.run, queue) in ENDED)
+        for prepared in ready
+    ]
     # A run of `after` may have ended since.
     answers, jobs = [], {name: job.number for name, job in (before.jobs | queue.jobs).items()}
     for (run, after), prepared, is_known_run in zip(waiting, ready, known, strict=True):
@@ -222,7 +228,8 @@ def _specs_on_hosts(names: Sequence[str], site: Site) -> dict[str, dict[str, str
 def _already(name: str, queue: QueueState) -> dict[str, Any]:
     job = queue.jobs.get(name)
     state = run_state(name, queue)
-    line = f"run {name} is {state} already, as job {job.number}" if job else f"run {name} is finished: nothing to do"
+    ended = f"run {name} {'has failed' if state == 'failed' else f'is {state}'}: {'nothing to do' if state == 'finished' else 'not added again'}"
+    line = f"run {name} is {state} already, as job {job.number}" if job else ended
     return {"run": name, "job": job.number if job else None, "state": state, "line": line}
 
 

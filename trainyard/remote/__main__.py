@@ -29,6 +29,7 @@ VERBS = {
     "commit": ("trainyard.remote.commit", "commit"),
     "ollama": ("trainyard.remote.ollama", "ollama"),
     "read_files": ("trainyard.remote.read_files", "read_files"),
+    "slurm_check": ("trainyard.remote.slurm", "check"),
     "queue_info": ("trainyard.remote.queue", "info"),
     "queue_add": ("trainyard.remote.queue", "add"),
     "queue_change": ("trainyard.remote.queue", "change"),

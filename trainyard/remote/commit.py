@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, claimed_by_another, release_claim, write_claim
-from trainer.supervise.files import hold_lock, is_alive, read_json
+from trainer.supervise.files import hold_lock, read_json
+from trainer.supervise.status import is_active
 from trainyard.remote.receive import write_if_changed
 
 LOCK_LIMIT = 20.0  # s to wait for another start on this host; longer than a supervisor needs to start
@@ -47,7 +48,7 @@ def claimed(run_dir: Path, request: dict[str, Any]) -> str:
     """Return why another controller has precedence, or an empty string."""
     if claimed_by_another(run_dir, request["token"]):
         return "another controller is starting the run"
-    if is_alive(run_dir) and not request["stale"]:
+    if is_active(run_dir) and not request["stale"]:
         return "the run is active"
     if start_of(read_json(run_dir / "state/node.json")) != request["previous"]:
         return "the run was started since it was planned"

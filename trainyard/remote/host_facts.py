@@ -10,9 +10,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import is_alive, other_runs, read_json, run_devices
+from trainer.supervise.files import other_runs, read_json, run_devices
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.socket_filter import permits_socket_filter
+from trainer.supervise.status import is_active
 from trainyard.remote import nvidia_smi
 from trainyard.remote.network import (
     addresses,
@@ -84,7 +85,7 @@ def route_to(head: str) -> dict[str, Any]:
 
 def run_state(run_dir: Path) -> dict[str, Any]:
     """Return the state of a run in its folder on this host."""
-    running = is_alive(run_dir)
+    running = is_active(run_dir)
     spec = run_dir / "spec.yml"
     begun = spec.exists() and ((run_dir / "checkpoints").is_dir() or running)
     return {

@@ -84,6 +84,7 @@ def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[
         "hold": True,
         "lease": entry.get("lease") or "",
         "teaches": bool(entry.get("teaches")),
+        "script": entry.get("script") or "",
         "command": [str(word) for word in entry["command"]],
     }
     if entry.get("replica") is not None:

@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from trainer.tool_configs import slurm_header
+from trainer import slurm_script
 from trainyard.run.errors import RunError
 
 # Exports the lines of `env`, as trainer.supervise does. They are read and not sourced, because a value may contain spaces
 # or quotes. No value stands in a script, because it may be a secret.
-_ENVIRONMENT = """\
+READ_ENVIRONMENT = """\
 cd {run_dir}
 while IFS= read -r line; do
     case $line in ''|'#'*) ;; *) export "$line" ;; esac
@@ -64,7 +64,7 @@ def script(entry: dict[str, Any], run: str) -> str:
         f"# trainyard run {run}: node {entry['node_rank']}, ranks {ranks}, for {one_line(entry['host'])} ({entry['address']}).\n"
         "# Start it on all hosts within a few minutes.\n"
         "set -euo pipefail\n"
-        f"{_ENVIRONMENT.format(run_dir=shlex.quote(entry['run_dir']))}"
+        f"{READ_ENVIRONMENT.format(run_dir=shlex.quote(entry['run_dir']))}"
         f"{lighthouse(entry)}"
         f"exec {shlex.join(entry['command'])}\n"
     )
@@ -78,20 +78,21 @@ def sbatch(entries: list[dict[str, Any]], run: str) -> str:
     gpus = {len(entry["gpus"]) for entry in entries}
     names = [entry["host"] for entry in entries]
     lines = [
-        *slurm_header(run, len(entries), gpus.pop() if len(gpus) == 1 else 0, names),
+        *slurm_script.header(
+            run, slurm_script.Resources(len(entries), gpus.pop() if len(gpus) == 1 else 0, names=names)
+        ),
         f"# trainyard run {run}. Its files are staged on every host. Submitted again, it resumes from the latest checkpoint.",
         "set -euo pipefail",
-        "exec srun --kill-on-bad-exit=1 bash -euo pipefail -c '",
     ]
     cases = ["case $SLURMD_NODENAME in"]
     for entry in entries:
         cases.append(f"{shlex.quote(entry['host'])})")
         # Not splitlines(): a folder's name may contain other characters at which it ends a line.
-        cases += _ENVIRONMENT.format(run_dir=shlex.quote(entry["run_dir"])).rstrip("\n").split("\n")
+        cases += READ_ENVIRONMENT.format(run_dir=shlex.quote(entry["run_dir"])).rstrip("\n").split("\n")
         cases += lighthouse(entry).split("\n")[:-1]
         cases.append(f"exec {shlex.join(entry['command'])} ;;")
     cases += ["*)", 'echo "error: no part of the run is planned for $SLURMD_NODENAME" >&2; exit 2 ;;', "esac"]
-    return "\n".join([*lines, *(line.replace("'", "'\\''") for line in cases), "'", ""])
+    return "\n".join([*lines, f"exec {slurm_script.step(chr(10).join(cases))}", ""])
 
 
 def one_line(text: str) -> str:

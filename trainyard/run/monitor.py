@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.formats import clock, printable, thousands
+from trainyard.run.job_words import waiting_line
 
 ENDED_WELL = ("finished", "stopped")
 ENDED = (*ENDED_WELL, "failed", "lost", "none")
@@ -66,8 +67,16 @@ class Part:
         """Heartbeats of the host's ranks, by global rank."""
         return {int(rank): state for rank, state in ((self.answer or {}).get("ranks") or {}).items()}
 
+    @property
+    def waits(self) -> str:
+        """Why the job of the run waits, with `launcher=slurm`; else empty."""
+        return waiting_line(self.answer or {})
+
     def name_of(self, rank: int) -> str:
         """Return what messages call a rank of this host."""
+        if nodes := self.node.get("nodes"):  # of a job of Slurm, with the same number of ranks each
+            place = rank * len(nodes) // max(1, len(self.ranks))
+            return f"rank {rank} on {nodes[min(place, len(nodes) - 1)]}"
         return f"the teacher on {self.host}" if self.teaches else f"rank {rank} on {self.host}"
 
 
@@ -204,6 +213,7 @@ class Progress:
         self.shown_step, self.shown_at = -1, float("-inf")
         self.gpu_shown_at = float("-inf")
         self.phase = ""
+        self.waits = ""
         self.lagging: set[int] = set()
         self.slow: set[int] = set()
         self.times: list[list[float]] = []
@@ -213,6 +223,13 @@ class Progress:
 
     def lines(self, parts: Iterable[Part], now: float) -> list[str]:
         """Return what changed since the last call."""
+        parts = list(parts)
+        waits = next((part.waits for part in parts if part.waits), "")
+        new = [waits] if waits and waits != self.waits else []
+        self.waits = waits
+        return new + self._rank_lines(parts, now)
+
+    def _rank_lines(self, parts: list[Part], now: float) -> list[str]:
         states = {rank: state for part in parts for rank, state in part.states.items()}
         if not states:  # torchrun imports torch before it starts the ranks
             shown, self.phase = self.phase, self.phase or phase_line(IMPORTING)
@@ -287,7 +304,7 @@ class Progress:
             for part in parts
             for rank, state in part.states.items()
         }
-        if self.moved_at is None or beats != self.beats:
+        if self.moved_at is None or beats != self.beats or any(part.waits for part in parts):
             self.beats, self.moved_at = beats, now
         if now - self.moved_at < self.stall_limit:
             return None

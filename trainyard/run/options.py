@@ -25,13 +25,21 @@ from trainer.config.fields import (
 from trainer.errors import UserError, nearest
 from trainer.formats import quoted
 from trainer.inputs import user_path
+from trainer.slurm_script import PARTITION, TIME
 
 _PATHS = ("spec", "render_to", "collect_to")  # options that name a path on the controller
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A line of the file `env` ends with a line feed, and a variable ends with NUL. UTF-8 has no surrogates.
+_ACCOUNT = r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,254}"
+_GRES = r"[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}(,[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}){0,15}"
 _NOT_IN_VARIABLE = re.compile("[\0\n\ud800-\udfff]")
 _MAX_VARIABLES = 1000
 _MAX_VARIABLE = 64 * 1024  # characters; Linux refuses to start a process with a variable of more than 128 KiB
+
+
+def _or_empty(pattern: str) -> str:
+    """Return a pattern of pydantic for a whole text that may be empty."""
+    return f"^({pattern})?$"
 
 
 def _text_values(value: Any) -> Any:
@@ -118,6 +126,45 @@ class LaunchOptions(BaseModel):
     )
     lost_limit: float = declare(
         10.0, "time without an answer after which a host is lost", unit="seconds", gt=0, le=MAX_SECONDS
+    )
+    follow: bool = declare(
+        True,
+        "follow the run to its end; false: return once it has started, the same command without it follows the run",
+    )
+    launcher: Literal["ssh", "slurm"] = declare(
+        "ssh",
+        "what starts the ranks; ssh: this program, on the hosts; slurm: a job on the Slurm cluster whose login host is the "
+        "only host of the run",
+    )
+    slurm_nodes: int = declare(1, "nodes of the job", ge=1, le=10_000)
+    slurm_partition: str = declare(
+        "", "partitions of the job; empty: Slurm's default", pattern=_or_empty(PARTITION.pattern), expected="a,b"
+    )
+    slurm_account: str = declare(
+        "", "account of the job; empty: Slurm's default", pattern=_or_empty(_ACCOUNT), expected="the name of an account"
+    )
+    slurm_time: str = declare(
+        "",
+        "time limit of the job, after which it returns to the queue with a checkpoint; empty: Slurm's default",
+        pattern=_or_empty(TIME.pattern),
+        expected="minutes, HH:MM:SS or DAYS-HH:MM",
+        coerce_numbers_to_str=True,
+    )
+    slurm_gres: str = declare(
+        "",
+        "generic resources of each node, such as `gpu:a100:4`; a node has one rank for each GPU",
+        pattern=_or_empty(_GRES),
+        expected="NAME:NUMBER or NAME:TYPE:NUMBER, a,b",
+    )
+    slurm_cpus: int = declare(
+        0, "cores of each node; 0: whole nodes, or with `slurm_gres` Slurm's default", ge=0, le=65_533
+    )
+    slurm_mem: str = declare(
+        "",
+        "memory of each node; empty: Slurm's default",
+        pattern=_or_empty(r"\d{1,9}[KMGT]?"),
+        expected="megabytes, or a number with K, M, G or T",
+        coerce_numbers_to_str=True,
     )
     render_only: bool = declare(
         False, "stage the run and write its commands as scripts for each host and for Slurm, without starting it"

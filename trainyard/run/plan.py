@@ -378,9 +378,9 @@ def environment(node: Node, extra: dict[str, str]) -> str:
     values = {
         "PYTHONPATH": f"{node.run_dir}/trainer.zip",
         "PYTHONUNBUFFERED": "1",
-        "GLOO_SOCKET_IFNAME": node.interface,
-        "NCCL_SOCKET_IFNAME": node.interface,
-        "OMP_NUM_THREADS": str(node.threads),
+        # A job of Slurm finds the interface and the threads of each of its nodes.
+        **({"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface} if node.interface else {}),
+        **({"OMP_NUM_THREADS": str(node.threads)} if node.threads else {}),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -130,7 +130,7 @@ def plan_run(
     if members:
         check_running_spec(members[0], entries[0]["spec"], run)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"])
-    if previous.begun and _was_stopped(ordered, last_attempt):
+    if previous.begun and was_stopped(ordered, last_attempt):
         line = f"run {run} was stopped: train.yml with the same spec continues it"
         return RunPlan(entries, "stopped", port, [line])
     if is_finished(hosts, entries[0]["spec"], run):
@@ -209,7 +209,7 @@ def members_of(hosts: list[HostState], attempt: int) -> list[HostState]:
     return [alive[name] for name in names] if names and set(names) <= set(alive) else []
 
 
-def _was_stopped(hosts: list[HostState], attempt: int) -> bool:
+def was_stopped(hosts: list[HostState], attempt: int) -> bool:
     """Return whether a user stopped this start of the run."""
     return any(host.facts["stop_wanted"] and (host.facts["part"] or {}).get("attempt") == attempt for host in hosts)
 

@@ -32,6 +32,7 @@ from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run
 from trainyard.run.restart_policy import RestartPolicy
+from trainyard.run.slurm import check_job, check_options, plan_job
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.start_record import keep_start
@@ -150,6 +151,8 @@ class RunSession:
         if self.spec is None:
             raise RunError("the run has no spec")
         with contextlib.ExitStack() as stack:
+            if self.options.launcher == "slurm":
+                check_options(self.options, len(self.hosts), self.spec.model_dump(mode="json"))
             check_teacher_host(self.spec, list(self.hosts.values()), self.options)
             work = self.home / ".trainyard"
             if self.check:
@@ -168,9 +171,14 @@ class RunSession:
         return {"changed": False, "lines": plan.lines}
 
     def preflight(self) -> dict[str, Any]:
-        """Check that every host reaches every other one, and that no two hosts share a data directory."""
+        """Check that every host reaches every other one, and that no two hosts share a data directory; or that Slurm accepts the job."""
         state = self.state
-        if state.phase != "new" or self.options.render_only or len(state.plan) < 2:
+        if state.phase != "new" or self.options.render_only:
+            return _SKIPPED
+        if self.options.launcher == "slurm":
+            lines = check_job(state.plan[0], self.options, self.connect, write=not self.check)
+            return {"changed": False, "lines": lines}
+        if len(state.plan) < 2:
             return _SKIPPED
         lines = check_plan_mesh(state.plan, self.hosts, state.port, self.connect, write=not self.check)
         return {"changed": False, "lines": lines}
@@ -209,6 +217,9 @@ class RunSession:
         state = self.state
         if self.check or state.phase == "finished" or self.options.render_only:
             return _SKIPPED
+        if not self.options.follow and state.phase == "running":
+            line = f"run {self.run_name} goes on: the same command without follow=false follows it"
+            return {"changed": False, "lines": [line]}
         policy = RestartPolicy(self.options.max_restarts, self.options.min_nodes, self.options.restart_delay)
         failure = state.failure
         begun = failure is None
@@ -233,7 +244,8 @@ class RunSession:
         """Gather logs and artifacts of a run that has ended, and summarize it."""
         state = self.state
         # A stopped run has a checkpoint, but no result.
-        if self.check or self.options.render_only or state.status == "stopped" or state.phase == "failed":
+        left = state.phase == "running" and not state.status  # not followed
+        if self.check or self.options.render_only or left or state.status == "stopped" or state.phase == "failed":
             return _SKIPPED
         base_model = self.prepared.base_model if state.prepared else ""
         collected = collect_artifacts(training_entries(state.plan), self.connect, self.options.collect_to, base_model)
@@ -251,7 +263,8 @@ class RunSession:
         while True:
             hosts = [describe(host) for host in self.hosts.values()]
             try:
-                plan = plan_run(hosts, self.connect, self.prepared, self.options, previous)
+                make = plan_job if self.options.launcher == "slurm" else plan_run
+                plan = make(hosts, self.connect, self.prepared, self.options, previous)
                 break
             except PartlyActiveError:
                 if time.monotonic() > deadline:

@@ -24,7 +24,7 @@ from trainyard.run.transfer import ask_hosts, copy_to_hosts
 
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
-_PRIVATE = ("spec", "previous", "claim", "link_mbit")  # fields of an entry that plan.json does not have
+_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script")  # fields of an entry that plan.json does not have
 
 
 def stage_files(

@@ -5,6 +5,7 @@ The queue host is a stand-in; tests/lab/test_queue_front.py has a real one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trainyard.cluster import Cluster
 from trainyard.connection import Host
 from trainyard.ollama.distill import distill, student_specs
 from trainyard.ollama.queued_students import StudentQueue, student_queue
+from trainyard.queue import requests
 from trainyard.queue.client import Job, Node, QueueState
 from trainyard.queue.request import QueueOptions, Request
 from trainyard.queue.requests import Site
@@ -69,7 +71,7 @@ def test_mistakes_are_found_before_a_host_is_asked(values: dict[str, Any], state
 
 
 class FakeQueue:
-    """Stands for the queue host. `one` has finished on node2, and `two` waits."""
+    """Stands for the queue host. `one` has finished on node2, `two` waits, and `three` has failed on node1."""
 
     host = HOSTS[0]
 
@@ -78,8 +80,18 @@ class FakeQueue:
         return QueueState(
             jobs={"two": Job(7, "two", "low", "PENDING", "Dependency")},
             nodes={host.name: Node(host.name, "idle", 2, 8192) for host in HOSTS},
-            requests={"one": Request(run="one"), "two": Request(run="two", after=("one",), priority="low")},
-            states={"one": {"phase": "finished", "attempts": [attempt]}},
+            requests={
+                "one": Request(run="one"),
+                "two": Request(run="two", after=("one",), priority="low"),
+                "three": Request(run="three"),
+            },
+            states={
+                "one": {"phase": "finished", "attempts": [attempt]},
+                "three": {
+                    "phase": "failed",
+                    "attempts": [attempt | {"hosts": {"node1": {}}, "reason": "lr is too high"}],
+                },
+            },
             now=2.0,
         )
 
@@ -118,10 +130,39 @@ def test_students_of_the_queue_stay_and_show_their_loss(tmp_path: Path) -> None:
     assert row[2:7] == ["node2", "2.0000", "0.5000", "-75", "%"]
 
 
+def test_failed_students_are_shown_and_added_again_only_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    (spec,) = student_specs("", {**GIVEN, "lr": 0.1}, TOP, print, queued=True)
+    spec = spec.model_copy(update={"run": "three", "dataset": str(tmp_path / "d.jsonl")})
+    added = queue_of(tmp_path).add([spec])
+    assert not added["changed"] and added["failed"] == {"three": "lr is too high"} and added["students"] == {}
+    assert added["lines"][0] == "run three has failed: not added again"
+    (row,) = [line for line in added["lines"] if line.split()[:2] == ["tiny", "three"]]
+    assert row.split()[2] == "node1" and row.endswith("failed: lr is too high")
+    assert added["lines"][-1].startswith("add failed students again with -e retry_failed=true")
+    asked: list[str] = []
+
+    def add(run: Any, *rest: Any) -> dict[str, Any]:
+        asked.append(run.spec.run)
+        return {"run": run.spec.run, "line": "added"}
+
+    monkeypatch.setattr(requests, "_add", add)
+    assert dataclasses.replace(queue_of(tmp_path), again=True).add([spec])["changed"] and asked == ["three"]
+
+
+def test_a_teacher_that_is_a_run_of_the_queue_must_be_deployed_first(tmp_path: Path) -> None:
+    queue = queue_of(tmp_path)
+    assert queue.teacher_run("two:latest").startswith("run two is waiting: once it has finished, deploy it with")
+    assert queue.teacher_run("one").startswith("run one has finished: deploy it with playbooks/deploy.yml -e run=one")
+    assert queue.teacher_run("llama3:8b") == ""
+
+
 def test_students_that_no_host_can_train_are_refused(tmp_path: Path) -> None:
     specs = student_specs("", {**GIVEN, "run": "mine"}, TOP, print, queued=True)
     queue_of(tmp_path, after=("one",)).check(specs)
     with pytest.raises(UserError, match="run mine: no host has 9 cores: the closest is node1, which lacks 9 cores"):
         queue_of(tmp_path, cores=9).check(specs)
-    with pytest.raises(UserError, match="after: the queue has no run and no grid three"):
-        queue_of(tmp_path, after=("three",)).check(specs)
+    with pytest.raises(UserError, match="after: the queue has no run and no grid four"):
+        queue_of(tmp_path, after=("four",)).check(specs)

@@ -1,0 +1,166 @@
+"""`launcher=slurm` on a real Slurm of two lab hosts, as an ordinary user whose folder both hosts share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fault_trial import questions
+from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
+from testbed.root import USER
+
+pytestmark = [*NEEDS_LAB, pytest.mark.long]
+
+OWNER = "researcher"  # has no sudo
+SHARED = "/shared"
+# A file system of one block device, which both hosts mount, is one file system for their common kernel.
+MOUNT = "mknod /root/shared b 7 {number} && mkdir -p {shared} && mount /root/shared {shared}"
+ADD_USER = f"""
+useradd --create-home --uid 2000 --shell /bin/bash {OWNER}
+install -d -m 700 -o {OWNER} -g {OWNER} /home/{OWNER}/.ssh
+install -m 600 -o {OWNER} -g {OWNER} /home/{USER}/.ssh/authorized_keys /home/{OWNER}/.ssh/authorized_keys
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
+    """Two hosts with Slurm, and the inventory of somebody who may only log in to the first one."""
+    lab, folder = Lab(f"slurm-{os.getpid()}"), tmp_path_factory.mktemp("slurm")
+    image, device = folder / "shared.img", ""
+    try:
+        lab.up(hosts=2, venv=VENV, persistent=False)
+        played = run_playbook("site.yml", inventory_with(lab, folder / "site", queue_state="present"), {}, timeout=900)
+        assert played.rc == 0, played.stdout
+        with image.open("wb") as file:
+            file.truncate(1 << 30)
+        subprocess.run(["mkfs.ext4", "-q", image], check=True)
+        device = subprocess.run(
+            ["losetup", "--find", "--show", image], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for host in lab.hosts:
+            lab.inside(host, MOUNT.format(number=device.removeprefix("/dev/loop"), shared=SHARED))
+            lab.inside(host, ADD_USER)
+        lab.inside(lab.hosts[0], f"chown {OWNER}: {SHARED}")
+        yield lab, login_inventory(lab, folder)
+    finally:
+        lab.down()
+        if device:
+            subprocess.run(["losetup", "--detach", device], check=True)
+
+
+def login_inventory(lab: Lab, folder: Path, data_dir: str = f"{SHARED}/trainyard") -> Path:
+    """Write the inventory of the login host, which is the only host of the group cluster."""
+    document = yaml.safe_load(lab.inventory.read_text())
+    both = document["all"]["children"]["cluster"]
+    login = {"ansible_host": lab.hosts[0].address, "cluster_address": lab.hosts[0].address}
+    variables = both["vars"] | {
+        "ansible_user": OWNER,
+        "cluster_data_dir": data_dir,
+        "launcher": "slurm",
+        "slurm_nodes": 2,
+        "slurm_cpus": 1,
+    }
+    file = folder / f"login-{data_dir.replace('/', '-')}.yml"
+    file.write_text(yaml.safe_dump({"cluster": {"hosts": {"login1": login}, "vars": variables}}))
+    return file
+
+
+def variables(run: str, folder: Path, steps: int = 60) -> dict[str, Any]:
+    return {
+        "run": run, "model": "tiny", "dataset": str(questions(folder)), "seq_length": 64, "total_batch_size": 32,
+        "batch_size": 4, "max_steps": steps, "epochs": 1000, "lr": 2e-4, "checkpoint_interval": 5, "eval_interval": 0,
+        "loggers": "none", "progress_interval": 0.5,
+    }  # fmt: skip
+
+
+def read(lab: Lab, run: str, name: str) -> dict[str, Any]:
+    text = lab.inside(lab.hosts[0], f"cat {SHARED}/trainyard/runs/{run}/{name} 2>/dev/null || :")
+    return json.loads(text) if text else {}
+
+
+def job_of(lab: Lab, run: str) -> str:
+    """Return what Slurm says of the job of a run."""
+    return lab.inside(lab.hosts[0], f"scontrol show job {read(lab, run, 'state/node.json')['job']}")
+
+
+def wait_step(lab: Lab, run: str, step: int, restart: int = 0) -> int:
+    """Wait until rank 1 of a start has done a step; return the number of the job."""
+
+    def reached() -> bool:
+        if (read(lab, run, "state/job.json") or {}).get("restart", -1) != restart:
+            return False
+        return int(read(lab, run, "state/rank1.json").get("step") or 0) >= step
+
+    lab.wait(reached, f"{run}: no step {step} of restart {restart}", 240)
+    return int(read(lab, run, "state/node.json")["job"])
+
+
+def train(inventory: Path, said: dict[str, Any]) -> Played:
+    return run_playbook("train.yml", inventory, {name: str(value) for name, value in said.items()})
+
+
+def test_a_run_resumes_exactly_after_requeues(cluster: tuple[Lab, Path], tmp_path: Path) -> None:
+    """One run is left alone. The other is asked for a checkpoint as at the end of its time limit, and then requeued."""
+    lab, inventory = cluster
+    head = lab.hosts[0]
+    straight = train(inventory, variables("straight", tmp_path) | {"collect_to": str(tmp_path / "out")})
+    assert straight.rc == 0, straight.stdout
+    assert "job of Slurm, submitted on login1: --nodes=2 --cpus-per-task=1" in straight.stdout
+    assert (tmp_path / "out/straight/adapter/adapter_config.json").exists()
+    assert "ExitCode=0:0" in job_of(lab, "straight") and "UserId=researcher(2000)" in job_of(lab, "straight")
+
+    left = train(inventory, variables("moved", tmp_path) | {"follow": "false"})
+    assert left.rc == 0 and "run moved goes on" in left.stdout, left.stdout
+    job = wait_step(lab, "moved", 7)
+    lab.inside(head, f"scancel --signal=TERM {job}")
+    wait_step(lab, "moved", 20, restart=1)
+    log = lab.inside(head, f"cat {SHARED}/trainyard/runs/moved/logs/rank0.log")
+    resumed = [int(line.split()[3]) for line in log.splitlines() if line.startswith("resuming from step")]
+    assert len(resumed) == 1 and resumed[0] >= 7, log
+    lab.inside(head, f"scontrol requeue {job}")
+    followed = train(inventory, variables("moved", tmp_path))
+    assert followed.rc == 0, followed.stdout
+    assert "run moved is already running: following it" in followed.stdout
+    assert "waits for its begin" in followed.stdout and "60 of 60 steps" in followed.stdout
+    assert "Restarts=2" in job_of(lab, "moved")
+    there, here = read(lab, "straight", "result.json"), read(lab, "moved", "result.json")
+    assert here["loss_last"] == there["loss_last"] and here["adapter_sha256"] == there["adapter_sha256"]
+    assert read(lab, "moved", "nodes/1/result.json")["adapter_sha256"] == there["adapter_sha256"]
+
+
+def test_stop_cancels_after_a_checkpoint(cluster: tuple[Lab, Path], tmp_path: Path) -> None:
+    lab, inventory = cluster
+    assert train(inventory, variables("stopped", tmp_path, 5000) | {"follow": "false"}).rc == 0
+    wait_step(lab, "stopped", 3)
+    assert train(inventory, variables("second", tmp_path, 5000) | {"follow": "false"}).rc == 0  # waits for the cores
+    stopped = run_playbook("playbooks/stop.yml", inventory, {"run": "stopped"})
+    assert stopped.rc == 0 and "login1 stopped" in stopped.stdout, stopped.stdout
+    assert lab.inside(lab.hosts[0], f"ls {SHARED}/trainyard/runs/stopped/checkpoints | grep -c step-").strip() != "0"
+    assert "JobState=COMPLETED" in job_of(lab, "stopped") and "Restarts=0" in job_of(lab, "stopped")
+    stopped = run_playbook("playbooks/stop.yml", inventory, {"run": "second"})
+    assert stopped.rc == 0, stopped.stdout
+    assert lab.inside(lab.hosts[0], "squeue --noheader").strip() == ""
+
+
+def test_what_the_cluster_would_not_run_is_refused(cluster: tuple[Lab, Path], tmp_path: Path) -> None:
+    lab, inventory = cluster
+    apart = login_inventory(lab, tmp_path, f"/home/{OWNER}/trainyard")
+    for used, said, why in (
+        (
+            inventory,
+            {"slurm_partition": "huge"},
+            "there is no partition huge: choose one of critical, high, low, normal",
+        ),
+        (inventory, {"slurm_nodes": 9}, "login1: Slurm refuses the job: sbatch: "),
+        (apart, {}, f"node node2 does not share /home/{OWNER}/trainyard with login1"),
+        (inventory, {"cluster_python": "/usr/bin/python3"}, "login1: /usr/bin/python3 has no torch"),
+    ):
+        refused = train(used, variables("refused", tmp_path) | said)
+        assert refused.rc != 0 and why in " ".join(refused.stdout.split()), refused.stdout
+    assert "refused" not in lab.inside(lab.hosts[0], f"squeue --states=all --noheader; ls {SHARED}/trainyard/runs")

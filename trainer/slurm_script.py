@@ -1,0 +1,95 @@
+"""The parts of a batch script of Slurm: its header, the address of the head, and the step that starts one launcher per node. No torch."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PORT = 29500
+GRACE = 120  # s before the end of the time limit at which the ranks receive SIGTERM
+PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,254}")
+# Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
+TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}")
+# Every host uses the NIC on its route to the head; the head uses that of its own address. Variables that are set win.
+INTERFACE = r"""
+address=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }')
+nic=$(ip -o -4 address show to "$address" | awk 'NR == 1 { print $2 }')
+[ -n "$nic" ] || nic=$(ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
+export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$nic}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$nic}"
+""".strip()
+# Slurm's own address of the first node: a host often resolves its own name to 127.0.1.1.
+HEAD = r"""
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$HEAD" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+export HEAD="${address:-$HEAD}"
+""".strip()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks of Slurm; what is empty or 0 is left to Slurm.
+
+    Attributes:
+        gpus: number of GPUs of every node.
+        gres: generic resources of every node, such as `gpu:a100:4`.
+        cores: of every node.
+        memory: of every node, such as `64G`.
+        names: of the nodes; empty to let Slurm choose them.
+    """
+
+    nodes: int
+    gpus: int = 0
+    partition: str = ""
+    account: str = ""
+    time: str = ""
+    gres: str = ""
+    cores: int = 0
+    memory: str = ""
+    names: Sequence[str] = ()
+
+    @property
+    def options(self) -> list[str]:
+        """The options of sbatch and srun that ask for these resources."""
+        whole = not (self.cores or self.gres)
+        given = {
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "nodelist": ",".join(self.names),
+            # --exclusive allocates all GPUs of a node; one number cannot describe nodes that differ.
+            "gpus-per-node": self.gpus,
+            "gres": self.gres,
+            "cpus-per-task": self.cores,
+            "mem": self.memory,
+            "partition": self.partition,
+            "account": self.account,
+            "time": self.time,
+        }
+        return [f"--{name}={value}" for name, value in given.items() if value] + (["--exclusive"] if whole else [])
+
+
+def header(run: str, resources: Resources, output: str = "%x-%j.log") -> list[str]:
+    """Return the first lines of a batch script.
+
+    Args:
+        output: file of the job's output; empty where the command line of sbatch names it.
+    """
+    return [
+        "#!/bin/bash",
+        f"#SBATCH --job-name=trainyard-{run}",
+        *(f"#SBATCH {option}" for option in resources.options),
+        *([f"#SBATCH --output={output}"] if output else []),
+        # On SIGTERM the ranks write a checkpoint. After a requeue they resume from it.
+        f"#SBATCH --signal=TERM@{GRACE}",
+        "#SBATCH --requeue",
+    ]
+
+
+def step(inner: str, options: str = "") -> str:
+    """Return the command that runs a bash script on every node of the job. `options`: further ones of srun, quoted."""
+    # Without --cpu-bind, a step with one task on each node could be bound to one core of it.
+    words = f"srun --kill-on-bad-exit=1 --cpu-bind=none{' ' if options else ''}{options}"
+    return f"{words} bash -euo pipefail -c '{quoted_script(inner)}'"
+
+
+def quoted_script(text: str) -> str:
+    """Return a script for use between single quotes."""
+    return text.replace("'", "'\\''")

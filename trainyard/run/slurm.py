@@ -1,0 +1,180 @@
+"""A run as a job of a Slurm cluster that somebody else runs (`launcher=slurm`): its plan, and the checks before it.
+
+The host of the run is a login host of that cluster, whose `cluster_data_dir` all nodes share. To the session it is one host with all
+ranks, and the backend `slurm` of trainer.supervise submits, watches and stops the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.formats import counted
+from trainyard.connection import RemoteError
+from trainyard.preflight.host_state import HostState
+from trainyard.remote.commit import start_of
+from trainyard.run.choose_strategy import staged_spec
+from trainyard.run.copy_files import in_time
+from trainyard.run.errors import PlanError, RunError
+from trainyard.run.gather import Connect, check_requirements, own_torchrun, usable_hosts
+from trainyard.run.options import OPTIONS, LaunchOptions
+from trainyard.run.plan import Node
+from trainyard.run.planning import PreviousStart, RunPlan, check_running_spec, host_spec, is_finished, was_stopped
+from trainyard.run.slurm_job import batch_script, gpus_of, resources
+from trainyard.run.spec_files import PreparedRun
+
+CHECK_LIMIT = 150.0  # s for a login host to check a job
+# Launch options that only the ranks of this program's own hosts have, with the reason.
+_NOT_WITH_SLURM = {
+    "elastic": "Slurm restarts the job",
+    "min_nodes": "a job has all its nodes: set slurm_nodes",
+    "unit_properties": "the ranks are steps of a job: set slurm_mem and slurm_cpus",
+    "render_only": "python -m trainer config slurm prints a script",
+}
+
+
+def check_options(options: LaunchOptions, hosts: int, spec: Mapping[str, Any]) -> None:
+    """Check without contacting a host that options, hosts and spec fit a job of Slurm. Raises PlanError.
+
+    Args:
+        hosts: number of hosts of the run.
+    """
+    if hosts != 1:
+        raise PlanError(
+            f"launcher=slurm: the run has {hosts} hosts: name the login host of the Slurm cluster alone, as in -e limit=login1"
+        )
+    for name, why in _NOT_WITH_SLURM.items():
+        if getattr(options, name) != OPTIONS[name].default:
+            raise PlanError(f"{name}: has no effect with launcher=slurm ({why}): omit it")
+    if options.isolate == "always":
+        raise PlanError("isolate: launcher=slurm cannot filter the connections of the ranks: omit it")
+    if spec["teacher_host"]:
+        raise PlanError("teacher_host: launcher=slurm trains on nodes that Slurm chooses: omit teacher_host")
+    if own_torchrun(dict(spec)):
+        raise PlanError("diloco_membership: launcher=slurm has one torchrun for all nodes: set diloco_membership=fixed")
+
+
+def plan_job(
+    hosts: list[HostState],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    previous: PreviousStart | None = None,
+) -> RunPlan:
+    """Plan a run as a job; arguments and result are those of `plan_run`. This changes nothing. Raises PlanError."""
+    previous, run, spec = previous or PreviousStart(), prepared.run, dict(prepared.spec)
+    check_options(options, len(hosts), spec)
+    hosts, _ = usable_hosts(hosts, connect, prepared, options, previous.lost)
+    login = hosts[0]
+    # The login host may have neither GPUs nor a compiler.
+    check_requirements(hosts, spec | {"backend": "auto", "torch_compile": False})
+    part = login.facts["part"] or {}
+    processes = login.host.processes or gpus_of(options.slurm_gres) or 1
+    if login.facts["spec"]:  # its nodes have chosen
+        spec["strategy"] = staged_spec(login).strategy
+    if previous.begun:
+        spec["resume"] = "auto"
+    entry = _entry(login, run, processes * options.slurm_nodes, spec, prepared)
+    entry["attempt"] = int(part.get("attempt") or 0) + 1
+    entry["job_nodes"] = options.slurm_nodes
+    entry["script"] = batch_script(entry, processes, options)
+    if login.facts["running"]:
+        check_running_spec(login, entry["spec"], run)
+        entry["ranks"], entry["attempt"] = list(part.get("ranks") or entry["ranks"]), int(part.get("attempt") or 1)
+        return RunPlan([entry], "running", 0, [f"run {run} is already running: following it"])
+    if previous.begun and was_stopped(hosts, int(part.get("attempt") or 0)):
+        return RunPlan([entry], "stopped", 0, [f"run {run} was stopped: train.yml with the same spec continues it"])
+    if is_finished(hosts, entry["spec"], run):
+        return RunPlan([entry], "finished", 0, [])
+    return RunPlan([entry], "new", 0, _plan_lines(login, options, processes, spec))
+
+
+def _entry(login: HostState, run: str, world: int, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
+    """Return the entry of the plan: one host with all ranks."""
+    host, facts = login.host, login.facts
+    node = Node(
+        host=host.name,
+        node_rank=0,
+        ranks=list(range(world)),
+        address=login.address,
+        interface="",
+        threads=0,
+        run_dir=f"{host.data_dir}/runs/{run}",
+        data_dir=host.data_dir,
+        command=[host.python],
+        backend="slurm",
+    )
+    return node.as_dict() | {
+        "spec": host_spec(spec, prepared.files, host.data_dir),
+        "previous": start_of(facts["part"]),
+        "link_mbit": facts["link_mbit"],
+        "versions": facts["versions"],
+        "gpus": [],
+        "memory_mib": 0,
+    }
+
+
+def _plan_lines(login: HostState, options: LaunchOptions, processes: int, spec: Mapping[str, Any]) -> list[str]:
+    asked = " ".join(option for option in resources(options).options if not option.startswith("--ntasks-per-node"))
+    world = processes * options.slurm_nodes
+    lines = [
+        f"job of Slurm, submitted on {login.name}: {asked}",
+        f"world size {world}: {counted(options.slurm_nodes, 'node')} with {counted(processes, 'rank')} each, in {login.host.data_dir}",
+    ]
+    if spec["script"]:
+        return lines
+    strategy = "which the nodes choose" if spec["strategy"] == "auto" else spec["strategy"]
+    batches = f"{spec['rows_per_step']} rows per step in micro-batches of {spec['batch_size']}"
+    return [*lines, f"strategy {strategy}, {batches}"]
+
+
+def check_job(entry: Mapping[str, Any], options: LaunchOptions, connect: Connect, *, write: bool = True) -> list[str]:
+    """Check before the job is submitted that Slurm would accept it, and that nodes have the folder and the interpreter.
+
+    Args:
+        write: whether to look at nodes, for which a file is written.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        RunError: a mistake that the user has to correct; nothing was submitted.
+    """
+    name, python = entry["host"], entry["command"][0]
+    request = {
+        "script": entry["script"],
+        "options": _look_options(options),
+        "partition": options.slurm_partition,
+        "data_dir": entry["data_dir"],
+        "python": python,
+        "write": write,
+    }
+    connection = connect(name)
+    try:
+        answer: dict[str, Any] = in_time(connection, lambda: connection.call("slurm_check", request), CHECK_LIMIT)
+    except RemoteError as error:
+        raise RunError(f"{name}: {error}") from None
+    if answer["refused"]:
+        known = f": choose one of {', '.join(answer['partitions'])}" if answer["partitions"] else ""
+        raise RunError(f"{name}: Slurm refuses the job: {answer['refused']}{known}")
+    for node, shared, found in answer["nodes"]:
+        if not shared:
+            raise RunError(
+                f"node {node} does not share {entry['data_dir']} with {name}: set cluster_data_dir of {name} to a folder that "
+                "all nodes share"
+            )
+        if found != "torch":
+            lacks = f"no Python at {python}" if found == "none" else f"a Python at {python} without torch"
+            raise RunError(
+                f"node {node} has {lacks}: set cluster_python of {name} to an environment in a shared folder"
+            )
+    if answer["unseen"]:
+        return [f"no node is free to be looked at before the job starts ({answer['unseen']}): the job looks itself"]
+    return []
+
+
+def _look_options(options: LaunchOptions) -> list[str]:
+    """Return the options of srun for a look at nodes of the same kind, with one core of each."""
+    asked = resources(options)
+    given = {"nodes": asked.nodes, "ntasks-per-node": 1, "partition": asked.partition, "account": asked.account}
+    return [f"--{name}={value}" for name, value in given.items() if value]

@@ -1,0 +1,133 @@
+"""The batch script of a run on a Slurm cluster that somebody else runs. docs/slurm.md describes what it does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from trainer import slurm_script
+from trainyard.run.errors import PlanError
+from trainyard.run.launch_scripts import READ_ENVIRONMENT
+from trainyard.run.options import LaunchOptions
+
+_GPUS = re.compile(r"gpu(:[A-Za-z0-9_.-]+)?(:(\d{1,3}))?(\([^)]*\))?")
+# Each node but the first has a folder of its own for its checkpoints. Their heartbeats and logs are beside each other.
+_FOLDERS = """\
+here={run} data={data}
+if [ "$SLURM_NODEID" -gt 0 ]; then
+    here={run}/nodes/$SLURM_NODEID
+    data=$here
+    mkdir -p "$here"
+    for name in state logs samples stop origin.json plan.json; do ln -sfn {run}/$name "$here/$name"; done
+fi
+"""
+_CHECK = """\
+if ! [ -e {run}/trainer.zip ]; then
+    echo "error: $SLURMD_NODENAME has no folder "{run}": set cluster_data_dir to a folder that all nodes share" >&2
+    exit 3
+elif ! [ -x {python} ]; then
+    echo "error: $SLURMD_NODENAME has no Python at "{python}": set cluster_python to one that all nodes have" >&2
+    exit 3
+fi
+"""
+# The launcher ignores SIGTERM, because it would kill ranks that need more than 30 s for their checkpoint.
+_LAUNCH = """\
+if [ -z "${{OMP_NUM_THREADS:-}}" ]; then
+    threads=$(($(nproc) / {processes}))
+    export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
+fi
+(trap "" TERM; exec {python} -P -m trainer.distributed.torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \\
+    --nproc-per-node={processes} --master-addr="$HEAD" --master-port="$PORT" --max-restarts=0 --signals-to-handle=SIGINT \\
+    --rdzv-id={run_id}"-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\
+    -m trainer train {run}/spec.yml --run-dir="$here" --data-dir="$data") &
+launcher=$!
+trap "touch "{stop} TERM
+while true; do
+    code=0
+    wait "$launcher" || code=$?
+    kill -0 "$launcher" 2>/dev/null || exit "$code"
+done
+"""
+
+
+def gpus_of(gres: str) -> int:
+    """Return the number of GPUs in a list of generic resources such as `gpu:a100:4,nvme:1`."""
+    found = [_GPUS.fullmatch(word.strip()) for word in gres.split(",")]
+    return sum(int(match[3] or 1) for match in found if match)
+
+
+def resources(options: LaunchOptions) -> slurm_script.Resources:
+    """Return what a job asks of Slurm."""
+    return slurm_script.Resources(
+        nodes=options.slurm_nodes,
+        partition=options.slurm_partition,
+        account=options.slurm_account,
+        time=options.slurm_time,
+        gres=options.slurm_gres,
+        cores=options.slurm_cpus,
+        memory=options.slurm_mem,
+    )
+
+
+def batch_script(entry: Mapping[str, Any], processes: int, options: LaunchOptions) -> str:
+    """Return the batch script that starts the ranks of a run.
+
+    Args:
+        entry: of the plan: `run_dir`, `data_dir` and the interpreter as the first word of `command`.
+        processes: ranks on each node.
+
+    Raises:
+        PlanError: a path that a script cannot hold.
+    """
+    run_dir, python = entry["run_dir"], entry["command"][0]
+    for path in (run_dir, python):
+        if "\0" in path or "\n" in path:
+            raise PlanError(
+                f"launcher=slurm: {path!r} has a line break: choose another cluster_data_dir or cluster_python"
+            )
+    run, name = shlex.quote(run_dir), run_dir.rpartition("/")[2]
+    words = {
+        "run": run,
+        "data": shlex.quote(entry["data_dir"]),
+        "python": shlex.quote(python),
+        "stop": shlex.quote(shlex.quote(f"{run_dir}/stop")),
+        "processes": processes,
+        "run_id": shlex.quote(name),
+    }
+    each = "\n".join(
+        part.rstrip("\n")
+        for part in (
+            _CHECK.format(**words),
+            _FOLDERS.format(**words),
+            READ_ENVIRONMENT.format(run_dir=run),
+            slurm_script.INTERFACE,
+            _LAUNCH.format(**words),
+        )
+    )
+    # One log for each node. srun replaces %n by the place of the node, and %% by %.
+    log = shlex.quote(f"{run_dir.replace('%', '%%')}/logs/torchrun.%n.log")
+    step = slurm_script.step(each, f"--output={log} --open-mode=append --input=none")
+    # Jobs of other users may share a node. A job that starts again uses the same port.
+    port = str(options.master_port or f"$(({slurm_script.PORT} + SLURM_JOB_ID % 100))")
+    of_job = f"{shlex.quote(python)} -P -m trainer.supervise.slurm"
+    return "\n".join(
+        [
+            *slurm_script.header(name, resources(options), output=""),
+            f"# trainyard run {name}. Its folder is the working directory. Submitted again, it resumes from the latest checkpoint.",
+            "set -euo pipefail",
+            f"export PYTHONPATH={run}/trainer.zip",
+            f"{of_job} begin {run}",
+            slurm_script.HEAD,
+            f"export PORT={port}",
+            "code=0",
+            f"{step} || code=$?",
+            "again=0",
+            f'{of_job} end {run} "$code" || again=$?',
+            # At the end of the time limit, or where Slurm preempts the job, the ranks have stopped with a checkpoint.
+            '[ "$again" != 75 ] || scontrol requeue "$SLURM_JOB_ID"',
+            'exit "$code"',
+            "",
+        ]
+    )
