@@ -231,9 +231,11 @@ class Progress:
 
     def _rank_lines(self, parts: list[Part], now: float) -> list[str]:
         states = {rank: state for part in parts for rank, state in part.states.items()}
-        if not states:  # torchrun imports torch before it starts the ranks
-            shown, self.phase = self.phase, self.phase or phase_line(IMPORTING)
-            return [self.phase] if self.phase != shown else []
+        if not states:
+            # torchrun imports torch before it starts the ranks.
+            imports = not self.phase and not self.waits and any(part.status == "running" for part in parts)
+            self.phase = phase_line(IMPORTING) if imports else self.phase
+            return [self.phase] if imports else []
         first = states[min(states)]  # rank 0 if it has a heartbeat
         lines = []
         status = first.get("status", "")
