@@ -30,7 +30,7 @@ from trainer.__main__ import main, needs_bitsandbytes, take_places, take_spec
 from trainer.errors import UserError
 
 RANK_COMMAND = ("-u", "-m", "trainer")  # what torchrun passes to Python for `-m trainer`
-_CUDA_DEVICE = "/dev/nvidia-uvm"  # CUDA opens it when it is initialized, NVML does not
+_INITIALIZED = {"/dev/nvidia-uvm", "/dev/kfd"}  # CUDA and ROCm open them when they are initialized, NVML does not
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
 _POLL = 0.01  # s between two checks of a rank's end, as in subprocess
 
@@ -60,7 +60,7 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
         importlib.import_module("trainer.train")
     except Exception:
         return False  # the ranks report it
-    if torch.cuda.is_initialized() or _CUDA_DEVICE in _open_files().values():
+    if torch.cuda.is_initialized() or _INITIALIZED & set(_open_files().values()):
         return False
     gc.freeze()  # the collector does not touch these objects: their pages stay shared
     api.get_subprocess_handler = _Handler
