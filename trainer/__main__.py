@@ -93,17 +93,23 @@ def take_positional(argv: list[str]) -> str | None:
     return argv.pop(0) if argv and not argv[0].startswith("--") else None
 
 
-def take_spec(argv: list[str], ranks: int | None) -> RunSpec:
+def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | None]]:
+    """Remove the flags of a rank that are not of its spec; return the run folder, the data folder, and Replica's."""
+    run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
+    return run_dir, data_dir, [take_value(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")]
+
+
+def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False) -> RunSpec:
     """Return the spec that the remaining arguments define: an optional file, and flags. Raises UserError.
 
-    `ranks`: number of ranks of the run, if it is known.
+    `ranks`: number of ranks of the run, if it is known. `quiet`: print no notes.
     """
     # run=x is also a flag unless it is a file: torchrun interprets --run=x as an abbreviation of its --run-path.
     argv[:] = [f"--{argument}" if _is_assignment(argument) else argument for argument in argv]
     positional = take_positional(argv)
     path = user_path(positional, "run spec") if positional is not None else None
     flags = parse_flags(argv)
-    report = _print_note if os.environ.get("RANK", "0") == "0" else lambda line: None
+    report = _print_note if not quiet and os.environ.get("RANK", "0") == "0" else lambda line: None
     return read_spec(path, flags, "the flags", ranks=ranks, report=report)
 
 
@@ -205,10 +211,14 @@ def show_help() -> int:
     return 0
 
 
+def needs_bitsandbytes(spec: RunSpec) -> bool:
+    """Return whether a rank imports bitsandbytes."""
+    return spec.quantize != "none" or spec.optimizer == "adamw8bit" or unsloth_backend.may_use(spec)
+
+
 def train(argv: list[str]) -> int:
     """Run one rank. Errors are also reported in its heartbeat."""
-    run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
-    replica_flags = [take_value(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")]
+    run_dir, data_dir, replica_flags = take_places(argv)
     rank, under_torchrun = int(os.environ.get("RANK", "0")), "TORCHELASTIC_RUN_ID" in os.environ
     try:
         replica = Replica.parse(*replica_flags)
@@ -225,8 +235,7 @@ def train(argv: list[str]) -> int:
         if not under_torchrun or not run_dir:
             raise
         return report_failure(Heartbeat(run_dir, rank), error)  # the controller shows it instead of an exit code
-    needs_bitsandbytes = spec.quantize != "none" or spec.optimizer == "adamw8bit" or unsloth_backend.may_use(spec)
-    if under_torchrun and not needs_bitsandbytes:
+    if under_torchrun and not needs_bitsandbytes(spec):
         # peft imports an installed bitsandbytes, which imports torch's compiler: a fifth of the start-up time.
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())

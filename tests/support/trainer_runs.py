@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from run_hosts import free_port
+from warm_torchrun import WarmTorchrun
 
 from trainer.data.samples import Sample
 
@@ -128,12 +129,19 @@ def llama(folder: Path, tokenizer: Path, **sizes: int) -> Path:
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
-class Cluster:
-    """Simulated hosts, each with its own data directory and torchrun, as the playbook starts them."""
+TORCHRUN = (sys.executable, "-m", "trainer.distributed.torchrun")
+Launcher: TypeAlias = subprocess.Popen[str] | WarmTorchrun
 
-    def __init__(self, folder: Path, spec: dict[str, Any]) -> None:
-        self.folder, self.spec = folder, spec
-        self.started: list[subprocess.Popen[str]] = []
+
+class Cluster:
+    """Simulated hosts, each with its own data directory and torchrun, as the playbook starts them.
+
+    Unless it is `cold`, the torchruns are forked from a process that has imported what they need.
+    """
+
+    def __init__(self, folder: Path, spec: dict[str, Any], *, cold: bool = False) -> None:
+        self.folder, self.spec, self.cold = folder, spec, cold
+        self.started: list[Launcher] = []
 
     def run_dir(self, host: int = 0, run: str = "r") -> Path:
         return self.folder / f"host{host}" / "runs" / run
@@ -148,7 +156,7 @@ class Cluster:
 
     def start_replica(
         self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
-    ) -> subprocess.Popen[str]:
+    ) -> Launcher:
         """Start replica `number` of `count` with its own torchrun; return its launcher."""
         return self._launch(number, run, self.replica_command(number, count, lighthouse, run, ranks, **fields))
 
@@ -163,7 +171,7 @@ class Cluster:
         log.close()
         return where
 
-    def start(self, hosts: int = 1, ranks: int = 1, run: str = "r", **fields: Any) -> list[subprocess.Popen[str]]:
+    def start(self, hosts: int = 1, ranks: int = 1, run: str = "r", **fields: Any) -> list[Launcher]:
         """Start `ranks` ranks on each of `hosts` hosts; return their launchers."""
         port = free_port()
         place = [[f"--nnodes={hosts}", f"--node-rank={host}"] for host in range(hosts)]
@@ -177,24 +185,27 @@ class Cluster:
         spec = self.spec | {"run": run} | fields
         run_dir = self.run_dir(host, run)
         run_dir.mkdir(parents=True, exist_ok=True)
-        torchrun = ["-m", "torch.distributed.run", *place]
-        torchrun += [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        torchrun = [*TORCHRUN, *place, f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"]
         # As a file: torchrun interprets --run as an abbreviation of its --run-path.
         file = run_dir.parents[1] / f"{run}.yml"
         file.write_text(json.dumps({name: str(value) for name, value in spec.items()}))
         where = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
-        return [sys.executable, *torchrun, "-m", "trainer", "train", str(file), *where]
+        return [*torchrun, "-m", "trainer", "train", str(file), *where]
 
-    def _launch(self, host: int, run: str, command: list[str]) -> subprocess.Popen[str]:
+    def _launch(self, host: int, run: str, command: list[str]) -> Launcher:
         run_dir = self.run_dir(host, run)
         environment = os.environ | {"PYTHONPATH": str(TOP), "GLOO_SOCKET_IFNAME": "lo"}
-        with (run_dir / "torchrun.log").open("a") as log:
-            folder = run_dir.parents[1]
-            launcher = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log, text=True)
+        folder, log = run_dir.parents[1], run_dir / "torchrun.log"
+        launcher: Launcher
+        if self.cold:
+            with log.open("a") as sink:
+                launcher = subprocess.Popen(command, env=environment, cwd=folder, stdout=sink, stderr=sink, text=True)
+        else:
+            launcher = WarmTorchrun(command[len(TORCHRUN) :], folder, log, environment)
         self.started.append(launcher)
         return launcher
 
-    def wait(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> list[int]:
+    def wait(self, launchers: list[Launcher], limit: float = 300.0) -> list[int]:
         """Return the exit statuses of the launchers."""
         deadline = time.monotonic() + limit
         return [launcher.wait(max(0.1, deadline - time.monotonic())) for launcher in launchers]
@@ -223,7 +234,7 @@ class Cluster:
 
         until(there, what=f"step {step}")
 
-    def stop_between(self, launchers: list[subprocess.Popen[str]], limit: float = 300.0) -> int:
+    def stop_between(self, launchers: list[Launcher], limit: float = 300.0) -> int:
         """Stop a run of 40 steps at a synchronization (every 5 steps), copy it to run `lost`, and return the step."""
         self.at_step(10)
         (self.run_dir(1) / "stop").touch()

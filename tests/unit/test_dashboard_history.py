@@ -129,7 +129,7 @@ def test_the_share_of_communication_is_shown_where_it_is_measured() -> None:
 # Logs -------------------------------------------------------------------------------------------------------------------
 
 
-class Silent:
+class Unreachable:
     async def ask(self, query: str, **request: Any) -> dict[str, Any]:
         raise RemoteError("node2 does not answer")
 
@@ -155,7 +155,7 @@ def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest
     read()
     assert [line[1:] for line in log.since(count)] == [("rank 0", "news")]
     files[0].write_text("another start\n")
-    streams["node2"] = Silent()
+    streams["node2"] = Unreachable()
     count = log.count
     read()
     assert [line[2] for line in log.since(count)] == [AGAIN, "another start"]

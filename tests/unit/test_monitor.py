@@ -245,3 +245,14 @@ def test_the_run_continues_without_a_replica(broken: list[Part], absent: set[int
 def test_a_part_that_is_not_at_the_last_step_is_behind() -> None:
     assert is_behind(part("a", 0)) and is_behind(part("a", 0, state={"status": "starting", "steps": 0}))
     assert not is_behind(part("a", 0, state={"step": 80})) and not is_behind(part("a", 0, "finished"))
+
+
+def test_the_imports_before_the_first_heartbeat_are_shown_once() -> None:
+    progress, before = Progress(1, 2.0, stall_limit=60), part("a", 0)
+    before.answer["ranks"] = {}
+    assert progress.lines([before], 0.0) == ["starting: importing torch"]
+    assert progress.lines([before], 1.0) == []
+    first = part("a", 0, state={"status": "starting", "note": "importing torch", "step": None, "loss": None})
+    assert progress.lines([first], 2.0) == []
+    first.answer["ranks"]["0"]["note"] = "loading the model"
+    assert progress.lines([first], 3.0) == ["starting: loading the model"]

@@ -1,18 +1,23 @@
 """torchrun whose rendezvous only the hosts of the run can reach. Takes the arguments of torch.distributed.run."""
 
+import sys
+from collections.abc import Sequence
+
 import torch.distributed
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 
+from trainer.distributed.forked_ranks import import_for_ranks
 from trainer.distributed.store import RunStore
 
 
-def main() -> None:
-    """Run torchrun with the stores of this package."""
+def main(arguments: Sequence[str]) -> None:
+    """Run torchrun with the stores of this package; its ranks are forked where that is possible."""
     for module in (torch.distributed, static_tcp_rendezvous, c10d_rendezvous_backend):
         vars(module)["TCPStore"] = RunStore
-    run.main()
+    import_for_ranks(arguments)
+    run.main(list(arguments))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -100,23 +100,37 @@ class RankMonitor:
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Return the last heartbeat of a rank; empty if there is none."""
-        return read_json(self.run_dir / f"state/rank{rank}.json") or {}
+        return read_json(self._heartbeat(rank)) or {}
+
+    def _heartbeat(self, rank: int) -> Path:
+        return self.run_dir / f"state/rank{rank}.json"
+
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """Return the last heartbeat of every rank that has written one here."""
+        numbers = [path.stem.removeprefix("rank") for path in (self.run_dir / "state").glob("rank*.json")]
+        return {int(number): self.rank_state(int(number)) for number in numbers if number.isdecimal()}
 
     def _find_processes(self, torchrun: int) -> None:
         """Find the ranks' processes. A torchrun that restarts its workers may number them differently."""
         found: dict[int, int] = {}
+        # A forked rank has torchrun's environment; it names itself in its heartbeat.
+        reported = {state.get("pid"): rank for rank, state in self._states().items()}
         for pid in descendants(torchrun):
+            # Children of a worker inherit RANK; the worker itself is a child of torchrun.
+            if not (stat := process_stat(pid)) or stat[1] != torchrun:
+                continue
             values = environ(pid)
             number = values.get("RANK", "")
-            # Children of a worker inherit RANK; the worker itself is a child of torchrun.
-            if number.isdigit() and (stat := process_stat(pid)) and stat[1] == torchrun:
+            if number.isdigit():
                 found[self.ranks[int(values["LOCAL_RANK"])] if self.replica else int(number)] = pid
+            elif pid in reported:
+                found[reported[pid]] = pid
         if self.renumbered and set(found.values()) - set(self._pids.values()):
             self.reset()
             self.ranks = sorted(found)
-            for path in (self.run_dir / "state").glob("rank*.json"):
-                if not is_running((read_json(path) or {}).get("pid", 0)):  # of the earlier numbering
-                    path.unlink(missing_ok=True)
+            for rank, state in self._states().items():
+                if not is_running(state.get("pid", 0)):  # of the earlier numbering
+                    self._heartbeat(rank).unlink(missing_ok=True)
         for rank, pid in found.items():
             self._pids.setdefault(rank, pid)
 

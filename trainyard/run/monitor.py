@@ -22,6 +22,7 @@ SLOW = 1.5  # ratio of a rank's step time to the median of the others' that is r
 GPU_INTERVAL = 10.0  # s between two lines about the GPUs
 GPU_RANKS = 16  # ranks in such a line
 SLOW_STEPS = 5  # steps over which step times are averaged
+IMPORTING = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
 WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at a synchronization
 
 # torchrun ends the workers beside a dead one with SIGTERM, and gloo aborts a process whose peer is gone: rarely the cause.
@@ -231,7 +232,10 @@ class Progress:
     def _rank_lines(self, parts: list[Part], now: float) -> list[str]:
         states = {rank: state for part in parts for rank, state in part.states.items()}
         if not states:
-            return []
+            # torchrun imports torch before it starts the ranks.
+            imports = not self.phase and not self.waits and any(part.status == "running" for part in parts)
+            self.phase = phase_line(IMPORTING) if imports else self.phase
+            return [self.phase] if imports else []
         first = states[min(states)]  # rank 0 if it has a heartbeat
         lines = []
         status = first.get("status", "")

@@ -1,0 +1,64 @@
+"""When torchrun forks its ranks, and when it starts them as separate programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torch.distributed.elastic.multiprocessing import api
+
+from trainer.distributed import forked_ranks
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what the function changes in this process."""
+    monkeypatch.setattr(api, "get_subprocess_handler", api.get_subprocess_handler)
+    monkeypatch.setitem(forked_ranks.sys.modules, "bitsandbytes", None)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    monkeypatch.setattr(forked_ranks.gc, "freeze", lambda: None)
+    yield
+
+
+def arguments(folder: Path, **fields: str) -> list[str]:
+    text = "".join(f"{name}: {value}\n" for name, value in {"model": "tiny", **fields}.items())
+    (folder / "spec.yml").write_text(text)
+    return ["--nnodes=1", "-m", "trainer", "train", str(folder / "spec.yml"), f"--run-dir={folder}"]
+
+
+def test_ranks_of_a_usual_spec_are_forked(tmp_path: Path) -> None:
+    assert forked_ranks.import_for_ranks(arguments(tmp_path))
+    assert api.get_subprocess_handler is forked_ranks._Handler
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"script": "mine.py"},
+        {"quantize": "nf4", "lora_r": "8"},
+        {"optimizer": "adamw8bit"},
+        {"backend": "unsloth", "lora_r": "8"},
+        {"lr": "no number"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_ranks_that_import_otherwise_are_separate_programs(tmp_path: Path, fields: dict[str, str]) -> None:
+    before = api.get_subprocess_handler
+    assert not forked_ranks.import_for_ranks(arguments(tmp_path, **fields))
+    assert api.get_subprocess_handler is before
+
+
+def test_nothing_is_forked_once_cuda_is_initialized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_ranks, "_open_files", lambda: {3: "/dev/null", 4: "/dev/nvidia-uvm"})
+    before = api.get_subprocess_handler
+    assert not forked_ranks.import_for_ranks(arguments(tmp_path))
+    assert api.get_subprocess_handler is before
+
+
+def test_other_programs_than_the_trainer_are_started_as_usual() -> None:
+    handler = forked_ranks._Handler("/bin/true", (), {}, None, None, 0, None)  # type: ignore[arg-type]
+    assert handler.proc.wait() == 0

@@ -1,0 +1,155 @@
+"""Ranks that torchrun forks from itself, so that a host imports torch, transformers and peft once for all of its ranks.
+
+These imports take about 7 s of a core, ten times as long as the rest of the start of a small run. torchrun itself needs
+torch, which is a third of them. An elastic torchrun, which restarts its ranks, restarts them without any import.
+
+No CUDA context survives a fork. Therefore torch counts the GPUs through NVML while torchrun imports, and if a library has
+initialized CUDA all the same, torchrun starts the ranks as separate programs.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from trainer import unsloth_backend
+from trainer.__main__ import main, needs_bitsandbytes, take_places, take_spec
+from trainer.errors import UserError
+
+RANK_COMMAND = ("-u", "-m", "trainer")  # what torchrun passes to Python for `-m trainer`
+_INITIALIZED = {"/dev/nvidia-uvm", "/dev/kfd"}  # CUDA and ROCm open them when they are initialized, NVML does not
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
+_POLL = 0.01  # s between two checks of a rank's end, as in subprocess
+
+
+def import_for_ranks(arguments: Sequence[str]) -> bool:
+    """Import what the ranks need, and let torchrun fork them. Return whether it does.
+
+    Args:
+        arguments: of torchrun.
+    """
+    try:
+        rest = list(arguments[arguments.index("trainer") + 1 :])
+        rest = rest[1:] if rest[:1] == ["train"] else rest
+        take_places(rest)
+        spec = take_spec(rest, None, quiet=True)
+    except (UserError, ValueError):
+        return False  # the ranks report it
+    # A user's script may not need torch.
+    if spec.script or needs_bitsandbytes(spec) or unsloth_backend.may_use(spec):
+        return False
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # see trainer.__main__.train
+    try:
+        importlib.import_module(
+            "transformers.models.llama.modeling_llama"
+        )  # most of it is needed by every architecture
+        importlib.import_module("trainer.train")
+    except Exception:
+        return False  # the ranks report it
+    if torch.cuda.is_initialized() or _INITIALIZED & set(_open_files().values()):
+        return False
+    gc.freeze()  # the collector does not touch these objects: their pages stay shared
+    api.get_subprocess_handler = _Handler
+    return True
+
+
+class _Handler(SubprocessHandler):
+    """torchrun's record of one rank."""
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        if tuple(args[:4]) != (sys.executable, *RANK_COMMAND) or self._stdout or self._stderr:
+            return super()._popen(args, env)
+        return _ForkedRank(args[4:], env)  # type: ignore[return-value]  # the part of Popen that torchrun uses
+
+
+class _ForkedRank:
+    """A forked process with the methods of subprocess.Popen that torchrun calls."""
+
+    def __init__(self, arguments: Sequence[str], env: dict[str, str]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        with warnings.catch_warnings():
+            # The threads of torchrun's store hold no lock that a rank needs; torch's own launcher also forks beside them.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            _run_rank(arguments, env)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the rank runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the rank's end; return the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and timeout is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(_POLL)
+        return code
+
+
+def _run_rank(arguments: Sequence[str], env: dict[str, str]) -> NoReturn:
+    """Be a rank: what `python -u -m trainer ARGUMENTS` does in a process that torchrun starts."""
+    code = 1
+    try:
+        gc.freeze()  # torchrun's objects must not be destroyed here: they would close files that this process opens
+        os.setsid()
+        for number in _HANDLED:
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        _release_files()
+        os.environ.clear()
+        os.environ.update(env)
+        # OpenMP and torch have read these variables in torchrun.
+        if (threads := env.get("OMP_NUM_THREADS", "")).isdecimal() and int(threads):
+            torch.set_num_threads(int(threads))
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+        sys.argv = [str(Path(__file__).parents[1] / "__main__.py"), *arguments]
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        from trainer.distributed.world import leave
+
+        leave(code)
+
+
+def _release_files() -> None:
+    """Point every file but the standard streams to /dev/null: the store's sockets must close with torchrun.
+
+    The numbers stay in use, so that no object of torchrun can close a file that the rank opens.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in _open_files():
+        if number > 2 and number != null:
+            os.dup2(null, number, inheritable=False)
+
+
+def _open_files() -> dict[int, str]:
+    """Return the target of every open file by its number."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder that is listed
+            found[int(entry.name)] = str(entry.readlink())
+    return found
