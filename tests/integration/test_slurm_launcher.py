@@ -88,7 +88,7 @@ def test_a_job_that_returns_to_the_queue_resumes_exactly(site: Site, dataset: Pa
     }
     left = site.session(spec("moved", dataset), follow=False)
     left.run()
-    assert left.state.phase == "running" and "goes on: the same command without follow=false" in site.said[-1]
+    assert left.state.phase == "running" and "continues: the same command without follow=false" in site.said[-1]
     until(lambda: site.step("moved") >= 3, what="step 3")
     site.slurm.signal(2, signal.SIGTERM)
     until(lambda: site.slurm.jobs()[1]["restart"] == 1, what="the requeue")

@@ -218,7 +218,7 @@ class RunSession:
         if self.check or state.phase == "finished" or self.options.render_only:
             return _SKIPPED
         if not self.options.follow and state.phase == "running":
-            line = f"run {self.run_name} goes on: the same command without follow=false follows it"
+            line = f"run {self.run_name} continues: the same command without follow=false follows it"
             return {"changed": False, "lines": [line]}
         policy = RestartPolicy(self.options.max_restarts, self.options.min_nodes, self.options.restart_delay)
         failure = state.failure
