@@ -1,6 +1,6 @@
 """Runs with `launcher=slurm`: RunSession, the batch script and real ranks, on a stand-in for a Slurm cluster of two nodes.
 
-tests/lab/test_slurm_launcher.py does the same on the real Slurm.
+tests/lab/test_slurm_launcher_hosts.py does the same on the real Slurm.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_a_run_resumes_exactly_after_requeues(cluster: tuple[Lab, Path], tmp_pat
     assert "ExitCode=0:0" in job_of(lab, "straight") and "UserId=researcher(2000)" in job_of(lab, "straight")
 
     left = train(inventory, variables("moved", tmp_path) | {"follow": "false"})
-    assert left.rc == 0 and "run moved goes on" in left.stdout, left.stdout
+    assert left.rc == 0 and "run moved continues" in left.stdout, left.stdout
     job = wait_step(lab, "moved", 7)
     lab.inside(head, f"scancel --signal=TERM {job}")
     wait_step(lab, "moved", 15, restart=1)
