@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,30 @@ def test_a_job_that_returns_to_the_queue_resumes_exactly(site: Site, dataset: Pa
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_stop_takes_a_checkpoint(site: Site, dataset: Path) -> None:
+    """A second job continues after a rank of the first one was killed. Then a user stops the run."""
+    session = site.session(spec("again", dataset, 5000) | {"checkpoint_interval": 2}, max_restarts=1)
+    connect: Any = lambda name: site.connect(site.host)  # noqa: E731
+    stopped: list[dict[str, Any]] = []
+
+    def disturb() -> None:
+        until(lambda: site.step("again") >= 3, what="step 3")
+        os.kill(json.loads((site.run_dir("again") / "state/rank1.json").read_text())["pid"], signal.SIGKILL)
+        until(lambda: len(site.slurm.jobs()) == 2 and site.step("again") >= 5, what="step 5 of the second job")
+        stopped.append(stop_run("again", [site.host], connect, site.options()))
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    session.run()
+    thread.join()
+    assert session.state.status == "stopped" and stopped[0]["hosts"] == {"login": "stopped"}
+    assert [job["state"] for job in site.slurm.jobs()] == ["FAILED", "COMPLETED"]
+    assert site.slurm.jobs()[1]["restart"] == 0, "a job that a user stopped does not return to the queue"
+    log = (site.run_dir("again") / "logs/rank0.log").read_text()
+    assert "resuming from step" in log and "run again stopped at step" in log
+
+
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_its_node(site: Site, dataset: Path) -> None:
     session = site.session(spec("bad", dataset) | {"lr": 1e30, "max_grad_norm": 0})
     with pytest.raises(RunError, match=r"rank \d on n[01]: .*(not a number|not finite)"):
@@ -109,6 +134,7 @@ def test_a_rank_that_fails_is_named_with_its_node(site: Site, dataset: Path) -> 
     assert site.slurm.jobs()[0]["state"] == "FAILED"
 
 
+@pytest.mark.slow
 def test_a_waiting_job_says_why_and_is_cancelled(site: Site, dataset: Path) -> None:
     site.slurm.hold(True)
     site.session(spec("waits", dataset), follow=False).run()
