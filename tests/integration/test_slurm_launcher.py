@@ -76,6 +76,7 @@ def spec(run: str, dataset: Path, steps: int = 12) -> dict[str, Any]:
     return {
         "run": run, "model": "tiny", "dataset": str(dataset), "seq_length": 32, "total_batch_size": 4, "batch_size": 2,
         "max_steps": steps, "epochs": 1000, "lr": 1e-3, "checkpoint_interval": 100, "eval_interval": 0, "loggers": ["none"],
+        "balance": "even",  # shares by speed add up in another order
     }  # fmt: skip
 
 
@@ -100,6 +101,12 @@ def test_a_job_that_returns_to_the_queue_resumes_exactly(site: Site, dataset: Pa
     assert "resuming from step" in (site.run_dir("moved") / "logs/rank0.log").read_text()
     assert "nothing to do" in " ".join(site.session(spec("moved", dataset)).run()["lines"])
     assert len(site.slurm.jobs()) == 2
+    other = site.run_dir("moved") / "nodes/1/result.json"
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"adapter_sha256": "0" * 64}))
+    with pytest.raises(
+        RunError, match=r"the hosts ended with different weights .*login nodes/1/result.json 000000000000"
+    ):
+        site.session(spec("moved", dataset)).run()
 
 
 @pytest.mark.slow

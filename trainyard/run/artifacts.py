@@ -85,10 +85,14 @@ def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConn
     Raises:
         RunError: a host does not answer, and the run cannot have ended without it.
     """
-    wanted = {"text": ["result.json"], "sizes": ["logs/*.log", "state/rank*.json"]}
+    wanted = {"sizes": ["logs/*.log", "state/rank*.json"]}
+    # The nodes of a Slurm job, but for the first one, have their results below the run folder.
+    on_nodes = {e["host"]: [f"nodes/{n}/result.json" for n in range(1, e.get("job_nodes") or 1)] for e in entries}
     requests = {
         entry["host"]: functools.partial(
-            connections[entry["host"]].call, "read_files", wanted | {"folder": entry["run_dir"]}
+            connections[entry["host"]].call,
+            "read_files",
+            wanted | {"folder": entry["run_dir"], "text": ["result.json", *on_nodes[entry["host"]]]},
         )
         for entry in entries
     }
@@ -101,6 +105,7 @@ def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConn
         sizes = answer["sizes"]
         results[host] = {
             "result": parse_result(host, answer["text"].get("result.json")),
+            "nodes": {name: parse_result(host, answer["text"].get(name)) for name in on_nodes[host]},
             "ranks": [int(match[1]) for name in sizes if (match := _STATE.fullmatch(name))],
             "logs": {match[1]: size for name, size in sizes.items() if (match := _LOG.fullmatch(name))},
         }
@@ -131,6 +136,7 @@ def _check_weights(entries: list[dict[str, Any]], results: dict[str, dict[str, A
         for entry in entries
         if results[entry["host"]]["result"] or not _may_be_absent(entry)
     }
+    ended |= {f"{host} {name}": result for host in results for name, result in results[host]["nodes"].items() if result}
     for kind in _DIGESTS:
         digests = {host: (result or {}).get(kind) for host, result in ended.items()}
         if len(set(digests.values())) > 1:
