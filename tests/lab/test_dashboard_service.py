@@ -28,7 +28,7 @@ LEFT = r"""
 ls -d /srv/trainyard/dashboard /etc/systemd/system/trainyard-dashboard.service /etc/systemd/system/*.wants/trainyard-dashboard.service \
     /var/lib/trainyard /home/*/.ssh/trainyard_dashboard* /run/trainyard-dashboard 2>/dev/null || :
 grep -s "(dashboard)" /home/*/.ssh/authorized_keys || :
-ps -e -o args= | grep '[t]rainyard.dashboard' || :
+ps -e -o args= | grep '[t]rainyard[.]dashboard[.]' || :
 """
 
 
