@@ -16,16 +16,17 @@ import pytest
 from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
 from outsider import SCAN
 from prometheus_client.parser import text_string_to_metric_families
-from testbed.root import USER
+from testbed.root import DATA_DIR, USER
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 PORT, PASSWORD = 5443, "correct horse battery"
-CERTIFICATE = "/srv/trainyard/dashboard/.trainyard/dashboard/tls.pem"
+FOLDER = f"{DATA_DIR}/dashboard"
+CERTIFICATE = f"{FOLDER}/.trainyard/dashboard/tls.pem"
 ROLES = "ssh,firewall,storage,queue,dashboard"
 # What reset.yml leaves of the role: nothing.
-LEFT = r"""
-ls -d /srv/trainyard/dashboard /etc/systemd/system/trainyard-dashboard.service /etc/systemd/system/*.wants/trainyard-dashboard.service \
+LEFT = rf"""
+ls -d {FOLDER} /etc/systemd/system/trainyard-dashboard.service /etc/systemd/system/*.wants/trainyard-dashboard.service \
     /var/lib/trainyard /home/*/.ssh/trainyard_dashboard* /run/trainyard-dashboard 2>/dev/null || :
 grep -s "(dashboard)" /home/*/.ssh/authorized_keys || :
 ps -e -o args= | grep '[t]rainyard[.]dashboard[.]' || :
@@ -108,13 +109,11 @@ def test_the_service_is_confined_and_its_port_open_for_named_addresses_only(
     assert json.loads(lab.in_lab("python3", "-c", SCAN, head.address, json.dumps([22, PORT]))) == [22]
     listening = lab.inside(head, f"ss -Htln 'sport = :{PORT}'").split()
     assert f"{head.address}:{PORT}" in listening and f"0.0.0.0:{PORT}" not in listening
-    modes = lab.inside(
-        head, f"cd /srv/trainyard/dashboard && stat -c '%a' . .trainyard/dashboard {CERTIFICATE} password config.json"
-    )
+    modes = lab.inside(head, f"cd {FOLDER} && stat -c '%a' . .trainyard/dashboard {CERTIFICATE} password config.json")
     assert modes.split() == ["700", "700", "600", "600", "600"]
     texts = [lab.inside(host, "journalctl --no-pager -o cat; ps -e -o args=") for host in lab.hosts]
     texts += [
-        lab.inside(head, "cat /srv/trainyard/dashboard/{password,config.json}"),
+        lab.inside(head, f"cat {FOLDER}/password {FOLDER}/config.json"),
         site.stdout,
         json.dumps(site.events),
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import threading
 
 from tensorboard import program
 from werkzeug.serving import BaseWSGIServer
@@ -25,14 +24,8 @@ class _SocketServer(program.WerkzeugServer):  # type: ignore[misc]
         return f"{self._flags.host}{PREFIX}/"  # the original formats a TCP port
 
 
-def _end_with_input() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)
-
-
 def main(socket: str, folder: str) -> None:
     """Serve until standard input ends."""
-    threading.Thread(target=_end_with_input, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     os.nice(10)
     assert issubclass(_SocketServer, BaseWSGIServer)  # which takes unix://PATH as a host
@@ -40,7 +33,9 @@ def main(socket: str, folder: str) -> None:
     # The fast loader would be a process of its own, with a TCP port.
     flags = ["--load_fast=false", f"--reload_interval={RELOAD}", f"--path_prefix={PREFIX}"]
     board.configure(argv=["tensorboard", f"--host=unix://{socket}", "--port=0", f"--logdir={folder}", *flags])
-    board.main()
+    board.launch()
+    sys.stdin.buffer.read()
+    os._exit(0)  # it has nothing to save
 
 
 if __name__ == "__main__":
