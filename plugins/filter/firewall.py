@@ -47,7 +47,7 @@ def firewall_rules(
 ) -> list[dict[str, str]]:
     """Return the rules of `host` for M(ufw_rules): all TCP ports and the UDP openings for every peer, and `allow`.
 
-    All TCP ports are open to peers, because gloo and NCCL listen on random high ports. This includes TCP openings. The TCP ports
+    An opening with a `source` is open to that address only. All TCP ports are open to peers, because gloo and NCCL listen on random high ports. This includes TCP openings. The TCP ports
     `controller_ports` are open to the controller, whose address the host takes from its SSH connection.
     """
     rules = []
@@ -58,12 +58,12 @@ def firewall_rules(
         rules += [
             {"port": str(opening["port"]), "proto": "udp", "source": address, "why": f"{opening['why']}, peer {peer}"}
             for opening in openings
-            if opening.get("proto") == "udp"
+            if opening.get("proto") == "udp" and "source" not in opening
         ]
     rules += [
         {"port": str(port), "proto": "tcp", "source": "controller", "why": "controller"} for port in controller_ports
     ]
-    for entry in allow:
+    for entry in [*(opening for opening in openings if "source" in opening), *allow]:
         source = {"port": str(entry["port"]), "source": str(entry.get("source", "any"))}
         rules.append(
             {**source, "proto": entry.get("proto", "tcp"), "why": str(entry.get("why", "")) or "firewall_allow"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -13,13 +12,14 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from browser import browser, console_errors, screenshot, set_size
+from browser import browser, console_errors, set_size
+from dashboard_site import ENVIRONMENT, HEADING, PROGRAM, SCRIPT, Dashboard, body, ended_run, serve, take_pictures
 from fake_slurm import FakeSlurm, busy_queue
 from prometheus_client.parser import text_string_to_metric_families
 from run_hosts import TOP, Bed, command_line, until
@@ -36,8 +36,6 @@ from trainyard.run.launch import start_ranks
 __all__ = ["browser", "server"]
 pytestmark = pytest.mark.slow
 
-AXE = TOP / "tests/support/axe/axe.min.js"
-SCRIPT = "<script>window.executed=1</script><img src=x onerror=window.executed=1>"
 # Records in the page when a text appears, so that polling by the test adds nothing to a latency.
 WATCH = """
 window.seen = 0;
@@ -49,45 +47,17 @@ const look = () => {
 new MutationObserver(look).observe(document.body, {subtree: true, childList: true, characterData: true});
 look();
 """
-HEADING = "return document.querySelector('h1')?.textContent"
 NEWEST = "return charts.runs.get('real').columns.step.at(-1)"
 
 
 @dataclass
-class Site:
+class Site(Dashboard):
     """A dashboard of two hosts, node2 over ssh."""
 
     bed: Bed
-    process: subprocess.Popen[str]
-    port: int
-    token: str
     training: subprocess.Popen[bytes]
     ssh_port: int
     slurm: FakeSlurm
-    opened: set[str] = field(default_factory=set)
-
-    def url(self, path: str = "/") -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
-
-    def ask(self, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        with contextlib.closing(connection):
-            connection.request(
-                method, path, body or None, {name.replace("_", "-"): value for name, value in headers.items()}
-            )
-            reply = connection.getresponse()
-            return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read().decode()
-
-    def session(self) -> str:
-        """Log in; return the cookie."""
-        return self.ask("GET", f"/login?token={self.token}")[1]["set-cookie"].partition(";")[0]
-
-    def open(self, driver: WebDriver, path: str) -> None:
-        if driver.session_id not in self.opened:
-            driver.get(self.url(f"/login?token={self.token}"))
-            self.opened.add(driver.session_id or "")
-        driver.get(self.url(path))
-        until(lambda: driver.find_element(By.ID, "live-state").text == "live", 20, "the live connection")
 
     def samplers(self) -> list[int]:
         """Return the samplers of the hosts: a child of the dashboard for node1, one of the ssh server's for node2."""
@@ -110,29 +80,6 @@ def start(bed: Bed, run: str, steps: int = 100_000, pause: float = 0.2, environm
     }
     plan = bed.plan(hosts, steps, pause, run)
     start_ranks(plan, lambda name: HostConnection(described[name], LocalTransport()), lambda line: None)
-
-
-def ended_run(bed: Bed, name: str, started: float) -> None:
-    folder = bed.run_dir(0, name)
-    (folder / "state").mkdir(parents=True)
-    node = {
-        "run": name,
-        "node_rank": 0,
-        "attempt": 1,
-        "pid": 1,
-        "started": started,
-        "ended": started + 60,
-        "oom": False,
-        "status": "finished",
-        "exit_code": 0,
-        "failures": [],
-        "ranks": [0],
-        "hosts": ["node1"],
-        "backend": "process",
-    }
-    rank = {"rank": 0, "pid": 1, "status": "finished", "time": started + 60, "step": 40, "steps": 40, "loss": 5.3}
-    (folder / "state/node.json").write_text(json.dumps(node))
-    (folder / "state/rank0.json").write_text(json.dumps(rank))
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +107,9 @@ def site(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[S
     hosts["node2"] |= over_ssh
     inventory = bed.folder / "inventory.yml"
     inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
-    environment = {**os.environ, "PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1", "ANSIBLE_NOCOLOR": "1"}
     slurm = FakeSlurm(bed.folder / "slurm", bed.folder / "node1")
     busy_queue(slurm)
-    environment["PATH"] = f"{slurm.programs}:{environment['PATH']}"
-    program = [sys.executable, "-m", "trainyard.cli"]
+    environment = ENVIRONMENT | {"PATH": f"{slurm.programs}:{ENVIRONMENT['PATH']}"}
     for number in range(3):
         ended_run(bed, f"old-{number}", time.time() - 86_400 * (number + 1))
     rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(200)]
@@ -185,24 +130,15 @@ def site(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[S
     ]
     log = (bed.folder / "train.log").open("wb")
     training = subprocess.Popen(
-        [*program, "train", "-i", str(inventory), *fields],
+        [*PROGRAM, "train", "-i", str(inventory), *fields],
         cwd=TOP,
         env=environment,
         stdout=log,
         stderr=subprocess.STDOUT,
     )
-    process = subprocess.Popen(
-        [*program, "dashboard", "--dashboard-port=0", "-i", str(inventory)],
-        cwd=TOP,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,  # type: ignore[arg-type]
-    )
+    process, port, token = serve(inventory, environment)
     try:
-        assert process.stdout
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/login\?token=(\S+)", process.stdout.readline())
-        assert found, "the dashboard printed no URL"
-        yield Site(bed, process, int(found[1]), found[2], training, login.port, slurm)
+        yield Site(process, port, token, bed, training, login.port, slurm)
     finally:
         for started in (process, training):
             started.terminate()
@@ -216,10 +152,6 @@ def seen(driver: WebDriver, limit: float = 60) -> float:
     """Return when the watched text appeared in the page, in seconds since the epoch."""
     value: float = until(lambda: driver.execute_script("return window.seen"), limit, "the watched text")
     return value
-
-
-def body(driver: WebDriver) -> str:
-    return driver.find_element(By.TAG_NAME, "main").text
 
 
 def training(site: Site) -> Callable[[], list[dict[str, Any]]]:
@@ -448,7 +380,6 @@ def test_prometheus_reads_the_metrics(site: Site) -> None:
 
 def test_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:
     """Screenshots of every page lie in the folder that TRAINYARD_SCREENSHOTS names, or in the test's own."""
-    folder = Path(os.environ.get("TRAINYARD_SCREENSHOTS") or tmp_path)
     pages = {
         "nodes": "/",
         "runs": "/runs",
@@ -459,23 +390,9 @@ def test_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_
     }
     session = site.session()
     until(lambda: site.ask("GET", "/runs/real", Cookie=session)[0] == 200, 120, "the real run")
-    for width, dark in ((1440, False), (390, True)):
-        set_size(browser, width, dark=dark)
-        for name, path in pages.items():
-            site.open(browser, path)
-            browser.execute_script(AXE.read_text())
-            browser.set_script_timeout(120)
-            found = browser.execute_async_script("axe.run().then((one) => arguments[0](one.violations))")
-            serious = [
-                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")
-            ]
-            assert serious == [], (name, width)
-            wide = browser.execute_script(
-                "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            )
-            assert wide <= 0, f"{name} is {wide} px too wide at {width} px"
-            screenshot(browser, folder / f"{name}-{width}.png")
-    set_size(browser, 1440)
+    for name, path in pages.items():
+        site.open(browser, path)
+        take_pictures(browser, name, tmp_path)
 
 
 def test_500_ended_runs_open_within_a_second(site: Site, browser: WebDriver) -> None:

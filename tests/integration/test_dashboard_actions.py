@@ -12,18 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import real_ollama
 import yaml
-from browser import browser, console_errors, screenshot, set_size
+from browser import browser, console_errors
+from dashboard_site import ENVIRONMENT, HEADING, PROGRAM, SCRIPT, Dashboard, body, ended_run, serve, take_pictures
 from fake_nvidia_smi import write_nvidia_smi
 from run_hosts import TOP, Bed, free_port, until
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
-from test_dashboard import AXE, HEADING, SCRIPT, Site, body, ended_run
 
 from trainyard.connection import Host, HostConnection
 from trainyard.ollama.answers import AnswerFile, answers_path
@@ -43,8 +44,19 @@ pytestmark = [
 RUN = f"again-{os.getpid()}"
 TEACHER = f"teacher-{os.getpid()}"
 STEPS = 120
-PROGRAM = [sys.executable, "-m", "trainyard.cli"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1", "ANSIBLE_NOCOLOR": "1"}
+
+
+@dataclass
+class Site(Dashboard):
+    """A dashboard, its hosts, and the program that follows the run."""
+
+    bed: Bed
+    training: subprocess.Popen[bytes]
+
+
+def programs(bed: Bed) -> dict[str, str]:
+    """Return the environment of a dashboard with a stand-in for nvidia-smi."""
+    return ENVIRONMENT | {"PATH": f"{bed.folder / 'bin'}:{ENVIRONMENT['PATH']}"}
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +94,9 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
             stderr=subprocess.STDOUT,
         )
     write_nvidia_smi(bed.folder / "bin", 1)
-    process, port, token = serve(inventory, bed.folder / "bin")
+    process, port, token = serve(inventory, programs(bed))
     try:
-        yield Site(bed, process, port, token, training, 0, None)  # type: ignore[arg-type]
+        yield Site(process, port, token, bed, training)
     finally:
         for started in (process, training):
             started.terminate()
@@ -99,25 +111,6 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
         for file in (TOP / ".trainyard/deploy").glob(f"*{SUFFIX}"):
             if json.loads(file.read_text())["run"] in (RUN, "hostile"):
                 file.unlink()
-
-
-def serve(inventory: Path, programs: Path) -> tuple[subprocess.Popen[str], int, str]:
-    """Start a dashboard; return its process, port and token.
-
-    Args:
-        programs: folder before those of PATH.
-    """
-    process = subprocess.Popen(
-        [*PROGRAM, "dashboard", "--dashboard-port=0", "-i", str(inventory)],
-        cwd=TOP,
-        env=ENVIRONMENT | {"PATH": f"{programs}:{ENVIRONMENT['PATH']}"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout
-    found = re.search(r"http://127\.0\.0\.1:(\d+)/login\?token=(\S+)", process.stdout.readline())
-    assert found, "the dashboard printed no URL"
-    return process, int(found[1]), found[2]
 
 
 def step_of(site: Site) -> int:
@@ -262,9 +255,9 @@ def test_the_energy_of_a_live_run_grows(site: Site, browser: WebDriver) -> None:
 
 
 def test_events_outlive_the_server(site: Site) -> None:
-    process, port, token = serve(site.bed.folder / "inventory.yml", site.bed.folder / "bin")
+    process, port, token = serve(site.bed.folder / "inventory.yml", programs(site.bed))
     try:
-        other = Site(site.bed, process, port, token, site.training, 0, None)  # type: ignore[arg-type]
+        other = Site(process, port, token, site.bed, site.training)
         page = other.ask("GET", "/events", Cookie=other.session())[2]
         assert "run hostile: deploy as hostile:latest, on the dashboard" in page
     finally:
@@ -278,27 +271,9 @@ def test_events_outlive_the_server(site: Site) -> None:
 
 
 def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("TRAINYARD_SCREENSHOTS") or tmp_path)
-    for width, dark in ((1440, False), (390, True)):
-        set_size(browser, width, dark=dark)
-        for name, path in {
-            "actions": f"/runs/{RUN}",
-            "models": "/models",
-            "runs-energy": "/runs",
-            "gpu": "/runs/gpu-run",
-        }.items():
-            site.open(browser, path)
-            for details in browser.find_elements(By.CSS_SELECTOR, "#run-action summary"):
-                details.click()
-            browser.execute_script(AXE.read_text())
-            browser.set_script_timeout(120)
-            found = browser.execute_async_script("axe.run().then((one) => arguments[0](one.violations))")
-            serious = [
-                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")
-            ]
-            assert serious == [], (name, width)
-            script = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            wide = browser.execute_script(script)
-            assert wide <= 0, f"{name} is {wide} px too wide at {width} px"
-            screenshot(browser, folder / f"{name}-{width}.png")
-    set_size(browser, 1440)
+    pages = {"actions": f"/runs/{RUN}", "models": "/models", "runs-energy": "/runs", "gpu": "/runs/gpu-run"}
+    for name, path in pages.items():
+        site.open(browser, path)
+        for details in browser.find_elements(By.CSS_SELECTOR, "#run-action summary"):
+            details.click()
+        take_pictures(browser, name, tmp_path)

@@ -16,9 +16,14 @@ from typing import Any
 
 import pytest
 import yaml
+from browser import browser, console_errors
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from run_hosts import TOP
+from dashboard_site import take_pictures
+from run_hosts import TOP, until
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from trainer.errors import UserError
 from trainyard.dashboard import security
@@ -28,6 +33,7 @@ from trainyard.dashboard.password import ATTEMPTS, AttemptLimit, PasswordHash, r
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.server import make_entry
 
+__all__ = ["browser"]
 ADDRESS, OTHER = "127.0.0.9", "192.0.2.7"
 PASSWORD = "correct horse battery"
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -133,6 +139,24 @@ def test_the_password_logs_in_over_tls_and_only_until_the_session_ends(served: S
     assert served.ask("POST", "/logout", "csrf=wrong", Cookie=session, **FORM)[0] == 403
     assert served.ask("POST", "/logout", f"csrf={csrf}", Cookie=session, **FORM)[0] == 303
     assert served.ask("GET", "/", Cookie=session)[0] == 401
+
+
+@pytest.mark.slow
+def test_the_login_page_is_accessible_and_lets_a_user_in(served: Served, browser: WebDriver, tmp_path: Path) -> None:
+    # The browser knows no certificate that was made for this test.
+    browser.execute_cdp_cmd("Security.setIgnoreCertificateErrors", {"ignore": True})
+    browser.get(f"https://{ADDRESS}:{served.port}/runs")
+    assert browser.current_url.endswith("/login")
+    take_pictures(browser, "login", tmp_path)
+    browser.find_element(By.ID, "password").send_keys("a wrong password" + Keys.ENTER)
+    until(lambda: "The password is wrong" in browser.find_element(By.TAG_NAME, "main").text, 20, "the refusal")
+    take_pictures(browser, "login-wrong", tmp_path)
+    assert browser.switch_to.active_element.get_attribute("id") == "password"
+    browser.switch_to.active_element.send_keys(PASSWORD + Keys.ENTER)
+    until(lambda: browser.find_element(By.ID, "live-state").text == "live", 20, "the first page")
+    errors = [line for line in console_errors(browser) if "401" not in line]
+    assert errors == []
+    assert served.process.stdout and "wrong password from" in served.process.stdout.readline()
 
 
 @pytest.mark.slow

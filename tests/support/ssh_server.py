@@ -1,4 +1,4 @@
-"""An OpenSSH server on 127.0.0.1 for tests of transports, with keys of its own."""
+"""An OpenSSH server on loopback addresses for tests of transports, with keys of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,39 +26,49 @@ class Server:
     folder: Path
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextlib.contextmanager
+def serve_ssh(folder: Path, addresses: Sequence[str] = ("127.0.0.1",)) -> Iterator[Server]:
+    """Run sshd on loopback addresses, with one port and one key; the login is that of the first address."""
     program = shutil.which("sshd") or "/usr/sbin/sshd"
-    if not Path(program).exists() or not shutil.which("ssh"):
-        pytest.skip("needs ssh and sshd (packages openssh-client, openssh-server)")
-    folder = tmp_path_factory.mktemp("sshd")
     folder.chmod(0o700)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     port = free_port()
     shutil.copy(folder / "user.pub", folder / "authorized_keys")
     host_key = " ".join((folder / "host.pub").read_text().split()[:2])
-    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {host_key}\n")
-    options = ["UsePAM=no", "StrictModes=no", "PidFile=none", "ListenAddress=127.0.0.1", "PasswordAuthentication=no"]
+    names = ",".join(f"[{address}]:{port}" for address in addresses)
+    (folder / "known_hosts").write_text(f"{names} {host_key}\n")
+    options = ["UsePAM=no", "StrictModes=no", "PidFile=none", "PasswordAuthentication=no", "MaxStartups=100"]
+    options += [f"ListenAddress={address}" for address in addresses]
     options += [f"HostKey={folder}/host", f"AuthorizedKeysFile={folder}/authorized_keys", "PermitRootLogin=yes"]
     options += ["Subsystem=sftp internal-sftp"]
     with contextlib.suppress(OSError):
         Path("/run/sshd").mkdir(exist_ok=True)
     arguments = [program, "-D", "-e", "-f", "/dev/null", "-p", str(port)]
-    log = (folder / "log").open("wb")
-    process = subprocess.Popen([*arguments, *(f"-o{option}" for option in options)], stderr=log)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*arguments, *(f"-o{option}" for option in options)], stderr=log)
 
     def listens() -> bool:
         assert process.poll() is None, (folder / "log").read_text()
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        with contextlib.suppress(OSError), socket.create_connection((addresses[0], port), timeout=1):
             return True
         return False
 
-    until(listens, 20, "sshd")
-    known = ("-o", f"UserKnownHostsFile={folder}/known_hosts", "-o", "GlobalKnownHostsFile=/dev/null")
-    yield Server(Login("127.0.0.1", getpass.getuser(), port, str(folder / "user"), known), folder)
-    process.terminate()
-    process.wait(10)
+    try:
+        until(listens, 20, "sshd")
+        known = ("-o", f"UserKnownHostsFile={folder}/known_hosts", "-o", "GlobalKnownHostsFile=/dev/null")
+        yield Server(Login(addresses[0], getpass.getuser(), port, str(folder / "user"), known), folder)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not (shutil.which("sshd") or Path("/usr/sbin/sshd").exists()) or not shutil.which("ssh"):
+        pytest.skip("needs ssh and sshd (packages openssh-client, openssh-server)")
+    with serve_ssh(tmp_path_factory.mktemp("sshd")) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,10 @@ def test_peers_may_connect_and_the_controller_to_its_ports() -> None:
         {"port": "80", "source": "any", "proto": "tcp", "why": "firewall_allow"},
     ]
     assert firewall_problems(PEERS, openings, [], [11434]) == []
+    named = {"port": "5000", "proto": "tcp", "source": "192.168.1.20", "why": "dashboard"}
+    assert firewall_rules(PEERS, "node1", [named], [])[1:] == [named]
+    (problem,) = firewall_problems(PEERS, [named | {"source": "my laptop"}], [])
+    assert problem.startswith("firewall_openings: ") and "my laptop" in problem
     (problem,) = firewall_problems(PEERS, [], [], ["ollama"])
     assert problem.startswith("firewall_controller_ports: port is 'ollama'")
 

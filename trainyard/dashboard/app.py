@@ -27,6 +27,7 @@ from trainyard.dashboard.records import RecordStore, RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, Access, Guard, LoginForm
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
+from trainyard.dashboard.tensorboard import TensorBoard, missing
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
 from trainyard.queue.manage import CHANGES, check_verb
 
@@ -50,6 +51,7 @@ class Dashboard:
     ) -> None:
         self.cluster, self.streams, self.pages, self.actions, self.access = cluster, streams, pages, actions, access
         self.records, self.logs = RecordStore(cluster, streams), LogStore(cluster, streams)
+        self.tensorboard = TensorBoard(cluster, streams)
         self.listeners = 0
 
     def app(self) -> Starlette:
@@ -69,6 +71,8 @@ class Dashboard:
             Route("/runs/{run}/stop", self.stop, methods=["POST"]),
             Route("/runs/{run}/start", self.start, methods=["POST"]),
             Route("/runs/{run}/deploy", self.deploy, methods=["POST"]),
+            Route("/runs/{run}/tensorboard", self.open_tensorboard, methods=["POST"]),
+            Route("/tensorboard/{path:path}", self.show_tensorboard, methods=["GET", "HEAD", "POST"]),
             Route("/live/{page}", self.live),
             Route("/metrics", self.metrics),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -87,7 +91,7 @@ class Dashboard:
         yield
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self.tensorboard.close(), return_exceptions=True)
 
     def _run(self, request: Request) -> RunState:
         name = request.path_params["run"]
@@ -131,8 +135,7 @@ class Dashboard:
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
         run = self._run(request)
-        given = ",".join(request.query_params.getlist("with")).split(",")
-        others = [name for name in dict.fromkeys(given) if name in self.cluster.runs and name != run.name][:OVERLAYS]
+        others = self._others(run, request.query_params.getlist("with"))
         found = {name: await self._describe(self.cluster.runs[name]) for name in (run.name, *others)}
         specs = {name: _named_spec(one) for name, one in found.items()}
         names = sorted(self.cluster.runs.values(), key=lambda one: -one.started)
@@ -142,9 +145,15 @@ class Dashboard:
             "names": [one.name for one in names if one.name != run.name][:200],
             "specs": specs,
             "rows": spec_rows(specs, differences=bool(others)),
+            "no_tensorboard": missing(),
             "log_files": _log_files(run, found[run.name]["logs"]),
         }
         return HTMLResponse(self.pages.page("run", run.name, **more))
+
+    def _others(self, run: RunState, given: list[str]) -> list[str]:
+        """Return the other runs that a request names."""
+        names = dict.fromkeys(",".join(given).split(","))
+        return [name for name in names if name in self.cluster.runs and name != run.name][:OVERLAYS]
 
     async def _describe(self, run: RunState) -> dict[str, Any]:
         """Return `spec` and `origin` of the first host that answers, and `logs`, {host: {file: bytes}}."""
@@ -197,6 +206,22 @@ class Dashboard:
             return PlainTextResponse(NOT_OUR_FORM, 403)
         act(run, form)
         return RedirectResponse(f"/runs/{run.name}", 303)
+
+    async def open_tensorboard(self, request: Request) -> Response:
+        """Show a run, and the ones in the field `with`, in TensorBoard."""
+        run = self._run(request)
+        form = await self.access.read_form(request)
+        if form is None:
+            return PlainTextResponse(NOT_OUR_FORM, 403)
+        try:
+            await self.tensorboard.open([run.name, *self._others(run, [form.get("with", "")])])
+        except UserError as error:
+            return PlainTextResponse(f"503: {error}\n", 503)
+        return RedirectResponse("/tensorboard/", 303)
+
+    async def show_tensorboard(self, request: Request) -> Response:
+        """Pass a request on to TensorBoard."""
+        return await self.tensorboard.forward(request, self.access)
 
     async def change_queue(self, request: Request) -> Response:
         """Cancel, hold or release a run of the queue, or change its priority to the field `priority`."""

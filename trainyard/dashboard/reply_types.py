@@ -149,6 +149,16 @@ class Description(OpenReply):
     logs: Annotated[dict[Line, Count], Field(max_length=4096)]
 
 
+class EventFileSizes(OpenReply):
+    files: Annotated[dict[Line, Count], Field(max_length=256)]
+
+
+class EventPart(OpenReply):
+    """Bytes of a TensorBoard event file in base64."""
+
+    data: Annotated[str, Field(max_length=1_500_000)]
+
+
 class TeacherNode(OpenReply):
     name: Line
     answers: Count
@@ -208,6 +218,8 @@ DASHBOARD_REPLY_TYPES: dict[str, Any] = {
     "query log": LogLines,
     "query search": SearchLines,
     "query describe": Description,
+    "query event_files": EventFileSizes,
+    "query event_part": EventPart,
     "progress distill": DistillProgress,
     "progress deploy": DeployProgress,
     "metrics.jsonl line": StepRecord,

@@ -35,6 +35,7 @@ class HostState:
         why: why it does not answer.
         sample: see `reply_types.HostSample`; empty before the first one.
         clock_offset: seconds by which its clock is ahead of the controller's; includes the time of the transfer.
+        version: changes with every line about the host itself.
     """
 
     host: Host
@@ -43,6 +44,7 @@ class HostState:
     why: str = "connecting"
     sample: dict[str, Any] = field(default_factory=dict)
     clock_offset: float = 0.0
+    version: int = 0
 
 
 @dataclass
@@ -179,7 +181,7 @@ class Cluster:
         if not state.connected:
             if state.why != "connecting":
                 self.add_event("back", f"{host} answers again", host=host)
-            state.connected, state.since, state.why = True, time.time(), ""
+            state.connected, state.since, state.why, state.version = True, time.time(), "", next(_versions)
             for run in self.runs.values():
                 if host in run.parts and run.alive:
                     self._judge(run)
@@ -187,7 +189,7 @@ class Cluster:
         if kind == "beat":
             return
         if kind == "host":
-            state.sample = {**state.sample, **line}
+            state.sample, state.version = {**state.sample, **line}, next(_versions)
             state.clock_offset = line["now"] - time.time()
             self._measure(host, line)
         elif kind == "run":
@@ -205,7 +207,7 @@ class Cluster:
         if state.connected:
             self.add_event("lost", f"{host} does not answer: {why}", host=host)
             state.since = time.time()
-        state.connected, state.why = False, why
+        state.connected, state.why, state.version = False, why, next(_versions)
         for run in self.runs.values():
             if host in run.parts and run.alive:
                 self._judge(run)

@@ -22,6 +22,7 @@ from trainyard.queue.slurm import PRIORITIES
 
 LATEST = 100  # ended runs on the page of runs
 EVENTS = 300  # events on their page
+PIECES = 30_000  # regions that are kept
 OVERLAYS = 5  # runs that a run's page shows beside it
 Regions = dict[str, str]
 
@@ -69,11 +70,16 @@ class Pages:
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
-            loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+            loader=loader,
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_reload=False,  # which reads the time of the file for every region
         )
         self._templates.filters |= FILTERS
         self._templates.globals |= {"csrf": csrf, "log_out": log_out}
-        self._rows: dict[str, tuple[int, str]] = {}  # {run: (its version, its row)}
+        self._pieces: dict[str, tuple[Any, str]] = {}  # {id of a region: (version of its contents, HTML)}
         self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
 
     def login(self, message: str) -> str:
@@ -106,26 +112,30 @@ class Pages:
         for run in cluster.runs.values():
             for part in run.newest if run.alive else []:
                 busy.setdefault(part.host, []).append(run.name)
-        cards = {
-            f"host-{number}": self._render("host", id=f"host-{number}", host=host, runs=sorted(busy.get(name, [])))
-            for number, (name, host) in enumerate(cluster.hosts.items())
-        }
+        cards = {}
+        for number, (name, host) in enumerate(cluster.hosts.items()):
+            runs = sorted(busy.get(name, []))
+            piece = self._piece(f"host-{number}", (host.version, runs), "host", host=host, runs=runs)
+            cards[f"host-{number}"] = piece
         return {"summary": {"nodes-summary": self._render("nodes_summary", cluster=cluster)}, "hosts": cards}
 
     def _runs(self, every: str = "") -> dict[str, Regions]:
         runs = sorted(self.cluster.runs.values(), key=lambda run: (not run.alive, -run.started, run.name))
         alive = [run for run in runs if run.alive]
         shown = runs if every else runs[: len(alive) + LATEST]
-        rows = {f"run-{run.name}": self._row(run) for run in shown}
+        rows = {f"run-{run.name}": self._piece(f"run-{run.name}", run.version, "run_row", run=run) for run in shown}
         summary = self._render("runs_summary", cluster=self.cluster, runs=runs, shown=shown, alive=alive)
         return {"summary": {"runs-summary": summary}, "runs": rows}
 
-    def _row(self, run: RunState) -> str:
-        """Return the row of a run, rendered again only when the run has changed: there may be thousands of runs."""
-        version, html = self._rows.get(run.name, (-1, ""))
-        if version != run.version:
-            html = self._render("run_row", id=f"run-{run.name}", run=run)
-            self._rows[run.name] = (run.version, html)
+    def _piece(self, id: str, version: Any, template: str, **values: Any) -> str:
+        """Return a region, rendered again only when its `version` or the day has changed: there may be thousands of them."""
+        key = (version, time.localtime().tm_yday)  # a time of another day has its date
+        known, html = self._pieces.get(id, (None, ""))
+        if known != key:
+            html = self._render(template, id=id, **values)
+            if len(self._pieces) > PIECES:
+                self._pieces.clear()
+            self._pieces[id] = (key, html)
         return html
 
     def _queue(self) -> dict[str, Regions]:
@@ -169,10 +179,10 @@ class Pages:
 
     def _events(self) -> dict[str, Regions]:
         events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]
-        rows = {
-            f"event-{abs(hash(key)):x}": self._render("event", id=f"event-{abs(hash(key)):x}", event=event)
-            for key, event in events
-        }
+        rows = {}
+        for key, event in events:
+            name = f"event-{abs(hash(key)):x}"
+            rows[name] = self._piece(name, (event.time, event.kind, event.text), "event", event=event)
         summary = self._render("events_summary", events=events)
         return {"summary": {"events-summary": summary}, "events": rows}
 

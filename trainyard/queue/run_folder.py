@@ -53,13 +53,17 @@ class Session:
         return json.dumps({"hosts": hosts, "options": self.options.model_dump(mode="json"), "state": state}).encode()
 
 
-def queue_host(host: Host) -> Host:
-    """Return a host as the driver on the queue host reaches it: by its cluster address, with the key of the queue."""
+def service_login(host: Host, key: str = KEY) -> Host:
+    """Return a host as a service of the cluster reaches it: by its cluster address, with the key of the service.
+
+    Args:
+        key: path of the key in the home of the service's user.
+    """
     login = Login(
         address=host.address,
         user=host.login.user,
         port=host.login.port,
-        key_file=str(Path.home() / KEY),
+        key_file=str(Path.home() / key),
         extra_arguments=SSH_ARGUMENTS,
     )
     return replace(host, login=login)
@@ -69,7 +73,7 @@ def read_session(folder: Path) -> Session:
     """Read `session.json`. Raises UserError if it is missing or damaged."""
     try:
         content = json.loads((folder / "session.json").read_bytes())
-        hosts = [_host(entry) for entry in content["hosts"]]
+        hosts = [read_host(entry) for entry in content["hosts"]]
         prepared = dict(content["state"]["prepared"])
         options = make_options(content["options"], str(folder / "session.json"))
         for entry in prepared["files"]:
@@ -80,14 +84,15 @@ def read_session(folder: Path) -> Session:
     return Session(hosts, options, prepared)
 
 
-def _host(entry: dict[str, Any]) -> Host:
+def read_host(entry: dict[str, Any], key: str = KEY) -> Host:
+    """Return a host from its fields, as `service_login`. Raises KeyError and TypeError for wrong fields."""
     login = entry["login"]
     fields = entry | {
         "login": Login(user=login["user"], port=login["port"]),
         "gpus": None if entry["gpus"] is None else tuple(entry["gpus"]),
         "cpus": tuple(entry["cpus"]),
     }
-    return queue_host(Host(**fields))
+    return service_login(Host(**fields), key)
 
 
 def _below(folder: Path, name: str) -> Path:

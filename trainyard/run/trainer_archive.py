@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -22,13 +23,13 @@ def trainer_archive(work: Path) -> Path:
     return target
 
 
-def zip_packages(*packages: ModuleType) -> bytes:
-    """Return the Python files of packages as one zip file. Equal sources give equal bytes."""
+def zip_packages(*packages: ModuleType, suffixes: Collection[str] = (".py",)) -> bytes:
+    """Return the files of packages whose names have one of the suffixes as one zip file. Equal files give equal bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for package in packages:
             folder = Path(package.__path__[0])
-            for path in sorted(folder.rglob("*.py")):
+            for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes):
                 entry = zipfile.ZipInfo(str(path.relative_to(folder.parent)), date_time=(1980, 1, 1, 0, 0, 0))
                 entry.external_attr = 0o644 << 16
                 archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)

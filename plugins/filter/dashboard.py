@@ -1,0 +1,33 @@
+"""Filters of the role dashboard. The logic is in trainyard/dashboard/service_config.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+
+
+def dashboard_config(
+    hostvars: Any, members: Sequence[str], groups: Mapping[str, Sequence[str]], address: str, port: Any
+) -> str:
+    """Return the contents of the file with the settings of the service."""
+    # Here, because they load pydantic, and every worker of Ansible loads every filter plugin.
+    from trainyard.connection import InventoryError
+    from trainyard.dashboard.service_config import service_config
+    from trainyard.host_variables import make_host
+
+    try:
+        hosts = [make_host(name, hostvars[name]) for name in members]
+        for host in hosts:
+            host.check()
+    except InventoryError as error:
+        raise AnsibleFilterError(str(error)) from error
+    return service_config(hosts, groups, hostvars, address, int(port))
+
+
+class FilterModule:
+    """For Ansible."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"dashboard_config": dashboard_config}

@@ -1,0 +1,141 @@
+"""The role dashboard on two hosts with a queue: the service, its address, its password, and its removal."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
+from outsider import SCAN
+from prometheus_client.parser import text_string_to_metric_families
+from testbed.root import DATA_DIR, USER
+
+pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+
+PORT, PASSWORD = 5443, "correct horse battery"
+FOLDER = f"{DATA_DIR}/dashboard"
+CERTIFICATE = f"{FOLDER}/.trainyard/dashboard/tls.pem"
+ROLES = "ssh,firewall,storage,queue,dashboard"
+# What reset.yml leaves of the role: nothing.
+LEFT = rf"""
+ls -d {FOLDER} /etc/systemd/system/trainyard-dashboard.service /etc/systemd/system/*.wants/trainyard-dashboard.service \
+    /var/lib/trainyard /home/*/.ssh/trainyard_dashboard* /run/trainyard-dashboard 2>/dev/null || :
+grep -s "(dashboard)" /home/*/.ssh/authorized_keys || :
+ps -e -o args= | grep '[t]rainyard[.]dashboard[.]' || :
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
+    lab, folder = Lab(f"dashboard-{os.getpid()}"), tmp_path_factory.mktemp("dashboard")
+    lab.up(hosts=2, venv=VENV, persistent=False)
+    controller = lab.hosts[0].address.rpartition(".")[0] + ".254"  # as the hosts see this machine
+    settings = {"dashboard_state": "present", "dashboard_port": PORT, "dashboard_password": PASSWORD}
+    yield lab, inventory_with(lab, folder, **settings, dashboard_allow=[controller], queue_state="present")
+    lab.down()
+
+
+@pytest.fixture(scope="module")
+def site(cluster: tuple[Lab, Path]) -> Played:
+    """The first site.yml, with the roles on which the dashboard depends."""
+    played = run_playbook("site.yml", cluster[1], {}, "--diff", "-vv", "--tags", ROLES, timeout=900)
+    journal = cluster[0].inside(cluster[0].hosts[0], "journalctl --no-pager -o cat -u trainyard-dashboard | tail -n 40")
+    assert played.rc == 0, f"{played.stdout}\n{journal}"
+    return played
+
+
+def ask(lab: Lab, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], str]:
+    """Send a request from this machine to the service, and trust only its certificate."""
+    certificate = lab.inside(lab.hosts[0], f"cat {CERTIFICATE}")
+    context = ssl.create_default_context(cadata=certificate[certificate.index("-----BEGIN CERTIFICATE") :])
+    connection = http.client.HTTPSConnection(lab.hosts[0].address, PORT, timeout=20, context=context)
+    with contextlib.closing(connection):
+        connection.request(method, path, body or None, {name.replace("_", "-"): text for name, text in headers.items()})
+        reply = connection.getresponse()
+        return reply.status, {name.lower(): text for name, text in reply.getheaders()}, reply.read().decode()
+
+
+def hosts_up(lab: Lab, password: str) -> dict[str, float]:
+    """Return which hosts answer the dashboard, as /metrics says."""
+    basic = base64.b64encode(f"prometheus:{password}".encode()).decode()
+    status, _, text = ask(lab, "GET", "/metrics", Authorization=f"Basic {basic}")
+    assert status == 200, text
+    families = {one.name: one.samples for one in text_string_to_metric_families(text)}
+    return {one.labels["host"]: one.value for one in families["trainyard_host_up"]}
+
+
+def test_check_mode_changes_nothing(cluster: tuple[Lab, Path]) -> None:
+    lab, inventory = cluster
+    checked = run_playbook("site.yml", inventory, {}, "--tags", "dashboard", "--check")
+    assert checked.rc == 0, checked.stdout
+    refused = run_playbook("site.yml", inventory, {"dashboard_password": "short"}, "--tags", "dashboard")
+    assert refused.rc != 0 and "shorter than 12 characters" in " ".join(refused.stdout.split()), refused.stdout
+    for host in lab.hosts:
+        assert lab.inside(host, LEFT) == "", host.name
+
+
+def test_the_service_shows_both_hosts_and_the_queue_over_tls(cluster: tuple[Lab, Path], site: Played) -> None:
+    lab, _ = cluster
+    lab.wait(lambda: hosts_up(lab, PASSWORD) == {"node1": 1, "node2": 1}, "the hosts are not up", 60)
+    assert ask(lab, "GET", "/")[0] == ask(lab, "POST", "/login", "password=not+the+password")[0] == 401
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    status, headers, _ = ask(lab, "POST", "/login", f"password={PASSWORD.replace(' ', '+')}", **form)
+    session = headers["set-cookie"].partition(";")[0]
+    assert status == 303 and ask(lab, "GET", "/", Cookie=session)[0] == 200
+    page = ask(lab, "GET", "/queue", Cookie=session)[2]
+    assert "is not installed" not in page
+    certificate = lab.inside(lab.hosts[0], f"cat {CERTIFICATE}")
+    shown = ssl.PEM_cert_to_DER_cert(certificate[certificate.index("-----BEGIN CERTIFICATE") :])
+    digest = hashlib.sha256(shown).hexdigest().upper()
+    assert ":".join(digest[at : at + 2] for at in range(0, 64, 2)) in "".join(site.stdout.split())
+
+
+def test_the_service_is_confined_and_its_port_open_for_named_addresses_only(
+    cluster: tuple[Lab, Path], site: Played
+) -> None:
+    lab, _ = cluster
+    head = lab.hosts[0]
+    shown = lab.inside(head, "systemctl show -P User -P NoNewPrivileges -P CapabilityBoundingSet trainyard-dashboard")
+    assert shown.split() == [USER, "yes"]
+    assert lab.inside(lab.hosts[1], "systemctl list-unit-files --no-legend 'trainyard-dash*' || :") == ""
+    assert json.loads(lab.in_lab("python3", "-c", SCAN, head.address, json.dumps([22, PORT]))) == [22]
+    listening = lab.inside(head, f"ss -Htln 'sport = :{PORT}'").split()
+    assert f"{head.address}:{PORT}" in listening and f"0.0.0.0:{PORT}" not in listening
+    modes = lab.inside(head, f"cd {FOLDER} && stat -c '%a' . .trainyard/dashboard {CERTIFICATE} password config.json")
+    assert modes.split() == ["700", "700", "600", "600", "600"]
+    texts = [lab.inside(host, "journalctl --no-pager -o cat; ps -e -o args=") for host in lab.hosts]
+    texts += [
+        lab.inside(head, f"cat {FOLDER}/password {FOLDER}/config.json"),
+        site.stdout,
+        json.dumps(site.events),
+    ]
+    assert [text for text in texts if PASSWORD in text] == []
+
+
+def test_the_second_run_changes_nothing_and_another_password_only_the_hash(
+    cluster: tuple[Lab, Path], site: Played
+) -> None:
+    lab, inventory = cluster
+    again = run_playbook("site.yml", inventory, {}, "--diff", "--tags", ROLES)
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout
+    other = {"dashboard_password": "another long password"}
+    changed = run_playbook("site.yml", inventory, other, "--tags", "dashboard")
+    assert changed.rc == 0 and changed.count("changed") == 3, changed.stdout  # hash, unit, restart
+    lab.wait(lambda: 1 in hosts_up(lab, other["dashboard_password"]).values(), "no host is up", 60)
+    assert ask(lab, "POST", "/login", f"password={PASSWORD.replace(' ', '+')}")[0] == 401
+
+
+def test_reset_leaves_nothing(cluster: tuple[Lab, Path], site: Played) -> None:
+    lab, inventory = cluster
+    played = run_playbook("playbooks/reset.yml", inventory, timeout=900)
+    assert played.rc == 0, played.stdout
+    for host in lab.hosts:
+        assert lab.inside(host, LEFT) == "", host.name

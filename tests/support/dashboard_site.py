@@ -1,0 +1,120 @@
+"""A dashboard in a process of its own, as tests and benchmarks use it, and checks of its pages in a browser."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from browser import screenshot, set_size
+from run_hosts import TOP, Bed, until
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+
+AXE = TOP / "tests/support/axe/axe.min.js"
+SCRIPT = "<script>window.executed=1</script><img src=x onerror=window.executed=1>"
+HEADING = "return document.querySelector('h1')?.textContent"
+PROGRAM = [sys.executable, "-m", "trainyard.cli"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1", "ANSIBLE_NOCOLOR": "1"}
+# Width in CSS pixels, and whether the user prefers dark colours.
+SIZES = ((1440, False), (1440, True), (390, False), (390, True))
+
+
+@dataclass
+class Dashboard:
+    """A dashboard on 127.0.0.1 with a token."""
+
+    process: subprocess.Popen[str]
+    port: int
+    token: str
+    opened: set[str] = field(default_factory=set, kw_only=True)
+
+    def url(self, path: str = "/") -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def ask(self, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request(
+                method, path, body or None, {name.replace("_", "-"): value for name, value in headers.items()}
+            )
+            reply = connection.getresponse()
+            return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read().decode()
+
+    def session(self) -> str:
+        """Log in; return the cookie."""
+        return self.ask("GET", f"/login?token={self.token}")[1]["set-cookie"].partition(";")[0]
+
+    def open(self, driver: WebDriver, path: str) -> None:
+        if driver.session_id not in self.opened:
+            driver.get(self.url(f"/login?token={self.token}"))
+            self.opened.add(driver.session_id or "")
+        driver.get(self.url(path))
+        until(lambda: driver.find_element(By.ID, "live-state").text == "live", 20, "the live connection")
+
+
+def serve(inventory: Path, environment: Mapping[str, str] = ENVIRONMENT) -> tuple[subprocess.Popen[str], int, str]:
+    """Start a dashboard; return its process, port and token."""
+    words = [*PROGRAM, "dashboard", "--dashboard-port=0", "-i", str(inventory)]
+    process = subprocess.Popen(words, cwd=TOP, env=dict(environment), stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/login\?token=(\S+)", process.stdout.readline())
+    assert found, "the dashboard printed no URL"
+    return process, int(found[1]), found[2]
+
+
+def ended_run(bed: Bed, name: str, started: float) -> None:
+    """Write the folder of a run of one rank that has finished after 60 s."""
+    folder = bed.run_dir(0, name)
+    (folder / "state").mkdir(parents=True)
+    node = {
+        "run": name,
+        "node_rank": 0,
+        "attempt": 1,
+        "pid": 1,
+        "started": started,
+        "ended": started + 60,
+        "oom": False,
+        "status": "finished",
+        "exit_code": 0,
+        "failures": [],
+        "ranks": [0],
+        "hosts": ["node1"],
+        "backend": "process",
+    }
+    rank = {"rank": 0, "pid": 1, "status": "finished", "time": started + 60, "step": 40, "steps": 40, "loss": 5.3}
+    (folder / "state/node.json").write_text(json.dumps(node))
+    (folder / "state/rank0.json").write_text(json.dumps(rank))
+
+
+def body(driver: WebDriver) -> str:
+    return driver.find_element(By.TAG_NAME, "main").text
+
+
+def check_accessible(driver: WebDriver, name: str) -> None:
+    """Fail if axe-core finds a serious fault in the page, or if the page is wider than the browser."""
+    driver.execute_script(AXE.read_text())
+    driver.set_script_timeout(120)
+    found = driver.execute_async_script("axe.run().then((one) => arguments[0](one.violations))")
+    serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
+    assert serious == [], name
+    wide = driver.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wide <= 0, f"{name} is {wide} px too wide"
+
+
+def take_pictures(driver: WebDriver, name: str, own: Path, check: bool = True) -> None:
+    """Write pictures of the page, and of its accessibility in light and dark; to TRAINYARD_SCREENSHOTS if that is set, or to `own`."""
+    folder = Path(os.environ.get("TRAINYARD_SCREENSHOTS") or own)
+    for width, dark in SIZES:
+        set_size(driver, width, dark=dark)
+        if check and (width > 390) != dark:  # colours and widths are independent of each other
+            check_accessible(driver, f"{name} at {width} px")
+        screenshot(driver, folder / f"{name}-{width}{'-dark' if dark else ''}.png")
+    set_size(driver, 1440)

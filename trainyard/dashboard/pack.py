@@ -1,0 +1,57 @@
+"""Pack what the role dashboard installs on a host: the program, and the versions of its packages.
+
+    python -m trainyard.dashboard.pack FOLDER      in the project's folder
+
+writes the program into FOLDER and prints, as JSON: `file`, its path; `digest` of the program; `requirements` and `constraints`, the
+contents of files for pip; `packages`, their digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import trainer
+import trainyard
+from trainer.files import write_atomic
+from trainyard.python_env.resolve import EnvironmentBuildError, read_constraints, requirements
+from trainyard.run.trainer_archive import zip_packages
+
+SUFFIXES = (".py", ".html", ".css", ".js", ".svg")
+
+
+def pack(top: Path, folder: Path) -> dict[str, str]:
+    """Write the program into `folder`; return what the module says. Raises EnvironmentBuildError.
+
+    Args:
+        top: the project's folder.
+    """
+    program = zip_packages(trainyard, trainer, suffixes=SUFFIXES)
+    digest = hashlib.sha256(program).hexdigest()[:16]
+    target = folder / f"program-{digest}.zip"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, program)
+    texts = {
+        "requirements": requirements(top / "pyproject.toml", ["dashboard"], torch=False),
+        "constraints": read_constraints(top / "constraints.txt"),
+    }
+    contents = {name: "".join(f"{line}\n" for line in lines) for name, lines in texts.items()}
+    packages = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+    return {"file": str(target), "digest": digest, "packages": packages, **contents}
+
+
+def main() -> int:
+    """Pack; see the module."""
+    try:
+        print(json.dumps(pack(Path.cwd(), Path(sys.argv[1]))))
+    except (EnvironmentBuildError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
