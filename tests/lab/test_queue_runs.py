@@ -10,45 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvidia_smi import write_nvidia_smi
-from fault_trial import questions
-from lab_hosts import NEEDS_LAB, VENV, Host, Lab, inventory_with, run_playbook
-from queued_runs import QueuedRun, add_run, install_counting
+from lab_hosts import NEEDS_LAB, Host, Lab
+from queue_events import EventTrial
+from queued_runs import LEFT, QueuedRun, QueueLab
 from testbed import faults
-from testbed.root import USER
 
 pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
 SUMMING = Path(__file__).parents[1] / "support/summing_script.py"
-LEFT = "grep -lsaz TRAINYARD_LEASE= /proc/[0-9]*/environ || :"
 
 
 @pytest.fixture(scope="module")
-def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path, Path]]:
-    """Three hosts with the queue, their inventory and a folder; node2 has two stand-in GPUs."""
-    lab, folder = Lab(f"leases-{os.getpid()}"), tmp_path_factory.mktemp("leases")
-    lab.up(hosts=3, venv=VENV, persistent=False)
-    write_nvidia_smi(folder, 2)
-    program = (folder / "nvidia-smi").read_text()
-    lab.inside(lab.hosts[1], f"cat >/usr/local/bin/nvidia-smi <<'P'\n{program}\nP\nchmod 755 /usr/local/bin/nvidia-smi")
-    inventory = inventory_with(lab, folder, queue_state="present", queue_preempt=["low"])
-    played = run_playbook("site.yml", inventory, {}, timeout=900)
-    assert played.rc == 0, played.stdout
-    install_counting(lab)
-    yield lab, inventory, folder
-    lab.down()
-
-
-def add(queue: tuple[Lab, Path, Path], run: str, steps: int, **asked: Any) -> QueuedRun:
-    """Add a run of the model `tiny` with one thread per rank."""
-    lab, inventory, folder = queue
-    spec = {
-        "run": run, "model": "tiny", "dataset": str(questions(folder)), "seq_length": 32, "total_batch_size": asked.pop("batch", 2),
-        "batch_size": 2, "max_steps": steps, "epochs": 1000, "lr": 2e-4, "checkpoint_interval": 5, "eval_interval": 0,
-        "loggers": ["none"],
-    }  # fmt: skip
-    options = {"run_env": {"OMP_NUM_THREADS": "1"}} | asked.pop("options", {})
-    return add_run(lab, inventory, folder, spec, options=options, **asked)
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueueLab]:
+    """Three hosts with the queue and two stand-in GPUs each."""
+    name, folder = f"leases-{os.getpid()}", tmp_path_factory.mktemp("leases")
+    try:
+        yield QueueLab.start(name, folder, dict.fromkeys(("node1", "node2", "node3"), 2))
+    finally:
+        Lab(name).down()
 
 
 def node(lab: Lab, run: QueuedRun, host: Host) -> dict[str, Any]:
@@ -56,28 +35,25 @@ def node(lab: Lab, run: QueuedRun, host: Host) -> dict[str, Any]:
     return json.loads(lab.inside(host, f"cat {run.run_dir}/state/node.json"))
 
 
-def pids(lab: Lab, host: Host, words: str) -> str:
-    """Return the processes of a lab host whose command line has these words."""
-    return " ".join(lab.inside(host, f"pgrep -f '{words}' || :").split())
-
-
-def test_two_runs_share_a_host_and_survive_crashes(queue: tuple[Lab, Path, Path]) -> None:
+def test_two_runs_share_a_host_and_survive_crashes(queue: QueueLab) -> None:
     """Different GPUs and cores; the driver, Slurm's daemons and a lease step are killed; the queue host reboots.
 
     The ranks count instead of training: see counting_rank.py.
     """
-    lab = queue[0]
+    lab = queue.lab
     head, host = lab.hosts[:2]
-    one, two = (add(queue, name, 1200, gpus=1, hosts=["node2"], counting=True) for name in ("one", "two"))
+    one, two = (queue.add(name, 1200, gpus=1, hosts=["node2"], counting=True) for name in ("one", "two"))
     for run in (one, two):
         run.wait_step(10, 100)
     states = [node(lab, run, host) for run in (one, two)]
-    assert sorted(states[0]["devices"] + states[1]["devices"]) == ["GPU-00000000", "GPU-00000001"]
+    assert sorted(states[0]["devices"] + states[1]["devices"]) == ["GPU-node2-0", "GPU-node2-1"]
     affinity = [lab.inside(host, f"grep Cpus_allowed_list /proc/{state['pid']}/status").split()[1] for state in states]
     assert sorted(affinity) == ["0", "1"]
 
-    lab.inside(head, f"kill -9 {pids(lab, head, 'trainyard.queue.driver.*/one$')} $(pidof slurmctld)")
-    lab.inside(host, f"kill -9 $(pidof slurmd); kill -9 {pids(lab, host, '^/usr/bin/python3.*lease_step two')}")
+    lab.inside(head, f"kill -9 {' '.join(queue.pids(head, 'trainyard.queue.driver.*/one$'))} $(pidof slurmctld)")
+    lab.inside(
+        host, f"kill -9 $(pidof slurmd); kill -9 {' '.join(queue.pids(host, '^/usr/bin/python3.*lease_step two'))}"
+    )
     two.wait(lambda state: len(state["attempts"]) == 2, "started again", 150)
     assert len(one.state()["attempts"]) == 1
     reached = two.step(two.wait_step(1, 100, attempt=2))
@@ -91,11 +67,11 @@ def test_two_runs_share_a_host_and_survive_crashes(queue: tuple[Lab, Path, Path]
     assert lab.inside(host, LEFT) == ""
 
 
-def test_preempted_run_resumes_on_another_host(queue: tuple[Lab, Path, Path]) -> None:
-    straight = add(queue, "straight", 60, hosts=["node1"], cores=1)
-    low = add(queue, "low", 60, priority="low", hosts=["node2", "node3"])
+def test_preempted_run_resumes_on_another_host(queue: QueueLab) -> None:
+    straight = queue.add("straight", 60, hosts=["node1"], cores=1)
+    low = queue.add("low", 60, priority="low", hosts=["node2", "node3"], cores=2)
     first = low.wait_step(3, 300)
-    critical = add(queue, "critical", 2, priority="critical", hosts=[first.name])
+    critical = queue.add("critical", 2, priority="critical", hosts=[first.name], cores=2)
     submitted = time.time()
     critical.wait(lambda state: bool(state["attempts"]), "running", 60)
     began, ended = critical.state()["attempts"][0]["begin"], low.state()["attempts"][0]["end"]
@@ -111,24 +87,18 @@ def test_preempted_run_resumes_on_another_host(queue: tuple[Lab, Path, Path]) ->
     assert results[1]["loss_last"] == pytest.approx(results[0]["loss_last"], abs=1e-6)
 
 
-def take_host(lab: Lab, host: Host) -> None:
-    """Let a critical job of Slurm take a host for 30 s, at once: a run would have to be prepared first."""
-    words = f"sbatch -p critical -w {host.name} --exclusive -o /dev/null --wrap 'sleep 30'"
-    lab.inside(lab.hosts[0], f"cd /; runuser -u {USER} -- {words}")
-
-
-def test_run_over_hosts_is_preempted_and_resumes(queue: tuple[Lab, Path, Path]) -> None:
+def test_run_over_hosts_is_preempted_and_resumes(queue: QueueLab) -> None:
     """A critical job takes one of two hosts: the run returns to the queue, gets two hosts again, and ends as without."""
-    lab = queue[0]
-    trio = add(queue, "trio", 12, nodes=3, cores=1, batch=6)
+    lab = queue.lab
+    trio = queue.add("trio", 12, nodes=3, cores=1, batch=6)
     trio.wait_phase("finished", 400)
     assert len(trio.on()) == 3 and all(trio.result(host)["world_size"] == 3 for host in trio.on())
     shown = lab.inside(lab.hosts[0], f"scontrol show job {trio.job}")
     assert "JobState=COMPLETED" in shown and "Restarts=0" in shown, "the steps of all hosts end together"
-    straight = add(queue, "straight-pair", 60, nodes=2, cores=1)
+    straight = queue.add("straight-pair", 60, nodes=2, cores=1)
     straight.wait_phase("finished", 400)
-    pair = add(queue, "pair", 60, nodes=2, cores=1, priority="low")
-    take_host(lab, pair.wait_step(3, 400))
+    pair = queue.add("pair", 60, nodes=2, cores=1, priority="low")
+    queue.take(pair.wait_step(3, 400))
     pair.wait_phase("finished", 400)
     attempts = pair.state()["attempts"]
     assert [attempt["order"] for attempt in attempts] == [75, 10], pair.log()
@@ -141,13 +111,12 @@ def test_run_over_hosts_is_preempted_and_resumes(queue: tuple[Lab, Path, Path]) 
         assert lab.inside(host, LEFT) == ""
 
 
-def test_script_is_preempted_and_continues_elsewhere(queue: tuple[Lab, Path, Path]) -> None:
+def test_script_is_preempted_and_continues_elsewhere(queue: QueueLab) -> None:
     """The ranks of a script sum up their steps: a lost or repeated one shows. Its checkpoint moves with it."""
-    lab, inventory, folder = queue
     spec = {"run": "script", "script": str(SUMMING), "max_steps": 400, "checkpoint_interval": 100}
-    run = add_run(lab, inventory, folder, spec, cores=1, priority="low", hosts=["node2", "node3"])
+    run = queue.add_run(spec, cores=1, priority="low", hosts=["node2", "node3"])
     first = run.wait_step(10, 300)
-    take_host(lab, first)
+    queue.take(first)
     run.wait_phase("finished", 400)
     assert [attempt["order"] for attempt in run.state()["attempts"]] == [75, 10] and run.on() != [first], run.log()
     assert "copied the checkpoint step-" in run.log()
@@ -156,9 +125,9 @@ def test_script_is_preempted_and_continues_elsewhere(queue: tuple[Lab, Path, Pat
     assert result["script"].startswith("summing_script-")
 
 
-def test_run_of_a_lost_host_continues_elsewhere(queue: tuple[Lab, Path, Path]) -> None:
-    lab = queue[0]
-    run = add(queue, "lost", 1200, hosts=["node2", "node3"], counting=True)
+def test_run_of_a_lost_host_continues_elsewhere(queue: QueueLab) -> None:
+    lab = queue.lab
+    run = queue.add("lost", 1200, hosts=["node2", "node3"], cores=2, counting=True)
     host = run.wait_step(6, 300)
     lab.wait(lambda: "step-" in lab.inside(run.head, f"ls {run.folder}/checkpoint 2>/dev/null || :"), "no copy", 60)
     began = time.time()
@@ -173,13 +142,21 @@ def test_run_of_a_lost_host_continues_elsewhere(queue: tuple[Lab, Path, Path]) -
     assert "copied the checkpoint step-" in run.log()
 
 
-def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: tuple[Lab, Path, Path]) -> None:
-    lab = queue[0]
-    wrong = add(queue, "wrong", 5, hosts=["node2"], options={"master_port": 22})
-    long = add(queue, "long", 100_000, hosts=["node1"], cores=1, counting=True)
+def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: QueueLab) -> None:
+    lab = queue.lab
+    wrong = queue.add("wrong", 5, hosts=["node2"], options={"master_port": 22})
+    long = queue.add("long", 100_000, hosts=["node1"], cores=1, counting=True)
     wrong.wait_phase("failed", 120)
     assert "port 22 is in use" in wrong.state()["exit"]["reason"] and len(wrong.state()["attempts"]) == 1
     long.wait(lambda state: state["phase"] == "running", "running", 120)
     lab.inside(lab.hosts[0], f"scancel {long.job}")
     long.wait_phase("cancelled", 120)
     lab.wait(lambda: lab.inside(lab.hosts[0], LEFT) == "", "ranks are left", 60)
+
+
+def test_runs_end_as_they_should_in_spite_of_random_events(queue: QueueLab) -> None:
+    """Preemptions, SIGKILL of ranks, drivers, lease steps and Slurm's daemons, reboots: benchmarks/queue.py has more of them."""
+    trial = EventTrial(queue, seed=7)
+    trial.inject(12)
+    trial.wait()
+    assert trial.problems() == []

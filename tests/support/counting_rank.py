@@ -4,47 +4,152 @@
 
 It keeps to the contract of the run folder: heartbeat, `stop`, checkpoints with a manifest, result. It counts to `max_steps` of the spec,
 20 steps a second, and writes a checkpoint every `checkpoint_interval` steps and when it stops. The "loss" is the sum of all steps, so
-that a lost or repeated one shows. Only for runs on one host. `samples.txt` lists the steps of a checkpoint's history.
+that a lost or repeated one shows. `samples.txt` lists the steps of a checkpoint's history. One rank on each host: the first one counts,
+and the others follow it over a connection, as the ranks of a real run wait for each other at every step.
+
+A rank locks a file for each of its GPUs. If another run has the lock, it writes a line to `<data directory>/overlaps`.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 SECONDS = 0.05
+MEETING = 60.0  # s for the ranks to find each other
 
 
 def main():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, as the trainer does
-    run_dir = Path(next(word.partition("=")[2] for word in sys.argv if word.startswith("--run-dir=")))
+    run_dir = Path(flag("run-dir"))
     spec = (run_dir / "spec.yml").read_text()
     steps, interval = (
         int(re.search(rf"^{name}: (\d+)$", spec, re.MULTILINE)[1]) for name in ("max_steps", "checkpoint_interval")
     )
-    done = resume(run_dir)
-    state = {"rank": 0, "pid": os.getpid(), "steps": steps, "note": "", "error": None}
+    held = lock_gpus(run_dir)
+    rank = int(flag("node-rank", "0"))
+    state = {"rank": rank, "pid": os.getpid(), "steps": steps, "note": "", "error": None}
     state |= {"tokens_per_second": 1.0, "eta": 1.0}
-    while len(done) < steps:
+    if rank:
+        done, status = follow(run_dir, state)
+    else:
+        done, status = lead(run_dir, state, steps, interval)
+    if status == "finished":
+        result = {"run": run_dir.name, "status": status, "step": steps, "steps": steps, "world_size": 1, "hosts": 1}
+        result |= {
+            "loss_first": 1.0,
+            "loss_last": float(sum(done)),
+            "tokens": 1,
+            "samples": 1,
+            "tokens_per_second": 1.0,
+        }
+        write(run_dir / "result.json", result | {"adapter": "adapter"})
+    heartbeat(run_dir, state | {"status": status, "step": len(done), "loss": float(sum(done))})
+    for file in held:
+        file.close()
+
+
+def flag(name, default=None):
+    """Return the value of a flag of torchrun or of the trainer."""
+    return next((word.partition("=")[2] for word in sys.argv if word.startswith(f"--{name}=")), default)
+
+
+def lock_gpus(run_dir):
+    """Return the locked files of the GPUs that the rank may use; record those that another run has."""
+    data_dir, files = run_dir.parent.parent, []
+    for gpu in filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")):
+        files.append((data_dir / f"held-{gpu}").open("a+"))
+        try:
+            fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            files[-1].seek(0)
+            with (data_dir / "overlaps").open("a") as overlaps:
+                overlaps.write(f"{time.time():.2f} {run_dir.name} got {gpu}, which {files[-1].read()} has\n")
+        else:
+            files[-1].truncate(0)
+            files[-1].write(run_dir.name)
+            files[-1].flush()
+    return files
+
+
+def lead(run_dir, state, steps, interval):
+    """Count; return the steps and how it ended."""
+    peers = meet(int(flag("nnodes", "1")) - 1)
+    done = resume(run_dir)
+    tell(peers, {"done": done})
+    stop = False
+    while len(done) < steps and not stop:
         time.sleep(SECONDS)
         done.append(len(done) + 1)
         heartbeat(run_dir, state | {"status": "training", "step": len(done), "loss": float(sum(done))})
-        stop = (run_dir / "stop").exists()
-        if stop or len(done) % interval == 0:
+        asked = [asks_to_stop(peer) for peer in peers]
+        stop = (run_dir / "stop").exists() or any(asked)
+        keep = stop or len(done) % interval == 0
+        tell(peers, {"step": len(done), "save": keep})
+        if keep:
             save(run_dir, done)
-        if stop:
-            heartbeat(run_dir, state | {"status": "stopped", "step": len(done), "loss": float(sum(done))})
-            return
-    result = {"run": run_dir.name, "status": "finished", "step": steps, "steps": steps, "world_size": 1, "hosts": 1}
-    result |= {"loss_first": 1.0, "loss_last": float(sum(done)), "tokens": 1, "samples": 1, "tokens_per_second": 1.0}
-    write(run_dir / "result.json", result | {"adapter": "adapter"})
-    heartbeat(run_dir, state | {"status": "finished", "step": steps, "loss": float(sum(done))})
+    status = "finished" if len(done) == steps else "stopped"
+    tell(peers, {"end": status})
+    return done, status
+
+
+def meet(count):
+    """Return the connections of the other ranks."""
+    if not count:
+        return []
+    with socket.create_server(("", int(flag("master-port")))) as server:
+        server.settimeout(MEETING)
+        return [server.accept()[0] for _ in range(count)]
+
+
+def tell(peers, message):
+    for peer in peers:
+        peer.sendall(json.dumps(message).encode() + b"\n")
+
+
+def asks_to_stop(peer):
+    """Return whether another rank was asked to stop. Raises ConnectionError if it has ended."""
+    with contextlib.suppress(BlockingIOError):
+        if not (said := peer.recv(64, socket.MSG_DONTWAIT)):
+            raise ConnectionError("another rank has ended")
+        return bool(said)
+    return False
+
+
+def follow(run_dir, state):
+    """Do what the first rank says; return the steps and how it ended."""
+    deadline = time.monotonic() + MEETING
+    while True:
+        try:
+            first = socket.create_connection((flag("master-addr"), int(flag("master-port"))), 5)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    first.settimeout(MEETING)
+    done, asked = [], False
+    for line in first.makefile():
+        said = json.loads(line)
+        if "end" in said:
+            return done, said["end"]
+        done = said["done"] if "done" in said else [*done, said["step"]]
+        heartbeat(run_dir, state | {"status": "training", "step": len(done), "loss": float(sum(done))})
+        if said.get("save"):
+            save(run_dir, done)
+        if (run_dir / "stop").exists() and not asked:
+            first.sendall(b"s")
+            asked = True
+    raise ConnectionError("the first rank has ended")
 
 
 def resume(run_dir):
@@ -70,7 +175,7 @@ def save(run_dir, done):
 
 
 def heartbeat(run_dir, state):
-    write(run_dir / "state/rank0.json", state | {"time": time.time()})
+    write(run_dir / f"state/rank{state['rank']}.json", state | {"time": time.time()})
 
 
 def write(path, value):

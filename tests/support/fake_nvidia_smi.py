@@ -6,11 +6,11 @@ from pathlib import Path
 
 _SCRIPT = """#!/bin/sh
 case "$1" in
---query-gpu=name,memory.total,uuid) row='Stand-in GPU, 24576, GPU-0000000%s' ;;
+--query-gpu=name,memory.total,uuid) row='Stand-in GPU, 24576, {uuid}%s' ;;
 --query-gpu=name,memory.total,memory.used) row='Stand-in GPU, 24576, 100' ;;
---query-gpu=uuid,utilization.gpu,memory.used,temperature.gpu,power.draw) row='GPU-0000000%s, 87, 11264, 65, 240.55' ;;
+--query-gpu=uuid,utilization.gpu,memory.used,temperature.gpu,power.draw) row='{uuid}%s, 87, 11264, 65, 240.55' ;;
 --query-gpu=uuid,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,power.limit,name)
-    row='GPU-0000000%s, 87, 11264, 24576, 65, 240.55, 350.00, Stand-in GPU' ;;
+    row='{uuid}%s, 87, 11264, 24576, 65, 240.55, 350.00, Stand-in GPU' ;;
 *) exit 0 ;;
 esac
 number=0
@@ -21,10 +21,10 @@ done
 """
 
 
-def write_nvidia_smi(folder: Path, count: int) -> list[str]:
-    """Write the program into `folder`, with `count` GPUs; return their UUIDs."""
+def write_nvidia_smi(folder: Path, count: int, uuid: str = "GPU-0000000") -> list[str]:
+    """Write the program into `folder`, with `count` GPUs; return their UUIDs, which begin with `uuid`."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvidia-smi"
-    program.write_text(_SCRIPT.replace("{count}", str(count)))
+    program.write_text(_SCRIPT.replace("{count}", str(count)).replace("{uuid}", uuid))
     program.chmod(0o755)
-    return [f"GPU-0000000{number}" for number in range(count)]
+    return [f"{uuid}{number}" for number in range(count)]

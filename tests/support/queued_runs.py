@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import subprocess
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab_hosts import VENV, Host, Lab
+from fake_nvidia_smi import write_nvidia_smi
+from fault_trial import questions
+from lab_hosts import VENV, Host, Lab, inventory_with, run_playbook
 from testbed.root import DATA_DIR, USER
 
 from trainer.config import make_spec
@@ -27,6 +30,8 @@ SUBMIT = (
     "import sys; from pathlib import Path; from trainyard.remote.queue_job import submit; "
     "print(submit(Path(sys.argv[1]), sys.argv[2:]))"
 )
+# Processes of a run, on a host where none may be left.
+LEFT = "grep -lsaz TRAINYARD_LEASE= /proc/[0-9]*/environ || :"
 
 
 @dataclass
@@ -97,16 +102,78 @@ class QueuedRun:
         return self.on()[0]
 
 
-def install_counting(lab: Lab) -> None:
-    """Put an interpreter on every host that runs counting_rank.py in the place of torchrun."""
-    rank = Path(__file__).with_name("counting_rank.py").read_text()
-    python = (
-        f'#!/bin/sh\ncase " $* " in *" trainer.distributed.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
-        f'*) exec {VENV}/bin/python "$@";; esac'
-    )
-    for host in lab.hosts:
-        lab.inside(host, f"cat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_")
-        lab.inside(host, f"chmod 755 {COUNTING}")
+@dataclass(frozen=True)
+class QueueLab:
+    """Lab hosts with the queue, their inventory, and a folder for created files."""
+
+    lab: Lab
+    inventory: Path
+    folder: Path
+
+    @classmethod
+    def start(cls, name: str, folder: Path, gpus: Mapping[str, int], persistent: bool = False) -> QueueLab:
+        """Start three hosts with the queue, in which low runs may be preempted.
+
+        Args:
+            gpus: number of stand-in GPUs by host.
+        """
+        lab = Lab(name)
+        lab.up(hosts=3, venv=VENV, persistent=persistent)
+        for host_name, count in gpus.items():
+            # Hosts with the same GPUs are one machine.
+            write_nvidia_smi(folder, count, f"GPU-{host_name}-")
+            program = (folder / "nvidia-smi").read_text()
+            put = f"cat >/usr/local/bin/nvidia-smi <<'P'\n{program}\nP\nchmod 755 /usr/local/bin/nvidia-smi"
+            lab.inside(lab.host(host_name), put)
+        queue = cls.of(lab, folder)
+        played = run_playbook("site.yml", queue.inventory, {}, timeout=900)
+        assert played.rc == 0, played.stdout
+        queue.install_counting()
+        return queue
+
+    @classmethod
+    def of(cls, lab: Lab, folder: Path) -> QueueLab:
+        """Return the queue of a lab that runs."""
+        return cls(lab, inventory_with(lab, folder, queue_state="present", queue_preempt=["low"]), folder)
+
+    def install_counting(self) -> None:
+        """Put an interpreter on every host that runs counting_rank.py in the place of torchrun."""
+        rank = Path(__file__).with_name("counting_rank.py").read_text()
+        python = (
+            f'#!/bin/sh\ncase " $* " in *" trainer.distributed.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
+            f'*) exec {VENV}/bin/python "$@";; esac'
+        )
+        for host in self.lab.hosts:
+            put = f"cat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_"
+            self.lab.inside(host, f"{put}\nchmod 755 {COUNTING}")
+
+    def add(self, run: str, steps: int, **asked: Any) -> QueuedRun:
+        """Add a run of the model `tiny` with one thread per rank; see `add_run`."""
+        options = {"run_env": {"OMP_NUM_THREADS": "1"}} | asked.pop("options", {})
+        spec = tiny_spec(run, questions(self.folder), steps, asked.pop("batch", 2))
+        spec["checkpoint_interval"] = asked.pop("interval", spec["checkpoint_interval"])
+        return self.add_run(spec, options=options, **asked)
+
+    def add_run(self, spec: dict[str, Any], **asked: Any) -> QueuedRun:
+        """Add a run of this spec; see the function."""
+        return add_run(self.lab, self.inventory, self.folder, spec, **asked)
+
+    def take(self, host: Host, seconds: int = 30) -> None:
+        """Let a critical job of Slurm take a host for some seconds, at once: a run would have to be prepared first."""
+        words = f"sbatch -p critical -w {host.name} --exclusive -o /dev/null --wrap 'sleep {seconds}'"
+        self.lab.inside(self.lab.hosts[0], f"cd /; runuser -u {USER} -- {words}")
+
+    def pids(self, host: Host, pattern: str) -> list[str]:
+        """Return the processes of a host whose command line matches."""
+        return self.lab.inside(host, f"pgrep -f '{pattern}' || :").split()
+
+
+def tiny_spec(run: str, dataset: Path, steps: int, batch: int = 2) -> dict[str, Any]:
+    """Return the spec of a run of the model `tiny`."""
+    return {
+        "run": run, "model": "tiny", "dataset": str(dataset), "seq_length": 32, "total_batch_size": batch, "batch_size": 2,
+        "max_steps": steps, "epochs": 1000, "lr": 2e-4, "checkpoint_interval": 5, "eval_interval": 0, "loggers": ["none"],
+    }  # fmt: skip
 
 
 def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked: Any) -> QueuedRun:
@@ -144,15 +211,13 @@ def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked
     folder = f"{DATA_DIR}/queue/{request.run}"
     (work / f"{request.run}.tar").write_bytes(buffer.getvalue())
     make = f"rm -rf {folder}; mkdir -p -m 700 {folder} && tar -C {folder} -x"
-    lab_copy(lab, head, work / f"{request.run}.tar", make)
+    _copy(lab, head, work / f"{request.run}.tar", make)
     words = ["env", f"PYTHONPATH={folder}/program.zip", "/usr/bin/python3", "-c", SUBMIT, folder]
     job = lab.inside(head, f"cd /; runuser -u {USER} -- {shlex.join([*words, *slurm_options(request, excluded)])}")
     return QueuedRun(lab, head, request.run, int(job))
 
 
-def lab_copy(lab: Lab, host: Host, source: Path, command: str) -> None:
+def _copy(lab: Lab, host: Host, source: Path, command: str) -> None:
     """Run a command as the user of a host, with a file of this machine on its standard input."""
-    import subprocess
-
     with source.open("rb") as file:
         subprocess.run([*map(str, lab.ssh(host)), command], stdin=file, check=True, capture_output=True)

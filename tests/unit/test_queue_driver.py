@@ -102,10 +102,17 @@ def test_the_run_ends(world: World, tmp_path: Path, outcome: str | Exception, or
         assert state["exit"]["reason"] == "no such model"
 
 
-def test_a_job_that_returns_after_the_end_of_its_run_is_cancelled(world: World, tmp_path: Path) -> None:
+def test_a_job_that_slurm_starts_again_after_the_end_of_its_run_ends_again(world: World, tmp_path: Path) -> None:
+    """The job keeps its exit code, so that the runs after this one start."""
     world.jobs, world.outcome = [running(), Job(5, "PENDING", 1)], ["finished"]
     assert drive(tmp_path)["phase"] == "finished" and world.orders == [FINISHED]
-    assert world.commands == [["scancel", "5"]]
+    before = (tmp_path / "state.json").read_text()
+    drive(tmp_path)
+    assert world.orders == [FINISHED], "a job that waits has no leases"
+    world.jobs = [running(1), running(1), ended("COMPLETED", 1)]
+    drive(tmp_path)
+    assert world.orders == [FINISHED, FINISHED] and world.commands == []
+    assert (tmp_path / "state.json").read_text() == before
 
 
 @pytest.mark.parametrize("outcome", ["stopped", RunError("rank 0 on node1 was killed by SIGKILL")])

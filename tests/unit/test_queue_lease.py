@@ -207,13 +207,13 @@ def test_a_refused_job_leaves_slurms_reason(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm(tmp_path, monkeypatch, squeue="echo '1 PENDING'; echo '2 RUNNING'")
+    slurm(tmp_path, monkeypatch, squeue="echo '1 PENDING Resources'; echo '2 RUNNING None'")
     for name, job, phase in (("a", 1, "waiting"), ("b", 2, "waiting"), ("c", 3, "running"), ("d", 4, "finished")):
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
     one = service.Service(tmp_path / "queue")
-    assert one.live_runs() == {"a": 1, "b": 2, "c": 3}
-    assert service.job_states() == {1: "PENDING", 2: "RUNNING"}
+    assert one.runs() == {"a": (1, True), "b": (2, True), "c": (3, True), "d": (4, False)}
+    assert service.job_states() == {1: ("PENDING", "Resources"), 2: ("RUNNING", "None")}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("trainyard/__init__.py", "")
@@ -229,6 +229,39 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     assert (tmp_path / "queue/b/driver.log").read_text() == f"{tmp_path}/queue/b\n"
     one.start("a")  # without a program it waits, too
     assert not one.drivers
+
+
+def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that Slurm holds are released, those that a user holds are not; a job that runs after the end of its run gets a driver."""
+    answers = ["1 PENDING launch failed requeued held", "2 PENDING JobHeldUser", "3 RUNNING None", "4 COMPLETED None"]
+    squeue = "; ".join(f"echo '{line}'" for line in answers)
+    slurm(
+        tmp_path, monkeypatch, squeue=f"{squeue}; echo asked >>{tmp_path}/log", scontrol=f'echo "$@" >>{tmp_path}/log'
+    )
+    runs = {"a": (1, "waiting"), "b": (2, "waiting"), "c": (3, "finished"), "d": (4, "finished")}
+    for name, (job, phase) in runs.items():
+        (tmp_path / "queue" / name).mkdir(parents=True)
+        write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
+    one = service.Service(tmp_path / "queue")
+    started: list[str] = []
+    monkeypatch.setattr(one, "start", started.append)
+    one.look()
+    assert (tmp_path / "log").read_text().split("\n") == ["asked", "release 1", ""] and started == ["c"]
+    for name in "ab":
+        write_json(tmp_path / f"queue/{name}/state.json", {"job": 9, "phase": "cancelled"})
+    one.look()
+    assert (tmp_path / "log").read_text().count("asked") == 1, "without live runs, Slurm is asked less often"
+
+
+@pytest.mark.parametrize(("reason", "resumed"), [("Duplicate jobid", True), ("Kill task failed", False), ("", False)])
+def test_the_health_check_resumes_a_host_that_is_drained_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, resumed: bool
+) -> None:
+    slurm(tmp_path, monkeypatch, sinfo=f"echo '{reason}'", scontrol=f'echo "$@" >>{tmp_path}/log')
+    words = [sys.executable, "-S", "-m", "trainyard.queue.node_release", "health", "node3"]
+    assert subprocess.run(words, timeout=30, check=False).returncode == 0
+    log = tmp_path / "log"
+    assert (log.read_text() if log.exists() else "") == ("update NodeName=node3 State=RESUME\n" if resumed else "")
 
 
 def test_a_session_is_read_as_written(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class Driver:
 
     def drive(self) -> None:
         """Drive the run until its job waits or has ended."""
+        if self.state["phase"] not in LIVE:
+            self.end_again()
         while self.state["phase"] in LIVE:
             job = self.job()
             if job is None or job.state in ENDED:
@@ -204,17 +206,22 @@ class Driver:
         self.record(job, code, reason)
         leases.end(code)
         self.wait_for_end(job)
-        self.forget(job)
         stopped = code == FAILED and reason == "it was stopped"
         self.save(phase="stopped" if stopped else PHASES[code], exit={"code": code, "reason": reason})
 
-    def forget(self, job: Job) -> None:
-        """Cancel the job if it has returned to the queue although its run has ended: nobody would end it again."""
-        now = self.job()
-        if now is not None and now.restart != job.restart and now.state not in ENDED:
-            self.report("the job returned to the queue after the end of its run: scancel")
-            with contextlib.suppress(SupervisorError):
-                command(["scancel", str(job.number)])
+    def end_again(self) -> None:
+        """End a job that Slurm has started again after the end of its run, because slurmctld or a host failed as it ended.
+
+        The job ends as its run did. If it were cancelled, the runs `after` this one would never start.
+        """
+        job = self.job()
+        if job is None or job.state != "RUNNING":
+            return
+        self.report("Slurm has started the job again after the end of the run: it ends again")
+        leases = Leases(self.session.hosts, self.run, job, self.connect)
+        self.wait_for_leases(job, leases)
+        leases.end((self.state["exit"] or {}).get("code", FAILED))
+        self.wait_for_end(job)
 
     def wait_for_end(self, job: Job) -> None:
         """Wait until the job no longer has the hosts of an allocation; cancel its steps if that takes too long."""

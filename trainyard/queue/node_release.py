@@ -1,11 +1,13 @@
-"""Prolog and Epilog of a host in the queue: no process of a run outlives the lease of its job. Runs as root.
+"""Prolog, Epilog and health check of a host in the queue: no process of a run outlives the lease of its job. Runs as root.
 
-    python node_release.py prolog|epilog
+    python node_release.py prolog|epilog|health NODE
 
 Every process of a leased run has the file of its lease in its environment, so no record is needed that could be missing. The Epilog
 kills what is left of its job, and Slurm releases the host only when this program has ended. The Prolog kills what is left of jobs
 whose lease has ended without an Epilog, as on a host that was unreachable while its job was started elsewhere. The exit code is not
 0 if a process does not end: Slurm then drains the host.
+
+The health check returns the host to the queue where Slurm drains it although nothing is wrong with it.
 
 A user may set the variable as they like; only processes of the job's user are concerned. The role queue installs this file.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,11 +26,18 @@ from trainer.supervise.processes import LEASE_VARIABLE, all_pids, descendants, e
 
 LIMIT = 25.0  # s for killed processes to end
 POLL = 0.02
+ANSWER_LIMIT = 20.0  # s for Slurm to answer
+# slurmd ended while it started a job, and slurmctld asked it to start the job a second time.
+HARMLESS = ("Duplicate jobid",)
 
 
 def main() -> int:
     """Kill what is left; return the exit code."""
-    phase, job = sys.argv[1], os.environ["SLURM_JOB_ID"]
+    phase = sys.argv[1]
+    if phase == "health":
+        resume(sys.argv[2])
+        return 0
+    job = os.environ["SLURM_JOB_ID"]
     deadline = time.monotonic() + LIMIT
     while left := leftovers(job, int(os.environ["SLURM_JOB_UID"])) if phase == "epilog" else stale(job):
         if time.monotonic() > deadline:
@@ -37,6 +47,15 @@ def main() -> int:
             send_signal(pid, signal.SIGKILL)
         time.sleep(POLL)
     return 0
+
+
+def resume(node: str) -> None:
+    """Return a host to the queue that is drained for a harmless reason."""
+    words = ["sinfo", "--noheader", "--states=drain", f"--nodes={node}", "--format=%E"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_LIMIT, check=False)
+    if set(found.stdout.split("\n")) & set(HARMLESS):
+        words = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
+        subprocess.run(words, capture_output=True, timeout=ANSWER_LIMIT, check=False)
 
 
 def leased() -> dict[int, Path]:

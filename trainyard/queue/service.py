@@ -24,9 +24,12 @@ from trainer.supervise.files import read_json
 from trainyard.remote.queue_phases import LIVE
 
 POLL = 0.5  # s between two questions to Slurm while there are runs
+IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
 WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
+# Reasons for which Slurm, and not a user, holds a job: a host failed while it started the job.
+_HELD_BY_SLURM = re.compile(r"requeued[ _]held|JobHoldMaxRequeue")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PROGRAMS = ".programs"
 
@@ -40,27 +43,38 @@ class Service:
         self.drivers: dict[str, subprocess.Popen[bytes]] = {}
         self.failures: dict[str, int] = {}
         self.not_before: dict[str, float] = {}
+        self.asked = float("-inf")
 
     def run(self) -> None:
         """Start drivers for ever."""
         while True:
-            self.reap()
-            runs = self.live_runs()
-            if runs and (states := job_states()) is not None:
-                for run, job in runs.items():
-                    if states.get(job, "gone") not in WAITING:
-                        self.start(run)
+            self.look()
             time.sleep(POLL)
 
-    def live_runs(self) -> dict[str, int]:
-        """Return the job of every run that has not ended."""
+    def look(self) -> None:
+        """Start the drivers that are due, and release the jobs that Slurm holds."""
+        self.reap()
+        runs = self.runs()
+        pause = 0.0 if any(live for _, live in runs.values()) else IDLE_POLL
+        if not runs or time.monotonic() < self.asked + pause or (jobs := job_states()) is None:
+            return
+        self.asked = time.monotonic()
+        for run, (job, live) in runs.items():
+            state, reason = jobs.get(job, ("gone", ""))
+            if live and state == "PENDING" and _HELD_BY_SLURM.search(reason):
+                release(job)
+            elif state not in WAITING if live else state == "RUNNING":
+                self.start(run)
+
+    def runs(self) -> dict[str, tuple[int, bool]]:
+        """Return the job of every run, and whether the run has not ended."""
         found = {}
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.folder):
                 if _RUN.fullmatch(entry.name) and (state := read_json(Path(entry.path, "state.json"))):
                     job = state.get("job")
-                    if state.get("phase") in LIVE and isinstance(job, int):
-                        found[entry.name] = job
+                    if isinstance(job, int):
+                        found[entry.name] = (job, state.get("phase") in LIVE)
         return found
 
     def reap(self) -> None:
@@ -93,15 +107,21 @@ class Service:
             self.not_before[run] = time.monotonic() + DELAY_LIMIT
 
 
-def job_states() -> dict[int, str] | None:
-    """Return the state of every job of this user; None while Slurm does not answer."""
-    words = ["squeue", "--noheader", "--me", "--states=all", "--format=%A %T"]
+def job_states() -> dict[int, tuple[str, str]] | None:
+    """Return the state of every job of this user, and the reason for it; None while Slurm does not answer."""
+    words = ["squeue", "--noheader", "--me", "--states=all", "--format=%A %T %r"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    rows = [line.split() for line in done.stdout.splitlines()]
-    return {int(row[0]): row[1] for row in rows if len(row) == 2} if done.returncode == 0 else None
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    return {int(row[0]): (row[1], row[2]) for row in rows if len(row) == 3} if done.returncode == 0 else None
+
+
+def release(job: int) -> None:
+    """Let Slurm start a job that it holds."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(["scontrol", "release", str(job)], capture_output=True, timeout=ANSWER_LIMIT, check=False)
 
 
 def unpack(archive: Path, programs: Path) -> Path:
