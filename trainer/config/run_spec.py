@@ -266,7 +266,7 @@ class RunSpec(BaseModel):
     )
     strategy: StrategyName = declare(
         DEFAULT_STRATEGY,
-        f"how ranks share the work; {AUTO}: the strategy that fits in memory and communicates least, with the reason",
+        f"how ranks share the work; {AUTO}: the fastest strategy that fits in memory, with the reason",
         aliases=["distributed_strategy", "parallelism", "sharding_strategy", "fsdp_sharding_strategy", "fsdp"],
     )
     balance: Literal["auto", "even"] = declare(

@@ -255,10 +255,10 @@ def _faster_alone(alone: Option, option: Option) -> bool:
 
 
 def _why_exact(spec: RunSpec, best: Option, found: Sequence[Option], alone: Option, link: float) -> str:
-    fit = "it fits" if best.fits is not None else "memory is unknown (--hosts FILE states it); if it fits"
-    why = f"{fit}, and {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
-    if best.share > _LOUD:
-        why = f"{fit}, but {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
+    fit = f"it fits, {'but' if best.share > _LOUD else 'and'}"
+    if best.fits is None:
+        fit = "if it fits (--hosts FILE states the memory),"
+    why = f"{fit} {best.share:.0%} of the time is communication at {round(link, 1):g} Mbit/s"
     default = next((option for option in found if option.strategy == DEFAULT_STRATEGY), None)
     if best.strategy != DEFAULT_STRATEGY and (default is None or default.fits is False):
         why = f"the full model does not fit in one process; divided, {why}"

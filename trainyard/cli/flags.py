@@ -217,11 +217,13 @@ class _Parser:
 
     def nearest(self, name: str) -> str:
         """Return a hint at the known name that is closest to an unknown one."""
+        variable = f"; set a variable of the inventory with -e {name}=VALUE"
+        if name.startswith("cluster_"):
+            return variable
         names = [other for group in self.groups for other in group.fields]
         of_spec = any(isinstance(group, SpecGroup) for group in self.groups)
-        return (suggest(name, names) if of_spec else nearest(name, names)) or (
-            f"; set a variable of the inventory with -e {name}=VALUE" if _VARIABLE.fullmatch(name) else ""
-        )
+        found = suggest(name, names) if of_spec else nearest(name, names)
+        return found or (variable if _VARIABLE.fullmatch(name) else "")
 
 
 def _names_and_values(name: str, text: str) -> dict[str, Any]:

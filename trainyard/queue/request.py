@@ -37,7 +37,7 @@ class QueueOptions(PlaybookOptions):
         le=64,
         expected="an integer >= 0 and <= 64",
     )
-    gpu_memory: int = declare(0, "minimum memory of each GPU, as on its box", unit="GB", ge=0, le=10_000)
+    gpu_memory: int = declare(0, "minimum memory of each GPU, as its vendor states it", unit="GB", ge=0, le=10_000)
     cores: int = declare(0, "cores of each host; 0: all of a whole host, else one for each GPU", ge=0, le=65_533)
     memory: int = declare(
         0, "memory of each host; 0: all of a whole host, else the share of its cores", unit="GB", ge=0, le=1_000_000

@@ -36,7 +36,7 @@ class QueueNode:
         address: at which its peers reach it.
         memory_mib: that jobs may use.
         gpus: number of GPUs by type.
-        gpu_memory: of the smallest GPU, in GB as on its box; 0 without GPUs.
+        gpu_memory: of the smallest GPU, in GB as its vendor states it; 0 without GPUs.
         devices: device files of the GPUs by type.
     """
 

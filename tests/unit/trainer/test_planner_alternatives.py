@@ -254,7 +254,7 @@ def test_every_variant_is_a_valid_spec(strategy: str, lora: int) -> None:
 
 def test_alternatives_that_the_spec_refuses_are_not_tried() -> None:
     _, found = best("7B", gpus(16, 16, 16), 1000, HALF | {"quantize": "nf4"})
-    assert set(found) == {"alone", "ddp", "diloco", "averaging"}
+    assert {"alone", "ddp", "diloco", "averaging"} <= set(found) and not {"fsdp", "deepspeed", "pipeline"} & set(found)
     for option in best("7B", gpus(16, 16, 16), 1000, HALF)[1].values():
         assert "quantize" not in option.fields or option.strategy in ("alone", "ddp", "diloco", "averaging")
 
