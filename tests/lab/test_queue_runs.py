@@ -155,7 +155,7 @@ def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: QueueLab) -> 
 
 
 def test_runs_end_as_they_should_in_spite_of_random_events(queue: QueueLab) -> None:
-    """Preemptions, SIGKILL of ranks, drivers, lease steps and Slurm's daemons, reboots: benchmarks/queue.py has more of them."""
+    """Preemptions, SIGKILL of ranks, drivers, lease steps and Slurm's daemons, reboots: benchmarks/queued_runs.py has more of them."""
     trial = EventTrial(queue, seed=7)
     trial.inject(12)
     trial.wait()

@@ -1,4 +1,4 @@
-"""Random events while many runs are in the queue of lab hosts, and checks of the end. benchmarks/queue.py and a nightly test use it."""
+"""Random events while many runs are in the queue of lab hosts, and checks of the end. benchmarks/queued_runs.py and a nightly test use it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.errors import UserError
-from trainer.supervise import slurm
+from trainer.supervise import slurm, slurm_state
 from trainer.supervise.files import SupervisorError, read_job
 from trainer.supervise.status import is_active, read_state
 from trainyard.replies import checked_reply
@@ -109,7 +109,7 @@ def test_values_that_slurm_could_misread_are_refused(name: str, value: Any) -> N
 @settings(max_examples=30)
 @given(st.text(max_size=300))
 def test_an_answer_of_slurm_is_understood_or_ignored(text: str) -> None:
-    found = slurm.parse_job(text)
+    found = slurm_state.parse_job(text)
     assert not found or (set(found) == {"state", "reason", "start"} and found["state"].isascii())
     assert "\n" not in waiting_line({"job": found, "node": {"job": 7}})
 
@@ -146,8 +146,9 @@ class Job:
             "job": 7,
         }
         self.write("node", node | {"started": 1.0, "status": "starting", "failures": []})
-        monkeypatch.setattr(slurm, "command", self.command)
-        monkeypatch.setattr(slurm, "ASK_INTERVAL", 0.0)
+        for module in (slurm, slurm_state):
+            monkeypatch.setattr(module, "command", self.command)
+        monkeypatch.setattr(slurm_state, "ASK_INTERVAL", 0.0)
 
     def command(self, words: list[str], stdin: str = "", limit: float = 0.0) -> str:
         self.asked += 1

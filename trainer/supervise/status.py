@@ -79,7 +79,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     A lost part has `why`: the reason as far as it is known.
     """
     if job := read_job(run_dir):
-        from trainer.supervise.slurm import job_status
+        from trainer.supervise.slurm_state import job_status
 
         return job_status(run_dir, job)
     alive = is_alive(run_dir)
@@ -101,7 +101,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 def is_active(run_dir: Path) -> bool:
     """Return whether a run is alive: its supervisor on this host, or its job of Slurm. Raises OSError if that is unknown."""
     if job := read_job(run_dir):
-        from trainer.supervise.slurm import is_live
+        from trainer.supervise.slurm_state import is_live
 
         return is_live(run_dir, job)
     return is_alive(run_dir)

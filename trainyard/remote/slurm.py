@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError
-from trainer.supervise.slurm import command, find_program
+from trainer.supervise.slurm_state import command, find_program
 
 LOOK_LIMIT = 60.0  # s for a step that looks at the nodes
 IMMEDIATE = 5  # s for Slurm to start that step

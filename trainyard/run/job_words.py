@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.supervise.slurm import RUNNING
+from trainer.supervise.slurm_state import RUNNING
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d):\d\d")
 _WAITS = {

@@ -1,7 +1,7 @@
 """The queue: time to a start, preemption, order, a lost host, random events, leased time.
 
-    sudo make bench NAME=queue [ARGS='preempt lost']
-    sudo make bench NAME=queue ARGS='events --events 50 --seed 1'
+    sudo make bench NAME=queued_runs [ARGS='preempt lost']
+    sudo make bench NAME=queued_runs ARGS='events --events 50 --seed 1'
 
 Starts a lab of three hosts with Slurm and two stand-in GPUs each. Without a name of a section, it runs all of them. `--lab NAME` takes
 a lab that a call with `--keep` has left. Requires root on Debian or Ubuntu. Takes about 40 minutes.
