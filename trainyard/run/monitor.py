@@ -5,6 +5,7 @@ A status is the answer of the verb `run_status` (docs/run-folder.md describes it
 
 from __future__ import annotations
 
+import itertools
 import signal
 import statistics
 from collections.abc import Iterable
@@ -255,12 +256,13 @@ class Progress:
 
     def _lag_lines(self, where: dict[int, Part], states: dict[int, dict[str, Any]]) -> list[str]:
         steps = {rank: state.get("step") or 0 for rank, state in states.items() if state.get("status") == "training"}
-        behind = {}
-        for rank, step in steps.items():
-            # Statuses arrive at different times: compare a rank only with statuses that are not newer than its own.
-            earlier = [steps[other] for other in steps if where[other].silent >= where[rank].silent]
-            if max(earlier) - step >= LAG:
-                behind[rank] = max(earlier) - step
+        behind, first = {}, 0
+        # Statuses arrive at different times: compare a rank only with statuses that are not newer than its own.
+        by_age = sorted(steps, key=lambda rank: -where[rank].silent)
+        for _, ranks in itertools.groupby(by_age, key=lambda rank: where[rank].silent):
+            same_age = list(ranks)
+            first = max(first, *(steps[rank] for rank in same_age))
+            behind |= {rank: first - steps[rank] for rank in same_age if first - steps[rank] >= LAG}
         new = {rank: gap for rank, gap in behind.items() if rank not in self.lagging}
         self.lagging = set(behind)
         return [

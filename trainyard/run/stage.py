@@ -24,7 +24,8 @@ from trainyard.run.transfer import ask_hosts, copy_to_hosts
 
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
-_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script")  # fields of an entry that plan.json does not have
+# Fields of an entry that plan.json does not have. `peers` repeats the addresses of all entries.
+_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script", "peers")
 
 
 def stage_files(
@@ -55,7 +56,8 @@ def stage_files(
         RunClaimedError: another controller starts the run, or has started it since it was planned.
         PlanError: a value of `environments` cannot be written to a file.
     """
-    commits = {e["host"]: commit_request(e, entries, prepared, environments.get(e["host"], {}), token) for e in entries}
+    plan = plan_file(entries)
+    commits = {e["host"]: commit_request(e, plan, prepared, environments.get(e["host"], {}), token) for e in entries}
     changed: dict[str, list[str]] = {}
     for group, files in staged_groups(entries, prepared.files):
         changed |= copy_to_hosts(group, files, connect, token, check=check, transfer=transfer, report=report)
@@ -91,29 +93,39 @@ def release_claims(entries: list[dict[str, Any]], connect: Connect, token: str) 
 
 
 def commit_request(
-    entry: dict[str, Any], entries: list[dict[str, Any]], prepared: PreparedRun, run_env: dict[str, str], token: str
+    entry: dict[str, Any], plan: str, prepared: PreparedRun, run_env: dict[str, str], token: str
 ) -> dict[str, Any]:
-    """Return the request that claims the run on a host and writes its run folder. Raises PlanError."""
+    """Return the request that claims the run on a host and writes its run folder; `plan`: plan.json. Raises PlanError."""
     trainer = next(file for file in prepared.files if file["kind"] == "trainer")
     return {
         "run_dir": entry["run_dir"],
         "token": token,
         "trainer": f"{entry['data_dir']}/{trainer['dest']}",
-        "contents": small_files(entry, entries, prepared.origin, run_env),
+        "contents": small_files(entry, plan, prepared.origin, run_env),
         "previous": entry["previous"],
         "stale": entry["stale"],
     }
 
 
+def plan_file(entries: list[dict[str, Any]]) -> str:
+    """Return plan.json, which is the same on all hosts: one line per host, without the fields that are empty."""
+    ranks = training_entries(entries)
+    hosts = [{name: value for name, value in e.items() if name not in _PRIVATE and not is_empty(value)} for e in ranks]
+    return "[" + ",\n ".join(map(json.dumps, hosts)) + "]\n"
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a field of a plan says nothing. Zero is a number."""
+    return value is None or value is False or value == "" or value == []
+
+
 def small_files(
-    entry: dict[str, Any], entries: list[dict[str, Any]], origin: dict[str, str], run_env: dict[str, str]
+    entry: dict[str, Any], plan: str, origin: dict[str, str], run_env: dict[str, str]
 ) -> dict[str, tuple[int, str]]:
     """Return {name: (mode, base64 content)} of the files that every start writes. Raises PlanError."""
-    ranks = training_entries(entries)
-    hosts = [{name: value for name, value in other.items() if name not in _PRIVATE} for other in ranks]
     texts = {
         "spec.yml": (0o644, yaml.safe_dump(json.loads(json.dumps(entry["spec"])), sort_keys=False)),
-        "plan.json": (0o644, json.dumps(hosts, indent=1)),
+        "plan.json": (0o644, plan),
         "origin.json": (0o644, json.dumps(origin, indent=1)),
         "env": (0o600, environment(Node.from_dict(entry), run_env)),
     }
