@@ -118,7 +118,12 @@ def test_an_answer_of_slurm_is_understood_or_ignored(text: str) -> None:
     ("state", "reason", "start", "line"),
     [
         ("PENDING", "Priority", "N/A", "job 7 waits for jobs of a higher priority"),
-        ("PENDING", "Resources", "2026-11-23T14:20:00", "job 7 waits for free nodes, until about 14:20 by its clock"),
+        (
+            "PENDING",
+            "Resources",
+            "2026-11-23T14:20:00",
+            "job 7 waits for free nodes, until about 2026-11-23 14:20 by its clock",
+        ),
         ("PENDING", "QOSGrpNodeLimit", "", "job 7 waits (QOSGrpNodeLimit)"),
         ("PENDING", "ReqNodeNotAvail, Reserved", "", "job 7 waits for nodes that are down or reserved"),
         ("PENDING", "Slurm does not answer: x", "", "job 7 Slurm does not answer: x"),
