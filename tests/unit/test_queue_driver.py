@@ -34,7 +34,7 @@ class World:
         self.orders: list[int] = []
         self.commands: list[list[str]] = []
 
-    def job(self, _: int = 0) -> Job | None:
+    def job(self, *_: object) -> Job | None:
         return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
 
 
@@ -147,11 +147,24 @@ def test_a_killed_driver_monitors_again(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [FINISHED, FAILED])
-def test_a_driver_killed_after_its_order_records_the_end(world: World, tmp_path: Path, order: int) -> None:
+def test_a_driver_killed_after_its_order_repeats_it_and_records_the_end(
+    world: World, tmp_path: Path, order: int
+) -> None:
     before = {"restart": 0, "begin": 1.0, "hosts": {}, "order": order, "reason": ""}
     (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "running", "attempts": [before], "exit": None}))
     world.jobs = [running(), ended("COMPLETED" if order == FINISHED else "FAILED")]
     assert drive(tmp_path)["phase"] == {FINISHED: "finished", FAILED: "failed"}[order]
+    assert world.orders == [order], "the first driver may have been killed before the hosts had its order"
+
+
+def test_a_job_that_starts_again_with_an_old_number_returns_to_the_queue_once_more(
+    world: World, tmp_path: Path
+) -> None:
+    """A crash of slurmctld may forget that it has returned the job to the queue."""
+    before = {"restart": 0, "begin": 1.0, "hosts": {}, "order": AGAIN, "reason": "preempted"}
+    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [before], "exit": None}))
+    world.jobs = [running(), Job(5, "PENDING", 1)]
+    assert drive(tmp_path)["phase"] == "waiting" and world.orders == [AGAIN]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +172,7 @@ def test_a_driver_killed_after_its_order_records_the_end(world: World, tmp_path:
     [
         (ended("CANCELLED"), "cancelled", "it was cancelled"),
         (ended("TIMEOUT"), "failed", "its time limit"),
-        (None, "failed", "its job ended: no trace in Slurm"),
+        (None, "failed", "Slurm has forgotten its job: add the run again"),
     ],
 )
 def test_slurm_ends_the_run(world: World, tmp_path: Path, job: Job | None, phase: str, reason: str) -> None:

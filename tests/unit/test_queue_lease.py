@@ -50,7 +50,7 @@ def host(name: str, **more: object) -> Host:
 def test_a_job_is_read() -> None:
     job = lease.parse_job(RUNNING, names)
     assert (job.number, job.state, job.restart, job.whole) == (7, "RUNNING", 2, False)
-    assert job.hosts == ("node1", "node2") and job.cpus == {"node1": (0, 1), "node2": (1,)}
+    assert job.name == "a=b" and job.hosts == ("node1", "node2") and job.cpus == {"node1": (0, 1), "node2": (1,)}
     waits = lease.parse_job(
         "JobId=8 JobState=PENDING Reason=Resources NodeList=(null) OverSubscribe=NO Restarts=0", names
     )
@@ -106,6 +106,9 @@ def test_the_driver_ends_a_lease_with_its_exit_code(step: subprocess.Popen[bytes
     assert ask(tmp_path) == found
     check_lease(str(tmp_path / "leases/7"))
     ask(tmp_path, end=lease.FINISHED, restart=2)  # an order for an earlier allocation has no effect
+    ask(
+        tmp_path, end=lease.FINISHED, restart=3, run_dir=f"{tmp_path}/runs/other"
+    )  # nor for an earlier job of this number
     with pytest.raises(subprocess.TimeoutExpired):
         step.wait(0.4)
     ask(tmp_path, end=lease.FINISHED, restart=3)
@@ -208,13 +211,16 @@ def test_a_refused_job_leaves_slurms_reason(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm(tmp_path, monkeypatch, squeue="echo '1|PENDING|c d|Resources'; echo '2|RUNNING|(null)|None'")
+    slurm(tmp_path, monkeypatch, squeue="echo '1|PENDING|c d|a|Resources'; echo '2|RUNNING|(null)|b|None'")
     for name, job, phase in (("a", 1, "waiting"), ("b", 2, "waiting"), ("c", 3, "running"), ("d", 4, "finished")):
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
     one = service.Service(tmp_path / "queue")
     assert one.runs() == {"a": (1, True), "b": (2, True), "c": (3, True), "d": (4, False)}
-    assert service.job_states() == {1: ("PENDING", "c d", "Resources"), 2: ("RUNNING", "(null)", "None")}
+    assert service.job_states() == {
+        1: ("PENDING", "c d", "a", "Resources"),
+        2: ("RUNNING", "(null)", "b", "None"),
+    }
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("trainyard/__init__.py", "")
@@ -230,6 +236,15 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     assert (tmp_path / "queue/b/driver.log").read_text() == f"{tmp_path}/queue/b\n"
     one.start("a")  # without a program it waits, too
     assert not one.drivers
+
+
+def test_a_number_that_slurm_has_given_to_another_job_is_no_job_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(tmp_path, monkeypatch, scontrol="echo 'JobId=7 JobName=other JobState=RUNNING NodeList=node1'")
+    assert lease.read_job(7, "mine") is None
+    found = lease.read_job(7, "other")
+    assert found is not None and found.hosts == ("node1",)
 
 
 def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,11 +265,15 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
         "waits-after-its-end": ("finished", "PENDING|trainyard-released|BeginTime"),
         "new": ("waiting", "PENDING|trainyard-new|Resources"),
     }
-    squeue = "; ".join(f"echo '{number}|{said}'" for number, (_, said) in enumerate(jobs.values(), 1))
+    words = [(number, name, *said.split("|")) for number, (name, (_, said)) in enumerate(jobs.items(), 1)]
+    squeue = "; ".join(f"echo '{job}|{state}|{comment}|{run}|{why}'" for job, run, state, comment, why in words)
     slurm(
         tmp_path, monkeypatch, squeue=f"{squeue}; echo asked >>{tmp_path}/log", scontrol=f'echo "$@" >>{tmp_path}/log'
     )
-    for number, (name, (phase, _)) in enumerate(jobs.items(), 1):
+    # Slurm has forgotten the jobs of two runs, and given their numbers to a run that runs.
+    phases = {name: phase for name, (phase, _) in jobs.items()} | {"lost": "waiting", "old": "finished"}
+    for number, (name, phase) in enumerate(phases.items(), 1):
+        number = 5 if name in ("lost", "old") else number
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": number, "phase": phase})
     one = service.Service(tmp_path / "queue")
@@ -263,9 +282,9 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
     one.look()
     asked, *then = (tmp_path / "log").read_text().splitlines()
     released = [list(jobs)[int(line.removeprefix("release ")) - 1] for line in then]
-    assert asked == "asked" and started == ["again"]
+    assert asked == "asked" and sorted(started) == ["again", "lost"]
     assert sorted(released) == ["forgotten", "held-after-its-end", "returned-after-its-end", "slurm-holds"]
-    for name in jobs:
+    for name in phases:
         write_json(tmp_path / f"queue/{name}/state.json", {"job": 99, "phase": "cancelled"})
     one.look()
     assert (tmp_path / "log").read_text().count("asked") == 1, "without live runs, Slurm is asked less often"

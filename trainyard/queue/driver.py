@@ -65,22 +65,25 @@ class Driver:
                 if self.state["phase"] != "waiting":
                     self.save(phase="waiting")
                 return
-            if job.state == "RUNNING" and not self.ordered(job):
-                self.allocated(job)
-            else:
+            if job.state != "RUNNING":
                 time.sleep(POLL)
+            elif (order := self.order(job)) is None:
+                self.allocated(job)
+            else:  # a driver before this one was killed with its order, or slurmctld has forgotten the end of the job
+                Leases(self.session.hosts, self.run, job, self.connect).end(order)
+                self.wait_for_end(job)
 
     def job(self) -> Job | None:
         """Return the job; wait while Slurm does not answer."""
         while True:
             with contextlib.suppress(SupervisorError):
-                return read_job(int(self.state["job"]))
+                return read_job(int(self.state["job"]), self.run)
             time.sleep(POLL)
 
-    def ordered(self, job: Job) -> bool:
-        """Return whether the driver has ended this allocation already."""
+    def order(self, job: Job) -> int | None:
+        """Return the exit code with which a driver has ended this allocation already; None if none has."""
         last = self.state["attempts"][-1] if self.state["attempts"] else {}
-        return last.get("restart") == job.restart and last.get("order") is not None
+        return last.get("order") if last.get("restart") == job.restart else None
 
     # One allocation ---------------------------------------------------------------------------------------------------
 
@@ -249,8 +252,10 @@ class Driver:
                 command(["scontrol", "requeue", str(job.number)])
                 time.sleep(POLL)
                 return False
-        state = job.state if job else "no trace in Slurm"
-        reason = REASONS.get(state, f"its job ended: {state}")
+        state = job.state if job else ""
+        reason = (
+            REASONS.get(state, f"its job ended: {state}") if job else "Slurm has forgotten its job: add the run again"
+        )
         phase = "cancelled" if state == "CANCELLED" else "failed"
         self.report(f"ended: {reason}")
         self.save(phase=phase, exit={"code": FAILED, "reason": reason})

@@ -37,10 +37,11 @@ _PROGRAMS = ".programs"
 
 
 class JobState(NamedTuple):
-    """What Slurm says of a job: its state, such as PENDING, its comment, and the reason for its state."""
+    """What Slurm says of a job: its state, such as PENDING, its comment, the run that is its name, and the reason for its state."""
 
     state: str
     comment: str = ""
+    run: str = ""
     reason: str = ""
 
     def is_held(self, live: bool) -> bool:
@@ -53,6 +54,9 @@ class JobState(NamedTuple):
         if self.state != "PENDING" or not _HELD.search(self.reason):
             return False
         return not live or self.comment == NEW or bool(_HELD_BY_SLURM.search(self.reason))
+
+
+GONE = JobState("gone")
 
 
 class Service:
@@ -81,7 +85,9 @@ class Service:
             return
         self.asked = time.monotonic()
         for run, (job, live) in runs.items():
-            found = jobs.get(job, JobState("gone"))
+            found = jobs.get(job, GONE)
+            if found.run != run:  # Slurm has forgotten the job, and given its number to another one
+                found = GONE
             if found.is_held(live):
                 release(job)
             elif found.state not in WAITING if live else found.state == "RUNNING":
@@ -130,13 +136,13 @@ class Service:
 
 def job_states() -> dict[int, JobState] | None:
     """Return the state of every job of this user; None while Slurm does not answer."""
-    words = ["squeue", "--noheader", "--me", "--states=all", "--format=%A|%T|%k|%r"]
+    words = ["squeue", "--noheader", "--me", "--states=all", "--format=%A|%T|%k|%j|%r"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    rows = [line.split("|", 3) for line in done.stdout.splitlines()]
-    return {int(row[0]): JobState(*row[1:]) for row in rows if len(row) == 4} if done.returncode == 0 else None
+    rows = [line.split("|", 4) for line in done.stdout.splitlines()]
+    return {int(row[0]): JobState(*row[1:]) for row in rows if len(row) == 5} if done.returncode == 0 else None
 
 
 def release(job: int) -> None:
