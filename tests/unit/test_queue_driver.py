@@ -188,6 +188,37 @@ def test_a_job_that_ends_without_an_order_is_repeated(world: World, tmp_path: Pa
     assert world.commands == [["scontrol", "requeue", "5"]]
 
 
+def test_a_job_that_slurm_has_forgotten_is_submitted_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a crash of slurmctld in the first seconds; a job that was submitted long ago ended in another way."""
+
+    def submit(folder: Path, arguments: list[str]) -> int:
+        again = {"job": 6, "phase": "waiting", "attempts": [], "exit": None, "arguments": arguments, "submitted": now}
+        (folder / "state.json").write_text(json.dumps(again))
+        return 6
+
+    monkeypatch.setattr(module, "submit", submit)
+    now = module.time.time()
+    attempt = {"restart": 0, "begin": now, "hosts": {}, "order": None}
+    lost = {"job": 5, "phase": "running", "attempts": [attempt], "exit": None, "arguments": ["--nodes=1"]}
+    (tmp_path / "state.json").write_text(json.dumps(lost | {"submitted": now - 5}))
+    world.jobs = [None]
+    state = drive(tmp_path)
+    assert (state["job"], state["phase"], state["arguments"]) == (6, "waiting", ["--nodes=1"])
+    world.jobs, world.outcome = [running(), ended("COMPLETED")], ["finished"]
+    state = drive(tmp_path)
+    assert state["phase"] == "finished" and [one["restart"] for one in state["attempts"]] == [-1, 0]
+
+    for more in ({"submitted": now - 3600}, {"submitted": now, "arguments": None}):
+        (tmp_path / "state.json").write_text(json.dumps(lost | more))
+        world.jobs = [None]
+        assert drive(tmp_path)["exit"]["reason"] == "Slurm has forgotten its job: add the run again"
+    done = attempt | {"order": FINISHED, "reason": ""}
+    (tmp_path / "state.json").write_text(json.dumps(lost | {"submitted": now, "attempts": [done]}))
+    assert drive(tmp_path)["phase"] == "finished", "its end was recorded"
+
+
 def test_a_job_on_a_host_that_left_the_run_fails(world: World, tmp_path: Path) -> None:
     world.jobs = [Job(5, "RUNNING", 0, ("node1", "new")), ended("FAILED")]
     state = drive(tmp_path)

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def submit(folder: Path, arguments: Sequence[str]) -> int:
         raise SupervisorError(f"sbatch: unexpected answer {answer[:80]!r}")
     job = int(found[1])
     try:
-        write_json(folder / "state.json", {"job": job, "phase": "waiting", "attempts": [], "exit": None})
+        state = {"job": job, "phase": "waiting", "attempts": [], "exit": None}
+        again = {"arguments": list(arguments), "submitted": time.time()}  # for a job that slurmctld forgets
+        write_json(folder / "state.json", state | again)
         command(["scontrol", "release", str(job)])
     except (OSError, SupervisorError):
         command(["scancel", str(job)])
