@@ -25,6 +25,14 @@ from trainer.strategy.fsdp import keeps_gathered
 
 KINDS = ("deepspeed", "fsdp", "accelerate", "slurm", "launcher")
 _MIXED = {"32-true": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
+# The nodes share the working directory. Each but the first has a folder of its own for its checkpoints and cached samples.
+_FOLDERS = """
+data=$PWD
+if [ "$SLURM_NODEID" -gt 0 ]; then
+    data=$PWD/runs/{run}/nodes/$SLURM_NODEID
+    mkdir -p "$data"
+fi
+""".strip()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -112,7 +120,8 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
     """
     spec = spec.named()
     each = _processes("slurm", hosts)
-    inner = f"{slurm_script.INTERFACE}\n{_torchrun('$SLURM_NNODES', '$SLURM_NODEID', each, words)}"
+    start = _torchrun("$SLURM_NNODES", "$SLURM_NODEID", each, words)
+    inner = "\n".join([slurm_script.INTERFACE, _FOLDERS.format(run=spec.run), f'{start} --data-dir="$data"'])
     asked = slurm_script.Resources(len(hosts), each if gpus else 0, script.partition, time=script.time)
     return "\n".join(
         [

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,49 @@ def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: QueueLab) -> 
     lab.inside(lab.hosts[0], f"scancel {long.job}")
     long.wait_phase("cancelled", 120)
     lab.wait(lambda: lab.inside(lab.hosts[0], LEFT) == "", "ranks are left", 60)
+
+
+@contextmanager
+def remembered(lab: Lab) -> Iterator[str]:
+    """Keep the state of slurmctld from before the release of the job that is submitted meanwhile; yield the command that restores it.
+
+    The command does what SIGKILL does in the first seconds after the release: slurmctld saves its state every 6 s.
+    """
+    head, state, program = lab.hosts[0], "/var/lib/slurm/slurmctld/job_state", "/usr/local/bin/scontrol"
+    slow = '#!/bin/sh\n[ "$1" != release ] || { touch /tmp/submitted; sleep 10; }\nexec /usr/bin/scontrol "$@"'
+    keep = f"until [ -e /tmp/submitted ]; do sleep 0.2; done; sleep 8; cp -p {state} /root/job_state"
+    lab.inside(head, f"rm -f /tmp/submitted; cat >{program} <<'_END_'\n{slow}\n_END_\nchmod 755 {program}")
+    lab.inside(head, f"nohup sh -c '{keep}' >/dev/null 2>&1 &")
+    try:
+        yield f"systemctl stop slurmctld && cp -p /root/job_state {state} && systemctl start slurmctld"
+    finally:
+        lab.inside(head, f"rm {program}")
+
+
+def test_a_crash_of_slurmctld_that_forgets_jobs_and_their_release(queue: QueueLab) -> None:
+    """Once after the end of a run, while the job of a later run is forgotten, too; and once while the run has its host."""
+    lab, head = queue.lab, queue.lab.hosts[0]
+    with remembered(lab) as forget:
+        ended = queue.add("forgotten", 20, gpus=1, counting=True)
+    ended.wait_phase("finished")
+    lost = queue.add("lost-job", 20, gpus=1, counting=True)
+    lost.wait_phase("finished")
+    lab.inside(head, forget)
+    states = "squeue --noheader --states=all --format='%j %T'"
+    lab.wait(lambda: "forgotten COMPLETED" in lab.inside(head, states), "the job of a finished run is held", 60)
+    assert ended.state()["phase"] == "finished"
+
+    with remembered(lab) as forget:
+        live = queue.add("live", 600, gpus=1, counting=True)
+    assert live.job == lost.job, "Slurm gives the number to another job"
+    live.wait_step(50)
+    lab.inside(head, forget)
+    live.wait_phase("finished", 300)
+    assert [attempt["order"] for attempt in live.state()["attempts"]][-1] == 10
+    assert live.result(live.on()[0])["loss_last"] == sum(range(601)), live.log()
+    assert lost.state()["phase"] == "finished" and "it ends again" not in lost.log()
+    lab.wait(lambda: "live COMPLETED" in lab.inside(head, states), "the job does not end", 60)
+    assert lab.inside(head, LEFT) == ""
 
 
 def test_runs_end_as_they_should_in_spite_of_random_events(queue: QueueLab) -> None:

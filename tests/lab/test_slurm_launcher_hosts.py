@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,15 +91,21 @@ def job_of(lab: Lab, run: str) -> str:
 
 
 def wait_step(lab: Lab, run: str, step: int, restart: int = 0) -> int:
-    """Wait until rank 1 of a start has done a step; return the number of the job."""
+    """Wait until rank 1 of a start has done a step; return the number of the job.
 
-    def reached() -> bool:
-        if (read(lab, run, "state/job.json") or {}).get("restart", -1) != restart:
-            return False
-        return int(read(lab, run, "state/rank1.json").get("step") or 0) >= step
-
-    lab.wait(reached, f"{run}: no step {step} of restart {restart}", 240)
-    return int(read(lab, run, "state/node.json")["job"])
+    Raises AssertionError with the job and its logs after 400 s, or as soon as the job has ended without it.
+    """
+    deadline = time.monotonic() + 400
+    while True:
+        mark = read(lab, run, "state/job.json")
+        if mark.get("restart") == restart and int(read(lab, run, "state/rank1.json").get("step") or 0) >= step:
+            return int(read(lab, run, "state/node.json")["job"])
+        ended = "code" in mark and not mark["again"]
+        if ended or time.monotonic() > deadline:
+            logs = lab.inside(lab.hosts[0], f"tail -n 30 {SHARED}/trainyard/runs/{run}/logs/* 2>&1 || :")
+            why = "it has ended" if ended else "timeout"
+            raise AssertionError(f"{run}: no step {step} of restart {restart}: {why}\n{job_of(lab, run)}\n{logs}")
+        time.sleep(0.5)
 
 
 def train(inventory: Path, said: dict[str, Any]) -> Played:
@@ -138,7 +145,15 @@ def test_stop_cancels_after_a_checkpoint(cluster: tuple[Lab, Path], tmp_path: Pa
     lab, inventory = cluster
     assert train(inventory, variables("stopped", tmp_path, 5000) | {"follow": "false"}).rc == 0
     wait_step(lab, "stopped", 3)
-    assert train(inventory, variables("second", tmp_path, 5000) | {"follow": "false"}).rc == 0  # waits for the cores
+    both_cores = variables("second", tmp_path, 5000) | {
+        "slurm_cpus": 2,
+        "follow": "false",
+    }  # of which the first run has one
+    assert train(inventory, both_cores).rc == 0
+    listed = run_playbook("playbooks/status.yml", inventory, {"run": "second"})
+    waits = int(read(lab, "second", "state/node.json")["job"])
+    assert listed.rc == 0 and f"run second: job {waits} waits for " in listed.stdout, listed.stdout
+    assert "second login1 - waiting" in " ".join(listed.stdout.split()), listed.stdout
     stopped = run_playbook("playbooks/stop.yml", inventory, {"run": "stopped"})
     assert stopped.rc == 0 and "login1 stopped" in stopped.stdout, stopped.stdout
     assert lab.inside(lab.hosts[0], f"ls {SHARED}/trainyard/runs/stopped/checkpoints | grep -c step-").strip() != "0"

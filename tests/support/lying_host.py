@@ -34,7 +34,8 @@ class LyingTransport:
 
     def __init__(self, host: Host, number: int, lie: Lie | None = None) -> None:
         self.host, self.number, self.lie = host, number, lie
-        self.content = FILES | {"model.gguf": GGUF}
+        self.content = FILES | {"model.gguf": GGUF} | CHECKPOINT
+        self.asked: list[tuple[str, dict[str, Any]]] = []  # every verb with its request
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         verb = "begin" if command.startswith(": >") else shlex.split(command)[-1]
@@ -46,6 +47,7 @@ class LyingTransport:
             request = json.loads(rest[int(size) :])
         if verb == "ollama":  # one verb with several steps, each with its own reply
             verb = f"ollama_{request['step']}"
+        self.asked.append((verb, request))
         answer = honest(verb, request, self.host, self.number)
         if self.lie:
             answer = self.lie(verb, request, answer)
@@ -239,11 +241,58 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "ollama_prepare": lambda: {"lacking": True},
         "ollama_create": lambda: {"answers": ANSWERS, "accepted": True},
         "ollama_remove": lambda: {"changed": True, "foreign": False},
+        "queue_info": lambda: queue_info(request),
+        "queue_add": lambda: {"job": 6},
+        "queue_change": lambda: {"changed": [4], "refused": {}},
+        "checkpoints": lambda: {"steps": {STEP: {name: len(data) for name, data in CHECKPOINT.items()}}},
+        "lease": lambda: {"held": True, "restart": 0, "gpus": ["0"], "ending": False, "alive": False},
+        "slurm_check": lambda: {"refused": "", "partitions": ["gpu"], "nodes": [["n0", True, "torch"]], "unseen": ""},
+        "{}": dict,  # a command that answers with an empty object
         "start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},
         "begin": lambda: {"now": NOW},
     }
     return answers[verb]()
 
+
+SLURM_JOBS = [
+    "3|normal|RUNNING|None|1763689000|1763693000|1:00:00|node[1-2]|busy",
+    "4|low|PENDING|Resources|1763693000|N/A|30:00||waits",
+    "5|low|PENDING|Dependency|N/A|N/A|30:00||after-it",
+]
+COMPLETED = (
+    "JobId=2 UserId=u(1000) GroupId=u(1000) Name=done JobState=COMPLETED Partition=normal TimeLimit=30 "
+    "StartTime=2025-11-21T01:00:00 EndTime=2025-11-21T01:05:00 NodeList=node[1-2] NodeCnt=2 ProcCnt=2"
+)
+
+
+def queue_info(request: dict[str, Any]) -> dict[str, Any]:
+    requests = {name: {"run": name, "cores": 1} for name in ("busy", "waits", "done")}
+    requests["after-it"] = {"run": "after-it", "after": ["busy"], "gpu_memory": 16}
+    attempt = {"begin": NOW - 90, "end": NOW - 30, "reason": "preempted", "hosts": {"node1": {"gpus": ["0"]}}}
+    states = {"done": {"job": 2, "phase": "finished", "attempts": [attempt]}}
+    spec = {"spec": {"run": RUN, "model": "tiny"}, "digests": [["dataset", "0" * 64]]}
+    return {
+        "jobs": SLURM_JOBS,
+        "nodes": ["node1|mixed|8|22848|gpu:rtx3090:2,vram:24", "node2|idle|4|8192|(null)"],
+        "hosts": {"node[1-2]": ["node1", "node2"]},
+        "runs": {
+            name: {"request": json.dumps(asked), "state": json.dumps(states.get(name, {"phase": "waiting"}))}
+            for name, asked in requests.items()
+        },
+        "specs": {"waits": spec} if request.get("specs") else {},
+        "completed": [COMPLETED], "offset": 3600, "now": NOW,
+    }  # fmt: skip
+
+
+def job_status(host: Host) -> dict[str, Any]:
+    """Return the state of a run that waits in Slurm."""
+    of_job = {"job": 7, "nodes": [], "backend": "slurm", "status": "starting", "failures": []}
+    job = {"state": "PENDING", "reason": "Resources", "start": "2025-11-21T14:20:00"}
+    return status(host, 0) | {"status": "starting", "ranks": {}, "node": node(0) | of_job, "job": job}
+
+
+STEP = "step-00000005"
+CHECKPOINT = {"manifest.json": json.dumps({"files": {"state.pt": {"bytes": 7}}}).encode(), "state.pt": b"tensors"}
 
 PLACEHOLDER = "@huge@"
 HOSTILE: list[Any] = [
@@ -301,6 +350,21 @@ NONSENSE: dict[str, bytes] = {
     "error": json.dumps({"error": "\x1b[2Jone\ntwo" + "x" * 100_000}).encode(),
     "error-type": json.dumps({"error": {"a": [1, {}]}}).encode(),
 }
+
+
+def check_line(line: str, limit: int = 5000) -> None:
+    """Check that a terminal can show a line."""
+    assert line.isprintable() and len(line) <= limit, line[:500]
+
+
+def outside(folder: Path) -> list[Path]:
+    """Return the files that an operation has written anywhere but below out/r."""
+    return [path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(folder / "out" / RUN)]
+
+
+def lying(verb: str, answer: bytes) -> Lie:
+    """Return a lie that answers one verb with these bytes."""
+    return lambda asked, request, truth: answer if asked == verb else truth
 
 
 def slowly(seconds: float) -> Lie:

@@ -119,6 +119,7 @@ class EventTrial:
             if (total := run.result(run.on()[0])["loss_last"]) != sum(range(steps + 1)):
                 found.append(f"{run.name} lost or repeated steps: their sum is {total}")
         self.wait_idle()
+        found += self.jobs_left()
         for host in self.lab.hosts:
             found += self.host_problems(host)
         return found
@@ -128,6 +129,20 @@ class EventTrial:
         states = "sinfo --noheader --Node --format=%T | sort -u"
         idle = lambda: self.lab.inside(self.lab.hosts[0], states).strip() == "idle"  # noqa: E731
         self.lab.wait(idle, "not all hosts are idle", ANSWER_LIMIT)
+
+    def jobs_left(self) -> list[str]:
+        """Return the jobs that are left in the queue, one line each: all runs have ended, and others may wait for their jobs."""
+        names = {run.name for run in self.runs}
+        squeue = "squeue --noheader --format='%j|job %A is %T: %r'"
+
+        def left() -> list[str]:
+            rows = [line.partition("|") for line in self.lab.inside(self.lab.hosts[0], squeue).splitlines()]
+            return [f"{name}: {said}, although the run has ended" for name, _, said in rows if name in names]
+
+        deadline = time.monotonic() + ANSWER_LIMIT
+        while (found := left()) and time.monotonic() < deadline:
+            time.sleep(1.0)
+        return found
 
     def host_problems(self, host: Host) -> list[str]:
         """Return what is wrong on a host: two runs had one GPU, or a process is left."""

@@ -12,7 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lying_host import FILES, NONSENSE, RESULT, RUN, Cluster, encode, honest, lies, slowly
+from lying_host import (
+    FILES,
+    NONSENSE,
+    RESULT,
+    RUN,
+    Cluster,
+    check_line,
+    encode,
+    honest,
+    lies,
+    lying,
+    outside,
+    slowly,
+)
 
 from trainer.config import make_spec
 from trainer.errors import UserError
@@ -165,10 +178,6 @@ OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
 }
 
 
-def check_line(line: str, limit: int = 5000) -> None:
-    assert line.isprintable() and len(line) <= limit, line[:500]
-
-
 def attempt(operation: Callable[[Cluster, Path], list[str]], cluster: Cluster, folder: Path, context: object) -> str:
     """Carry out an operation; check what it prints, and that it is fast; return its error or an empty string."""
     start, error = time.monotonic(), ""
@@ -184,15 +193,6 @@ def attempt(operation: Callable[[Cluster, Path], list[str]], cluster: Cluster, f
         assert "node" in error or error.startswith("run r exists with another spec"), (error, context)
     assert time.monotonic() - start < 10, context
     return error
-
-
-def outside(folder: Path) -> list[Path]:
-    """Return the files that an operation has written anywhere but below out/r."""
-    return [p for p in folder.rglob("*") if p.is_file() and not p.is_relative_to(folder / "out" / RUN)]
-
-
-def lying(verb: str, answer: bytes) -> Callable[..., Any]:
-    return lambda asked, request, truth: answer if asked == verb else truth
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

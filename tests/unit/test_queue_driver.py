@@ -34,7 +34,7 @@ class World:
         self.orders: list[int] = []
         self.commands: list[list[str]] = []
 
-    def job(self, _: int = 0) -> Job | None:
+    def job(self, *_: object) -> Job | None:
         return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
 
 
@@ -147,11 +147,24 @@ def test_a_killed_driver_monitors_again(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [FINISHED, FAILED])
-def test_a_driver_killed_after_its_order_records_the_end(world: World, tmp_path: Path, order: int) -> None:
+def test_a_driver_killed_after_its_order_repeats_it_and_records_the_end(
+    world: World, tmp_path: Path, order: int
+) -> None:
     before = {"restart": 0, "begin": 1.0, "hosts": {}, "order": order, "reason": ""}
     (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "running", "attempts": [before], "exit": None}))
     world.jobs = [running(), ended("COMPLETED" if order == FINISHED else "FAILED")]
     assert drive(tmp_path)["phase"] == {FINISHED: "finished", FAILED: "failed"}[order]
+    assert world.orders == [order], "the first driver may have been killed before the hosts had its order"
+
+
+def test_a_job_that_starts_again_with_an_old_number_returns_to_the_queue_once_more(
+    world: World, tmp_path: Path
+) -> None:
+    """A crash of slurmctld may forget that it has returned the job to the queue."""
+    before = {"restart": 0, "begin": 1.0, "hosts": {}, "order": AGAIN, "reason": "preempted"}
+    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [before], "exit": None}))
+    world.jobs = [running(), Job(5, "PENDING", 1)]
+    assert drive(tmp_path)["phase"] == "waiting" and world.orders == [AGAIN]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +172,7 @@ def test_a_driver_killed_after_its_order_records_the_end(world: World, tmp_path:
     [
         (ended("CANCELLED"), "cancelled", "it was cancelled"),
         (ended("TIMEOUT"), "failed", "its time limit"),
-        (None, "failed", "its job ended: no trace in Slurm"),
+        (None, "failed", "Slurm has forgotten its job: add the run again"),
     ],
 )
 def test_slurm_ends_the_run(world: World, tmp_path: Path, job: Job | None, phase: str, reason: str) -> None:
@@ -173,6 +186,37 @@ def test_a_job_that_ends_without_an_order_is_repeated(world: World, tmp_path: Pa
     world.jobs = [ended(state), Job(5, "PENDING", 1)]
     assert drive(tmp_path)["phase"] == "waiting"
     assert world.commands == [["scontrol", "requeue", "5"]]
+
+
+def test_a_job_that_slurm_has_forgotten_is_submitted_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a crash of slurmctld in the first seconds; a job that was submitted long ago ended in another way."""
+
+    def submit(folder: Path, arguments: list[str]) -> int:
+        again = {"job": 6, "phase": "waiting", "attempts": [], "exit": None, "arguments": arguments, "submitted": now}
+        (folder / "state.json").write_text(json.dumps(again))
+        return 6
+
+    monkeypatch.setattr(module, "submit", submit)
+    now = module.time.time()
+    attempt = {"restart": 0, "begin": now, "hosts": {}, "order": None}
+    lost = {"job": 5, "phase": "running", "attempts": [attempt], "exit": None, "arguments": ["--nodes=1"]}
+    (tmp_path / "state.json").write_text(json.dumps(lost | {"submitted": now - 5}))
+    world.jobs = [None]
+    state = drive(tmp_path)
+    assert (state["job"], state["phase"], state["arguments"]) == (6, "waiting", ["--nodes=1"])
+    world.jobs, world.outcome = [running(), ended("COMPLETED")], ["finished"]
+    state = drive(tmp_path)
+    assert state["phase"] == "finished" and [one["restart"] for one in state["attempts"]] == [-1, 0]
+
+    for more in ({"submitted": now - 3600}, {"submitted": now, "arguments": None}):
+        (tmp_path / "state.json").write_text(json.dumps(lost | more))
+        world.jobs = [None]
+        assert drive(tmp_path)["exit"]["reason"] == "Slurm has forgotten its job: add the run again"
+    done = attempt | {"order": FINISHED, "reason": ""}
+    (tmp_path / "state.json").write_text(json.dumps(lost | {"submitted": now, "attempts": [done]}))
+    assert drive(tmp_path)["phase"] == "finished", "its end was recorded"
 
 
 def test_a_job_on_a_host_that_left_the_run_fails(world: World, tmp_path: Path) -> None:

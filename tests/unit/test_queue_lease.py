@@ -50,7 +50,7 @@ def host(name: str, **more: object) -> Host:
 def test_a_job_is_read() -> None:
     job = lease.parse_job(RUNNING, names)
     assert (job.number, job.state, job.restart, job.whole) == (7, "RUNNING", 2, False)
-    assert job.hosts == ("node1", "node2") and job.cpus == {"node1": (0, 1), "node2": (1,)}
+    assert job.name == "a=b" and job.hosts == ("node1", "node2") and job.cpus == {"node1": (0, 1), "node2": (1,)}
     waits = lease.parse_job(
         "JobId=8 JobState=PENDING Reason=Resources NodeList=(null) OverSubscribe=NO Restarts=0", names
     )
@@ -106,6 +106,9 @@ def test_the_driver_ends_a_lease_with_its_exit_code(step: subprocess.Popen[bytes
     assert ask(tmp_path) == found
     check_lease(str(tmp_path / "leases/7"))
     ask(tmp_path, end=lease.FINISHED, restart=2)  # an order for an earlier allocation has no effect
+    ask(
+        tmp_path, end=lease.FINISHED, restart=3, run_dir=f"{tmp_path}/runs/other"
+    )  # nor for an earlier job of this number
     with pytest.raises(subprocess.TimeoutExpired):
         step.wait(0.4)
     ask(tmp_path, end=lease.FINISHED, restart=3)
@@ -192,8 +195,9 @@ def test_a_job_is_released_when_its_state_is_written(tmp_path: Path, monkeypatch
     )
     assert submit(folder, ["--nodes=2"]) == 12
     assert json.loads((folder / "state.json").read_text())["job"] == 12
-    asked, released = (tmp_path / "log").read_text().splitlines()
-    assert asked.startswith("--parsable --hold --nodes=2 --requeue") and released == "release 12"
+    asked, *then = (tmp_path / "log").read_text().splitlines()
+    assert asked.startswith("--parsable --hold --comment=trainyard-new --nodes=2 --requeue")
+    assert then == ["release 12", "update JobId=12 Comment=trainyard-released"]
     script = (tmp_path / "job").read_text()
     assert subprocess.run(["sh", "-n"], input=script, text=True).returncode == 0
     words = subprocess.run(["sh", "-c", script.replace("srun", "printf '%s\\n' srun")], capture_output=True, text=True)
@@ -207,13 +211,16 @@ def test_a_refused_job_leaves_slurms_reason(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm(tmp_path, monkeypatch, squeue="echo '1 PENDING Resources'; echo '2 RUNNING None'")
+    slurm(tmp_path, monkeypatch, squeue="echo '1|PENDING|c d|a|Resources'; echo '2|RUNNING|(null)|b|None'")
     for name, job, phase in (("a", 1, "waiting"), ("b", 2, "waiting"), ("c", 3, "running"), ("d", 4, "finished")):
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
     one = service.Service(tmp_path / "queue")
     assert one.runs() == {"a": (1, True), "b": (2, True), "c": (3, True), "d": (4, False)}
-    assert service.job_states() == {1: ("PENDING", "Resources"), 2: ("RUNNING", "None")}
+    assert service.job_states() == {
+        1: ("PENDING", "c d", "a", "Resources"),
+        2: ("RUNNING", "(null)", "b", "None"),
+    }
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("trainyard/__init__.py", "")
@@ -231,24 +238,54 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     assert not one.drivers
 
 
+def test_a_number_that_slurm_has_given_to_another_job_is_no_job_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(tmp_path, monkeypatch, scontrol="echo 'JobId=7 JobName=other JobState=RUNNING NodeList=node1'")
+    assert lease.read_job(7, "mine") is None
+    found = lease.read_job(7, "other")
+    assert found is not None and found.hosts == ("node1",)
+
+
 def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs that Slurm holds are released, those that a user holds are not; a job that runs after the end of its run gets a driver."""
-    answers = ["1 PENDING launch failed requeued held", "2 PENDING JobHeldUser", "3 RUNNING None", "4 COMPLETED None"]
-    squeue = "; ".join(f"echo '{line}'" for line in answers)
+    """Jobs that no user holds are released; a job that runs after the end of its run gets a driver.
+
+    The words are those of Slurm 22.05. A crash of slurmctld loses its last seconds: a job may be held again as it was submitted,
+    also after the end of its run.
+    """
+    jobs = {
+        "slurm-holds": ("waiting", "PENDING|trainyard-released|launch failed requeued held"),
+        "user-holds": ("waiting", "PENDING|trainyard-released|JobHeldUser"),
+        "user-returned": ("waiting", "PENDING|trainyard-released|job requeued in held state"),
+        "forgotten": ("waiting", "PENDING|trainyard-new|JobHeldUser"),
+        "again": ("finished", "RUNNING|trainyard-released|None"),
+        "over": ("finished", "COMPLETED|trainyard-released|None"),
+        "held-after-its-end": ("finished", "PENDING|trainyard-new|JobHeldUser"),
+        "returned-after-its-end": ("failed", "PENDING|trainyard-released|launch failed requeued held"),
+        "waits-after-its-end": ("finished", "PENDING|trainyard-released|BeginTime"),
+        "new": ("waiting", "PENDING|trainyard-new|Resources"),
+    }
+    words = [(number, name, *said.split("|")) for number, (name, (_, said)) in enumerate(jobs.items(), 1)]
+    squeue = "; ".join(f"echo '{job}|{state}|{comment}|{run}|{why}'" for job, run, state, comment, why in words)
     slurm(
         tmp_path, monkeypatch, squeue=f"{squeue}; echo asked >>{tmp_path}/log", scontrol=f'echo "$@" >>{tmp_path}/log'
     )
-    runs = {"a": (1, "waiting"), "b": (2, "waiting"), "c": (3, "finished"), "d": (4, "finished")}
-    for name, (job, phase) in runs.items():
+    # Slurm has forgotten the jobs of two runs, and given their numbers to a run that runs.
+    phases = {name: phase for name, (phase, _) in jobs.items()} | {"lost": "waiting", "old": "finished"}
+    for number, (name, phase) in enumerate(phases.items(), 1):
+        number = 5 if name in ("lost", "old") else number
         (tmp_path / "queue" / name).mkdir(parents=True)
-        write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
+        write_json(tmp_path / f"queue/{name}/state.json", {"job": number, "phase": phase})
     one = service.Service(tmp_path / "queue")
     started: list[str] = []
     monkeypatch.setattr(one, "start", started.append)
     one.look()
-    assert (tmp_path / "log").read_text().split("\n") == ["asked", "release 1", ""] and started == ["c"]
-    for name in "ab":
-        write_json(tmp_path / f"queue/{name}/state.json", {"job": 9, "phase": "cancelled"})
+    asked, *then = (tmp_path / "log").read_text().splitlines()
+    released = [list(jobs)[int(line.removeprefix("release ")) - 1] for line in then]
+    assert asked == "asked" and sorted(started) == ["again", "lost"]
+    assert sorted(released) == ["forgotten", "held-after-its-end", "returned-after-its-end", "slurm-holds"]
+    for name in phases:
+        write_json(tmp_path / f"queue/{name}/state.json", {"job": 99, "phase": "cancelled"})
     one.look()
     assert (tmp_path / "log").read_text().count("asked") == 1, "without live runs, Slurm is asked less often"
 

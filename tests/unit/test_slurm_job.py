@@ -50,12 +50,14 @@ def test_the_script_starts_the_interpreter_with_these_paths(
     listed = 'case $2 in hostnames) echo n0; echo n1;; node) echo " NodeAddr=127.0.0.1 X=1";; esac'
     on_node = "SLURM_NODEID=1 SLURM_NNODES=2 SLURMD_NODENAME=n1"
     step = f'while [ "${{1#--}}" != "$1" ]; do shift; done; {on_node} exec "$@"'
-    record = f"printf '%s\\0' \"$NOTE\" \"$@\" >> '{top}/calls'"
-    for path, text in ((python, record), (top / "tools/scontrol", listed), (top / "tools/srun", step)):
+    record = f'printf \'%s\\0\' "$NOTE" "threads=$OMP_NUM_THREADS" "$@" >> \'{top}/calls\''
+    tools = {"scontrol": listed, "srun": step, "nproc": "echo 12"}
+    for path, text in ((python, record), *((top / "tools" / name, text) for name, text in tools.items())):
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
     env = {"PATH": f"{top}/tools:/usr/sbin:/usr/bin:/sbin:/bin", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "7"}
+    env["SLURM_CPUS_PER_TASK"] = "6"  # of the 12 cores of the node, which this cluster does not enforce
     text = script_of(str(run_dir), str(python), 3, master_port=1234)
     done = subprocess.run(["bash"], input=text, env=env, cwd=run_dir, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -66,6 +68,7 @@ def test_the_script_starts_the_interpreter_with_these_paths(
     assert rank[1:4] == ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3"] and "--master-port=1234" in rank
     assert f"{run_dir}/spec.yml" in rank and f"--run-dir={run_dir}/nodes/1" in rank
     assert f"--data-dir={run_dir}/nodes/1" in rank and f"it's {folder.strip()}" in words
+    assert "threads=2" in words
     assert (run_dir / "nodes/1/state").readlink() == run_dir / "state"
 
 
@@ -118,7 +121,12 @@ def test_an_answer_of_slurm_is_understood_or_ignored(text: str) -> None:
     ("state", "reason", "start", "line"),
     [
         ("PENDING", "Priority", "N/A", "job 7 waits for jobs of a higher priority"),
-        ("PENDING", "Resources", "2026-11-23T14:20:00", "job 7 waits for free nodes, until about 14:20 by its clock"),
+        (
+            "PENDING",
+            "Resources",
+            "2026-11-23T14:20:00",
+            "job 7 waits for free nodes, until about 2026-11-23 14:20 by its clock",
+        ),
         ("PENDING", "QOSGrpNodeLimit", "", "job 7 waits (QOSGrpNodeLimit)"),
         ("PENDING", "ReqNodeNotAvail, Reserved", "", "job 7 waits for nodes that are down or reserved"),
         ("PENDING", "Slurm does not answer: x", "", "job 7 Slurm does not answer: x"),

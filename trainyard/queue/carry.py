@@ -82,6 +82,9 @@ class Copy:
             connection.fetch(source, str(temporary / name))
         shutil.rmtree(self.folder / step, ignore_errors=True)
         temporary.replace(self.folder / step)
+        if step not in complete(self.folder):  # what the host sent differs from what it said
+            shutil.rmtree(self.folder / step)
+            raise RemoteError(f"{host.name}: the copy of its checkpoint {step} is not complete")
         for older in complete(self.folder):
             if older < step:
                 shutil.rmtree(self.folder / older)

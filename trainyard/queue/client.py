@@ -134,10 +134,10 @@ class QueueClient:
         folder = f"{self.folder}/{request.run}"
         wanted = {"contents": encoded, "links": dict(links), "arguments": list(arguments)}
         answer = self._call("queue_add", {"folder": folder, **wanted})
+        if "exists" in answer:
+            raise RunError(f"run {request.run} was added by another controller meanwhile, as job {answer['exists']}")
         if "job" not in answer:
-            raise RunError(
-                f"run {request.run} was added by another controller meanwhile, as job {answer.get('exists')}"
-            )
+            raise RunError(f"queue host {self.host.name}: sent no number of a job for run {request.run}")
         return int(answer["job"])
 
     def change(self, do: str, jobs: Iterable[int], priority: str = "") -> dict[int, str]:

@@ -22,7 +22,7 @@ from trainyard.openssh import OpenSSHTransport
 from trainyard.queue.carry import Copy, Keeper
 from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, Job, Leases, leased_hosts, read_job
 from trainyard.queue.run_folder import Session, read_session
-from trainyard.remote.queue_job import command
+from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
 from trainyard.run.errors import PartlyActiveError, RunError
 from trainyard.run.launch import stop_parts
@@ -33,6 +33,9 @@ POLL = 0.3  # s between two questions to Slurm
 LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases
 LOST_LIMIT = 90.0  # s for Slurm to see that a host is lost
 END_LIMIT = 60.0  # s for a job to end after its leases
+FORGET_LIMIT = (
+    600.0  # s after its submission in which a crash of slurmctld can lose a job; it saves its state every 6 s
+)
 PHASES = {FINISHED: "finished", FAILED: "failed", AGAIN: "waiting"}
 REASONS = {"TIMEOUT": "its time limit", "DEADLINE": "its deadline", "CANCELLED": "it was cancelled"}
 
@@ -65,22 +68,25 @@ class Driver:
                 if self.state["phase"] != "waiting":
                     self.save(phase="waiting")
                 return
-            if job.state == "RUNNING" and not self.ordered(job):
-                self.allocated(job)
-            else:
+            if job.state != "RUNNING":
                 time.sleep(POLL)
+            elif (order := self.order(job)) is None:
+                self.allocated(job)
+            else:  # a driver before this one was killed with its order, or slurmctld has forgotten the end of the job
+                Leases(self.session.hosts, self.run, job, self.connect).end(order)
+                self.wait_for_end(job)
 
     def job(self) -> Job | None:
         """Return the job; wait while Slurm does not answer."""
         while True:
             with contextlib.suppress(SupervisorError):
-                return read_job(int(self.state["job"]))
+                return read_job(int(self.state["job"]), self.run)
             time.sleep(POLL)
 
-    def ordered(self, job: Job) -> bool:
-        """Return whether the driver has ended this allocation already."""
+    def order(self, job: Job) -> int | None:
+        """Return the exit code with which a driver has ended this allocation already; None if none has."""
         last = self.state["attempts"][-1] if self.state["attempts"] else {}
-        return last.get("restart") == job.restart and last.get("order") is not None
+        return last.get("order") if last.get("restart") == job.restart else None
 
     # One allocation ---------------------------------------------------------------------------------------------------
 
@@ -238,7 +244,7 @@ class Driver:
         """Record the end of a job that ended without an order of this driver; return whether the run has ended, too."""
         last = self.state["attempts"][-1] if self.state["attempts"] else {}
         order = last.get("order")
-        if job is not None and order in (FINISHED, FAILED) and last.get("restart") == job.restart:
+        if order in (FINISHED, FAILED) and (job is None or last.get("restart") == job.restart):
             stopped = last.get("reason") == "it was stopped"
             phase = "stopped" if stopped else PHASES[order]
             self.save(phase=phase, exit={"code": order, "reason": last.get("reason", "")})
@@ -249,11 +255,31 @@ class Driver:
                 command(["scontrol", "requeue", str(job.number)])
                 time.sleep(POLL)
                 return False
-        state = job.state if job else "no trace in Slurm"
-        reason = REASONS.get(state, f"its job ended: {state}")
+        if job is None and self.submit_again():
+            return True
+        state = job.state if job else ""
+        reason = (
+            REASONS.get(state, f"its job ended: {state}") if job else "Slurm has forgotten its job: add the run again"
+        )
         phase = "cancelled" if state == "CANCELLED" else "failed"
         self.report(f"ended: {reason}")
         self.save(phase=phase, exit={"code": FAILED, "reason": reason})
+        return True
+
+    def submit_again(self) -> bool:
+        """Submit the job again that slurmctld has forgotten in a crash; return whether that was possible."""
+        arguments, submitted = self.state.get("arguments"), self.state.get("submitted")
+        if arguments is None or time.time() - float(submitted or 0) > FORGET_LIMIT:
+            return False
+        before = [attempt | {"restart": -1} for attempt in self.state["attempts"]]
+        try:
+            submit(self.folder, arguments)
+        except (SupervisorError, OSError) as error:
+            self.report(f"Slurm has forgotten the job, and refuses it now: {error}")
+            return False
+        self.state = read_json(self.folder / "state.json") or self.state
+        self.report(f"Slurm has forgotten the job: it is submitted again, as job {self.state['job']}")
+        self.save(attempts=before)
         return True
 
     # Records ----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Job:
 
     Attributes:
         state: its main state, such as RUNNING.
+        name: of its run.
         restart: how often the job was returned to the queue.
         hosts: those that it has, or had.
         cpus: its processors by host, by Slurm's numbers.
@@ -54,17 +55,22 @@ class Job:
     cpus: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: bool = False
     reason: str = ""
+    name: str = ""
 
 
-def read_job(number: int) -> Job | None:
-    """Return a job; None if Slurm has forgotten it. Raises SupervisorError if Slurm does not answer."""
+def read_job(number: int, run: str) -> Job | None:
+    """Return the job of a run; None if Slurm has forgotten it. Raises SupervisorError if Slurm does not answer.
+
+    A slurmctld that is killed forgets its last seconds, and then gives the number of a job that it has forgotten to another one.
+    """
     try:
         text = command(["scontrol", "show", "job", "--detail", "--oneliner", str(number)])
     except SupervisorError as error:
         if "Invalid job id" in str(error):
             return None
         raise
-    return parse_job(text, expand)
+    job = parse_job(text, expand)
+    return job if job.name == run else None
 
 
 def parse_job(text: str, expand: Any) -> Job:
@@ -86,6 +92,7 @@ def parse_job(text: str, expand: Any) -> Job:
         cpus=parts,
         whole=fields.get("OverSubscribe") == "NO",
         reason=fields.get("Reason", ""),
+        name=fields.get("JobName", ""),
     )
 
 

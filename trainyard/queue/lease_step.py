@@ -60,7 +60,9 @@ def hold(path: Path, lease: dict[str, Any], run_dir: Path) -> int:
     ending = False
     while True:
         order = read_json(path.with_name(f"{path.name}.end")) or {}
-        if order.get("restart") == lease["restart"] and order.get("code") in (FINISHED, FAILED, AGAIN):
+        # After a crash, Slurm may give the number of a job, which is the name of the file, to another one.
+        same = (order.get("run", lease["run"]), order.get("restart")) == (lease["run"], lease["restart"])
+        if same and order.get("code") in (FINISHED, FAILED, AGAIN):
             return int(order["code"])
         if ending and not is_alive(run_dir):
             return AGAIN

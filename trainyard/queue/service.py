@@ -19,9 +19,10 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.supervise.files import read_json
-from trainyard.remote.queue_phases import LIVE
+from trainyard.remote.queue_phases import LIVE, NEW
 
 POLL = 0.5  # s between two questions to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
@@ -30,8 +31,32 @@ ANSWER_LIMIT = 20.0  # s for Slurm to answer
 WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
 # Reasons for which Slurm, and not a user, holds a job: a host failed while it started the job.
 _HELD_BY_SLURM = re.compile(r"requeued[ _]held|JobHoldMaxRequeue")
+_HELD = re.compile(r"requeued[ _](in[ _])?held|JobHoldMaxRequeue|JobHeld")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PROGRAMS = ".programs"
+
+
+class JobState(NamedTuple):
+    """What Slurm says of a job: its state, such as PENDING, its comment, the run that is its name, and the reason for its state."""
+
+    state: str
+    comment: str = ""
+    run: str = ""
+    reason: str = ""
+
+    def is_held(self, live: bool) -> bool:
+        """Return whether the job is held, and no user wants that.
+
+        Args:
+            live: whether its run has not ended. If the run has ended, Slurm has forgotten the end of the job, which has to end
+                again: runs `after` it wait for that.
+        """
+        if self.state != "PENDING" or not _HELD.search(self.reason):
+            return False
+        return not live or self.comment == NEW or bool(_HELD_BY_SLURM.search(self.reason))
+
+
+GONE = JobState("gone")
 
 
 class Service:
@@ -52,7 +77,7 @@ class Service:
             time.sleep(POLL)
 
     def look(self) -> None:
-        """Start the drivers that are due, and release the jobs that Slurm holds."""
+        """Start the drivers that are due, and release the jobs that no user holds."""
         self.reap()
         runs = self.runs()
         pause = 0.0 if any(live for _, live in runs.values()) else IDLE_POLL
@@ -60,10 +85,12 @@ class Service:
             return
         self.asked = time.monotonic()
         for run, (job, live) in runs.items():
-            state, reason = jobs.get(job, ("gone", ""))
-            if live and state == "PENDING" and _HELD_BY_SLURM.search(reason):
+            found = jobs.get(job, GONE)
+            if found.run != run:  # Slurm has forgotten the job, and given its number to another one
+                found = GONE
+            if found.is_held(live):
                 release(job)
-            elif state not in WAITING if live else state == "RUNNING":
+            elif found.state not in WAITING if live else found.state == "RUNNING":
                 self.start(run)
 
     def runs(self) -> dict[str, tuple[int, bool]]:
@@ -107,15 +134,15 @@ class Service:
             self.not_before[run] = time.monotonic() + DELAY_LIMIT
 
 
-def job_states() -> dict[int, tuple[str, str]] | None:
-    """Return the state of every job of this user, and the reason for it; None while Slurm does not answer."""
-    words = ["squeue", "--noheader", "--me", "--states=all", "--format=%A %T %r"]
+def job_states() -> dict[int, JobState] | None:
+    """Return the state of every job of this user; None while Slurm does not answer."""
+    words = ["squeue", "--noheader", "--me", "--states=all", "--format=%A|%T|%k|%j|%r"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
-    return {int(row[0]): (row[1], row[2]) for row in rows if len(row) == 3} if done.returncode == 0 else None
+    rows = [line.split("|", 4) for line in done.stdout.splitlines()]
+    return {int(row[0]): JobState(*row[1:]) for row in rows if len(row) == 5} if done.returncode == 0 else None
 
 
 def release(job: int) -> None:

@@ -33,6 +33,6 @@ def complete(folder: Path) -> dict[str, dict[str, int]]:
             sizes = {name: (path / name).stat().st_size for name in (MANIFEST, *files)}
         except OSError:
             continue
-        if all(sizes[name] == entry["bytes"] for name, entry in files.items()):
+        if all(isinstance(entry, dict) and sizes[name] == entry.get("bytes") for name, entry in files.items()):
             found[path.name] = sizes
     return found

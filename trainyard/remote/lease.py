@@ -21,7 +21,8 @@ def lease(request: dict[str, Any]) -> dict[str, Any]:
     """
     path = Path(request["path"])
     if "end" in request:
-        write_json(path.with_name(f"{path.name}.end"), {"restart": request["restart"], "code": request["end"]})
+        order = {"run": Path(request["run_dir"]).name, "restart": request["restart"], "code": request["end"]}
+        write_json(path.with_name(f"{path.name}.end"), order)
     found = read_json(path.with_name(f"{path.name}.json")) or {}
     return {
         "held": is_locked(path),

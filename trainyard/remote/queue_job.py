@@ -5,14 +5,17 @@ The job does no work: on each host a step holds the lease (trainyard/queue/lease
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.supervise.files import SupervisorError, read_json, write_json
+from trainyard.remote.queue_phases import NEW, RELEASED
 
 PROGRAMS = "/usr/local/lib/trainyard/queue"  # of the role queue
 WARNING = 30  # s before the end of its time limit that a run is asked for a checkpoint
@@ -48,18 +51,23 @@ def submit(folder: Path, arguments: Sequence[str]) -> int:
     script = _SCRIPT.format(
         programs=PROGRAMS, run=shlex.quote(folder.name), data_dirs=shlex.quote(json.dumps(data_dirs))
     )
-    # Held until `state.json` names it, so that no job runs without a driver.
-    words = ["sbatch", "--parsable", "--hold", *arguments, "--requeue", f"--signal=TERM@{WARNING}", "--chdir=/"]
-    answer = command([*words, "--output=/dev/null", "--input=/dev/null"], script).strip()
+    # Held until `state.json` names it, so that no job runs without a driver. slurmctld saves its state every 6 s: after a crash it
+    # may have forgotten the release, and service.py releases a job that still has the first comment.
+    words = ["sbatch", "--parsable", "--hold", f"--comment={NEW}", *arguments, "--requeue", f"--signal=TERM@{WARNING}"]
+    answer = command([*words, "--chdir=/", "--output=/dev/null", "--input=/dev/null"], script).strip()
     if not (found := re.fullmatch(r"(\d{1,10})(;\w+)?", answer)):
         raise SupervisorError(f"sbatch: unexpected answer {answer[:80]!r}")
     job = int(found[1])
     try:
-        write_json(folder / "state.json", {"job": job, "phase": "waiting", "attempts": [], "exit": None})
+        state = {"job": job, "phase": "waiting", "attempts": [], "exit": None}
+        again = {"arguments": list(arguments), "submitted": time.time()}  # for a job that slurmctld forgets
+        write_json(folder / "state.json", state | again)
         command(["scontrol", "release", str(job)])
     except (OSError, SupervisorError):
         command(["scancel", str(job)])
         raise
+    with contextlib.suppress(SupervisorError):  # the job is released
+        command(["scontrol", "update", f"JobId={job}", f"Comment={RELEASED}"])
     return job
 
 

@@ -1,3 +1,6 @@
-"""The phases of a queued run, in `state.json` of its folder, in which its driver has not recorded its end."""
+"""What the programs of a queued run tell each other. Standard library only."""
 
+# Phases in `state.json` in which the driver of the run has not recorded its end.
 LIVE = ("waiting", "running")
+# Comments of a job of Slurm: it is submitted held, and released once `state.json` names it.
+NEW, RELEASED = "trainyard-new", "trainyard-released"

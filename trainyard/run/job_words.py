@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.supervise.slurm_state import RUNNING
+from trainer.supervise.slurm_state import RUNNING, WAITING
 
-_DATE = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d):\d\d")
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d")
 _WAITS = {
     "Priority": "waits for jobs of a higher priority",
     "Resources": "waits for free nodes",
@@ -28,6 +28,11 @@ _WAITS = {
 }
 
 
+def waits(answer: Mapping[str, Any]) -> bool:
+    """Return whether a run is a job that waits in Slurm. `answer`: a run_status."""
+    return (answer.get("job") or {}).get("state") in WAITING
+
+
 def waiting_line(answer: Mapping[str, Any]) -> str:
     """Return why the job of a run waits, in words; empty if it runs or there is none.
 
@@ -45,4 +50,4 @@ def waiting_line(answer: Mapping[str, Any]) -> str:
         reason if " " in reason else f"waits ({reason})" if reason else "waits"
     )
     start = _DATE.fullmatch(job.get("start", ""))
-    return f"job {node.get('job')} {why}{f', until about {start[1]} by its clock' if start else ''}"
+    return f"job {node.get('job')} {why}{f', until about {start[1]} {start[2]} by its clock' if start else ''}"

@@ -33,7 +33,10 @@ fi
 # The launcher ignores SIGTERM, because it would kill ranks that need more than 30 s for their checkpoint.
 _LAUNCH = """\
 if [ -z "${{OMP_NUM_THREADS:-}}" ]; then
-    threads=$(($(nproc) / {processes}))
+    # Not every cluster restricts a job to the cores that it was granted.
+    cores=$(nproc)
+    [ "${{SLURM_CPUS_PER_TASK:-$cores}}" -ge "$cores" ] || cores=$SLURM_CPUS_PER_TASK
+    threads=$((cores / {processes}))
     export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
 fi
 (trap "" TERM; exec {python} -P -m trainer.distributed.torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \\

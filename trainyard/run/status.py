@@ -12,6 +12,7 @@ from trainyard.connection import FanOut, Host
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
+from trainyard.run.job_words import waiting_line, waits
 from trainyard.run.monitor import Part, gpu_cell
 
 LATEST = 10  # ended runs in the table, unless all are wanted
@@ -184,7 +185,7 @@ def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = 
 def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -> dict[str, Any]:
     """Return the answers to `run_list` as `list_runs` does. `latest`: see RunList; the table leaves out older runs."""
     runs: list[dict[str, Any]] = []
-    rows, warnings = [], []
+    rows, jobs, warnings = [], [], []
     for host in hosts:
         answer = asked.answers.get(host.name, {})
         found, bad = valid_runs(answer.get("runs", []))
@@ -197,12 +198,13 @@ def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -
         shown = [state for state in runs if state["host"] == host.name and _name(state) not in hidden]
         here = [row for state in shown for row in status_rows(host.name, state)]
         rows += here[:ROWS_LIMIT]
+        jobs += [f"run {_name(state)}: {line}" for state in shown if (line := waiting_line(state))][:ROWS_LIMIT]
         if len(here) > ROWS_LIMIT:
             warnings.append(f"warning: {host.name}: {len(here) - ROWS_LIMIT} more ranks are not listed")
     rows.sort(key=lambda row: row[0])
     blank = ["-"] * (len(STATUS_HEAD) - 4)
     rows += [["-", host.name, "-", "unreachable", *blank] for host in hosts if host.name in asked.errors]
-    lines = table([STATUS_HEAD, *rows])
+    lines = table([STATUS_HEAD, *rows]) + jobs
     if hidden:
         lines.append(f"{counted(len(hidden), 'older run')} not listed: -e all=true lists all runs, -e run=NAME one")
     lines += warnings
@@ -241,8 +243,10 @@ def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
-    """Return one row for each rank of a run on a host; see STATUS_HEAD."""
+    """Return one row for each rank of a run on a host, or one for all ranks of a job that waits in Slurm; see STATUS_HEAD."""
     node = answer.get("node") or {}
+    if waits(answer):
+        return [[node.get("run", ""), host, "-", "waiting", *["-"] * (len(STATUS_HEAD) - 4)]]
     part = Part(host, answer.get("run_dir", ""), ranks=node.get("ranks") or [], answer=answer)
     rows = []
     for rank in part.ranks or sorted(part.states):

@@ -176,18 +176,24 @@ def test_slurm_starts_torchrun_with_the_variables_and_the_nic_of_every_node(caps
     """Stands in for srun, scontrol and torchrun, because Slurm is not installed on the machine of the tests."""
     for name, text in {
         "scontrol": "echo localhost",
-        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=0 SLURM_NNODES=1 exec "$@"',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NNODES=2 exec "$@"',
         "python": 'echo "$NOTE|$NCCL_DEBUG|$NCCL_SOCKET_IFNAME|$GLOO_SOCKET_IFNAME|$*"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     file = tmp_path / "it.sbatch"
-    flags = ["--hosts=1", "--max-steps=7", "--env=NCCL_DEBUG=INFO", "--env=NOTE=it's $HOME", "--no-gpu"]
+    flags = ["--hosts=2", "--run=r", "--max-steps=7", "--env=NCCL_DEBUG=INFO", "--env=NOTE=it's $HOME", "--no-gpu"]
     file.write_text(config(capsys, "slurm", *flags))
     environment = {"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin", "SLURM_JOB_NODELIST": "localhost"}
-    done = subprocess.run(["bash", str(file)], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("it's $HOME|INFO|lo|lo|-m torch.distributed.run --nnodes=1 --node-rank=0 "), done
-    assert done.stdout.endswith("--master-addr=localhost --master-port=29500 -m -- trainer train --max-steps=7\n")
+    for node, data in (("0", tmp_path), ("1", tmp_path / "runs/r/nodes/1")):  # the nodes share the folder of the run
+        environment["SLURM_NODEID"] = node
+        done = subprocess.run(
+            ["bash", str(file)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        torchrun = f"-m torch.distributed.run --nnodes=2 --node-rank={node} "
+        assert done.stdout.startswith(f"it's $HOME|INFO|lo|lo|{torchrun}"), done
+        trains = f"-m -- trainer train --run=r --max-steps=7 --data-dir={data}\n"
+        assert done.stdout.endswith(f"--master-addr=localhost --master-port=29500 {trains}") and data.is_dir()
 
 
 @pytest.mark.slow
