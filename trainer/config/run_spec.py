@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 else:
     StrategyName = Literal[(*STRATEGIES, AUTO)]
 Logger = Literal["tensorboard", "wandb", "none"]
-CommDtype = Annotated[
-    Literal["32", "bf16"], BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
-]
+_WORD = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
+CommDtype = Annotated[Literal["32", "bf16"], _WORD]
+DilocoCommDtype = Annotated[Literal["32", "bf16", "int4"], _WORD]
 
 
 class RunSpec(BaseModel):
@@ -318,9 +318,9 @@ class RunSpec(BaseModel):
         aliases=["hv.outer_lr", "outer_learning_rate"],
     )
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
-    diloco_comm_dtype: CommDtype = declare(
+    diloco_comm_dtype: DilocoCommDtype = declare(
         "bf16",
-        "diloco: data type of the pseudo-gradients that replicas exchange",
+        "diloco: data type of the pseudo-gradients that replicas exchange; int4 keeps what rounding lost for the next exchange",
         deprecated_names=["diloco_wire"],
         aliases=["hv.hivemind_compression", "hivemind_compression"],
     )

@@ -24,6 +24,7 @@ from trainer.planner.alternatives import (
     switch,
 )
 from trainer.planner.cost import Layout, State, micro_batches
+from trainer.strategy import four_bits
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state
@@ -72,6 +73,10 @@ class DiLoCoPlan(StrategyPlan):
         return DiLoCoTorchFT
 
     def validate(self, spec: RunSpec) -> None:
+        if self.separate_launchers(spec) and spec.diloco_comm_dtype == "int4":
+            raise ValueError(
+                "diloco_comm_dtype: int4 requires diloco_membership fixed, got torchft: set diloco_comm_dtype=bf16"
+            )
         if not self.sharded_weights(spec):
             return
         reject_unshardable(spec, "replica_strategy")
@@ -110,8 +115,8 @@ class DiLoCoPlan(StrategyPlan):
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])
             state = replace(state, gradients=state.gradients * gradient_copies(spec, ranks, layout.world))
-        # The outer optimizer's copy of the weights and its momentum are in host memory.
-        outer = 0 if cuda else shape.trained(spec) * 8
+        # The outer optimizer's copy of the weights, its momentum and the residual of 4-bit values are in host memory.
+        outer = 0 if cuda else shape.trained(spec) * (12 if spec.diloco_comm_dtype == "int4" else 8)
         return replace(state, optimizer=state.optimizer + outer)
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
@@ -122,8 +127,12 @@ class DiLoCoPlan(StrategyPlan):
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         if layout.world == 1:
             return 0.0
-        replicas, number = -(-len(layout.processes) // spec.replica_hosts), 2 if spec.diloco_comm_dtype == "bf16" else 4
-        outer = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
+        replicas = -(-len(layout.processes) // spec.replica_hosts)
+        if spec.diloco_comm_dtype == "int4":  # an all-gather
+            outer = (replicas - 1) * shape.trained(spec) * four_bits.BYTES_PER_VALUE / spec.local_steps
+        else:
+            number = 2 if spec.diloco_comm_dtype == "bf16" else 4
+            outer = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
         inside = Layout(layout.processes[: spec.replica_hosts])
         if len(inside.processes) == 1:
             return outer
@@ -145,7 +154,7 @@ class DiLoCo(Strategy):
     """Replicas with an inner and an outer optimizer. Every host keeps the state of the outer one in host memory."""
 
     # Every replica has its own inner optimizer. A host that lost its state continues with that of another replica.
-    per_host_files = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
+    per_host_files = ("optimizer.pt", four_bits.RESIDUAL_FILE, *(f"{moment}.safetensors" for moment in MOMENTS))
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         super().__init__(spec, world.with_untimed_group(), module)
@@ -175,6 +184,9 @@ class DiLoCo(Strategy):
             self.outer_optimizer = torch.optim.SGD(
                 self.outer.values(), lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0
             )
+            # What rounding to 4 bits lost, in the order of `outer`.
+            numbers = sum(value.numel() for value in initial.values()) if spec.diloco_comm_dtype == "int4" else 0
+            self.residual = torch.zeros(numbers)
 
     def join(
         self,
@@ -260,10 +272,15 @@ class DiLoCo(Strategy):
         self.end_round(numbers[count:])
         self.local_params = self.inside.full_params()
         if self.world.is_host_leader:
+            weight, begin = tokens[mine] / max(1.0, sum(tokens)), 0
             for names in self.chunks(CHUNK):
-                gradient = self.pseudo_gradient(names, tokens[mine] / max(1.0, sum(tokens)), self.world.device)
-                if self.replica_leaders.size > 1:
-                    dist.all_reduce(gradient, group=self.replica_leaders.group)
+                if self.spec.diloco_comm_dtype == "int4":
+                    gradient = self._sum_in_four_bits(names, weight, begin)
+                    begin += len(gradient)
+                else:
+                    gradient = self.pseudo_gradient(names, weight, self.world.device)
+                    if self.replica_leaders.size > 1:
+                        dist.all_reduce(gradient, group=self.replica_leaders.group)
                 self.broadcast_gradient(names, gradient)
         self.outer_step()
 
@@ -288,6 +305,23 @@ class DiLoCo(Strategy):
             change = [(self.outer[n].to(device) - self.local_params[n].to(device)).flatten() for n in names]
             gradient = torch.cat(change) * weight
             return gradient.to(torch.bfloat16 if self.spec.diloco_comm_dtype == "bf16" else torch.float32)
+
+    def _sum_in_four_bits(self, names: list[str], weight: float, begin: int) -> torch.Tensor:
+        """Return the sum of the replicas' pseudo-gradients, each rounded to 4 bits. `begin`: their place in the residual.
+
+        Values are rounded and summed on the CPU, in the order of the replicas, so that the sum is bit-equal on all hosts.
+        """
+        group, device = self.replica_leaders, self.world.device
+        values = self.pseudo_gradient(names, weight, torch.device("cpu"))
+        packed = four_bits.pack_with_feedback(values, self.residual[begin : begin + len(values)]).to(device)
+        parts = [packed]
+        if group.size > 1:
+            parts = [torch.empty_like(packed) for _ in range(group.size)]
+            dist.all_gather(parts, packed, group=group.group)
+        total = torch.zeros_like(values)
+        for part in parts:
+            total += four_bits.unpack(part.cpu(), len(values))
+        return total.to(device)
 
     def broadcast_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
         """Set the sum of the replicas' pseudo-gradients on all hosts of this replica."""
@@ -340,6 +374,8 @@ class DiLoCo(Strategy):
         if self.world.is_host_leader:
             outer = {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
             torch.save(outer, folder / "outer.pt")
+            if len(self.residual):
+                four_bits.write_residual(folder, self.residual, self.mine, len(self.sizes))
 
     def load(self, folder: Path) -> None:
         self.inside.load(folder)
@@ -352,3 +388,5 @@ class DiLoCo(Strategy):
                 for name, parameter in self.outer.items():
                     parameter.copy_(params[name])
             self.outer_optimizer.load_state_dict(outer["optimizer"])
+            if len(self.residual):
+                four_bits.read_residual(folder, self.residual, self.mine, len(self.sizes))
