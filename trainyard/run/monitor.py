@@ -256,7 +256,8 @@ class Progress:
 
     def _lag_lines(self, where: dict[int, Part], states: dict[int, dict[str, Any]]) -> list[str]:
         steps = {rank: state.get("step") or 0 for rank, state in states.items() if state.get("status") == "training"}
-        behind, first = {}, 0
+        behind: dict[int, int] = {}
+        first = 0
         # Statuses arrive at different times: compare a rank only with statuses that are not newer than its own.
         by_age = sorted(steps, key=lambda rank: -where[rank].silent)
         for _, ranks in itertools.groupby(by_age, key=lambda rank: where[rank].silent):
