@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,3 +65,38 @@ def test_nothing_is_forked_once_cuda_is_initialized(tmp_path: Path, monkeypatch:
 def test_other_programs_than_the_trainer_are_started_as_usual() -> None:
     handler = forked_ranks._Handler("/bin/true", (), {}, None, None, 0, None)  # type: ignore[arg-type]
     assert handler.proc.wait() == 0
+
+
+def test_the_rank_that_ended_first_is_the_first_that_torchrun_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have ended before torchrun looks: the lower rank is not taken for the first failure."""
+    ready, start = os.pipe()
+
+    def run_rank(arguments: Sequence[str], env: dict[str, str]) -> None:
+        if arguments[0] == "0":
+            os.close(start)
+            os.read(ready, 1)  # ends with the parent's copy
+        os._exit(int(arguments[0]) + 3)
+
+    monkeypatch.setattr(forked_ranks, "_run_rank", run_rank)
+    ranks = [forked_ranks._ForkedRank([str(number)], {}) for number in (0, 1)]
+    try:
+        os.waitid(os.P_PID, ranks[1].pid, os.WEXITED | os.WNOWAIT)
+        os.close(start)
+        os.waitid(os.P_PID, ranks[0].pid, os.WEXITED | os.WNOWAIT)
+        assert [rank.poll() for rank in ranks] == [None, 4]
+        assert [rank.poll() for rank in ranks] == [3, 4]
+        assert [rank.wait(1) for rank in ranks] == [3, 4]
+    finally:
+        os.close(ready)
+
+
+def test_waiting_for_one_rank_does_not_depend_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        forked_ranks, "_run_rank", lambda arguments, env: (time.sleep(float(arguments[0])), os._exit(0))
+    )
+    late, early = (forked_ranks._ForkedRank([seconds], {}) for seconds in ("0.3", "0"))
+    os.waitid(os.P_PID, early.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        late.wait(0)
+    assert late.wait(30) == 0
+    assert early.poll() == 0
