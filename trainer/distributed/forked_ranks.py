@@ -82,7 +82,8 @@ class _ForkedRank:
     of those that have ended for the first failure. Therefore a rank counts as ended only after those that ended before it.
     """
 
-    _ends = select.epoll()  # the kernel queues the ends in their order
+    _ends: ClassVar[select.epoll]  # the kernel queues the ends in their order
+    _owner: ClassVar[int] = 0  # the process that has made _ends: a forked torchrun must not read its parent's
     _ended: ClassVar[list[int]] = []  # pidfds of ranks whose end torchrun has not read, the first one first
 
     def __init__(self, arguments: Sequence[str], env: dict[str, str]) -> None:
@@ -95,6 +96,9 @@ class _ForkedRank:
             self.pid = os.fork()
         if self.pid == 0:
             _run_rank(arguments, env)
+        if _ForkedRank._owner != os.getpid():
+            _ForkedRank._owner, _ForkedRank._ends = os.getpid(), select.epoll()
+            self._ended.clear()
         self._pidfd = os.pidfd_open(self.pid)
         self._ends.register(self._pidfd, select.EPOLLIN | select.EPOLLONESHOT)
 
