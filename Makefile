@@ -84,7 +84,7 @@ docs: $(READY)
 	@$(RUN) python tools/write_docs.py
 
 docs-site: $(READY)
-	@$(RUN) tools/docs-site
+	@$(BIN)/python -m mkdocs build --strict --site-dir site
 
 dashboard-picture: $(READY)
 	@$(RUN) PYTHONPATH=.:tests/support python tools/draw_dashboard.py docs/dashboard.png

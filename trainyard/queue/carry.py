@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainyard.connection import FanOut, Host, RemoteError
 from trainyard.remote.checkpoints import FILE, STEP, complete
+from trainyard.run.copy_files import fetch_file, put_file
 from trainyard.run.gather import Connect
 
 ANSWER_LIMIT = 10.0  # s for a host to list its checkpoints
@@ -79,7 +80,7 @@ class Copy:
         connection = self.connect(host.name)
         for name in files:
             source = f"{host.data_dir}/runs/{self.run}/checkpoints/{step}/{name}"
-            connection.fetch(source, str(temporary / name))
+            fetch_file(connection, source, temporary / name, files[name])
         shutil.rmtree(self.folder / step, ignore_errors=True)
         temporary.replace(self.folder / step)
         if step not in complete(self.folder):  # what the host sent differs from what it said
@@ -96,7 +97,7 @@ class Copy:
         temporary, target = shlex.quote(f"{folder}/.queue-{step}"), shlex.quote(f"{folder}/{step}")
         connection.run(f"rm -rf {temporary} && mkdir -p {temporary} && echo '{{}}'")
         for file in sorted((self.folder / step).iterdir()):
-            connection.put(str(file), f"{folder}/.queue-{step}/{file.name}")
+            put_file(connection, file, f"{folder}/.queue-{step}/{file.name}")
         connection.run(f"rm -rf {target} && mv {temporary} {target} && echo '{{}}'")
 
 
