@@ -19,7 +19,18 @@ from typing import Any
 import pytest
 import yaml
 from browser import browser, console_errors, set_size
-from dashboard_site import ENVIRONMENT, HEADING, PROGRAM, SCRIPT, Dashboard, body, ended_run, serve, take_pictures
+from dashboard_site import (
+    ENVIRONMENT,
+    HEADING,
+    PROGRAM,
+    SCRIPT,
+    Dashboard,
+    body,
+    ended_run,
+    press,
+    serve,
+    take_pictures,
+)
 from fake_slurm import FakeSlurm, busy_queue
 from prometheus_client.parser import text_string_to_metric_families
 from run_hosts import TOP, Bed, command_line, until
@@ -248,8 +259,7 @@ def test_a_real_run_is_shown_live_and_stopped(site: Site, browser: WebDriver, tm
     until(lambda: "contain" in browser.find_element(By.ID, "log-state").text, 20, "the search")
     assert all("step 1/" in line for line in browser.find_element(By.ID, "log").text.splitlines())
 
-    browser.find_element(By.CSS_SELECTOR, "#run-action summary").click()
-    browser.find_element(By.XPATH, "//button[text()='Stop after a checkpoint']").click()
+    press(browser, "Stop after a checkpoint")
     until(lambda: "stopped" in (browser.execute_script(HEADING) or ""), 120, "the stop")
     assert {site.bed.node(host, "real")["status"] for host in (0, 1)} == {"stopped"}
     until(lambda: "done" in body(browser), 30, "the action's end")
@@ -322,7 +332,7 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
     def row(run: str) -> str:
         return browser.execute_script(f"return document.getElementById('queued-{run}')?.textContent || ''")
 
-    def press(run: str, button: str) -> None:
+    def press_of(run: str, button: str) -> None:
         # In one step, because the page may replace the row between two.
         buttons = f"[...document.querySelectorAll('#queued-{run} button')]"
         browser.execute_script(f"{buttons}.find((one) => one.textContent === '{button}').click()")
@@ -336,13 +346,13 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
     labels = [one.text for one in browser.find_elements(By.CSS_SELECTOR, ".timeline .label")]
     assert labels == ["node1 GPU 0", "node1 GPU 1", "node2"]
     assert browser.execute_script("return window.executed") is None and "<script>" in body(browser)
-    press("parked", "Release")
+    press_of("parked", "Release")
     until(lambda: "waiting" in row("parked") and "released" in row("parked"), 20, "the release")
-    press("wants-gpu", "high")
+    press_of("wants-gpu", "high")
     until(lambda: "Change the priority to high: run wants-gpu" in row("wants-gpu"), 20, "the priority")
-    press("parked", "critical")
+    press_of("parked", "critical")
     until(lambda: "Access/permission denied" in row("parked"), 20, "the refusal of the stand-in")
-    press("after-it", "Cancel the run")
+    press_of("after-it", "Cancel the run")
     until(lambda: not browser.find_elements(By.ID, "queued-after-it"), 20, "the cancelled run's end")
 
     session = site.session()

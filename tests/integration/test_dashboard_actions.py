@@ -19,7 +19,18 @@ import pytest
 import real_ollama
 import yaml
 from browser import browser, console_errors
-from dashboard_site import ENVIRONMENT, HEADING, PROGRAM, SCRIPT, Dashboard, body, ended_run, serve, take_pictures
+from dashboard_site import (
+    ENVIRONMENT,
+    HEADING,
+    PROGRAM,
+    SCRIPT,
+    Dashboard,
+    body,
+    ended_run,
+    press,
+    serve,
+    take_pictures,
+)
 from fake_nvidia_smi import write_nvidia_smi
 from run_hosts import TOP, Bed, free_port, until
 from selenium.webdriver.chrome.webdriver import WebDriver
@@ -120,12 +131,6 @@ def step_of(site: Site) -> int:
 def action(driver: WebDriver) -> str:
     text: str = driver.execute_script("return document.getElementById('run-action')?.textContent || ''")
     return text
-
-
-def press(driver: WebDriver, button: str) -> None:
-    """Press a button of the actions in one step, because the page may replace them between two."""
-    find = "[...document.querySelectorAll('#run-action button')].find((one) => one.textContent === arguments[0])"
-    until(lambda: driver.execute_script(f"const one = {find}; one?.click(); return Boolean(one)", button), 30, button)
 
 
 def test_a_run_is_watched_stopped_started_again_and_deployed(
@@ -274,6 +279,6 @@ def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, 
     pages = {"actions": f"/runs/{RUN}", "models": "/models", "runs-energy": "/runs", "gpu": "/runs/gpu-run"}
     for name, path in pages.items():
         site.open(browser, path)
-        for details in browser.find_elements(By.CSS_SELECTOR, "#run-action summary"):
-            details.click()
+        # In one script: an update of the page may replace the elements between two commands of the browser's driver.
+        browser.execute_script("document.querySelectorAll('#run-action summary').forEach((item) => item.click())")
         take_pictures(browser, name, tmp_path)

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 from browser import browser, console_errors
-from dashboard_site import Dashboard, ended_run, serve
+from dashboard_site import Dashboard, ended_run, press, serve
 from run_hosts import Bed, until
 from selenium.webdriver.chrome.webdriver import WebDriver
-from selenium.webdriver.common.by import By
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -124,9 +123,8 @@ def test_it_opens_only_by_a_form_of_the_page_and_for_runs_with_event_files(site:
 
 def test_curves_of_runs_are_shown_and_grow(site: Site, browser: WebDriver) -> None:
     site.open(browser, "/runs/first?with=second")
-    button = until(lambda: browser.find_element(By.XPATH, "//button[text()='Open in TensorBoard']"), 20, "the button")
     before = set(browser.window_handles)
-    button.click()
+    press(browser, "Open in TensorBoard")
     tab = until(lambda: set(browser.window_handles) - before, 90, "the tab").pop()
     browser.switch_to.window(tab)
     until(

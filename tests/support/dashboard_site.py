@@ -94,6 +94,12 @@ def ended_run(bed: Bed, name: str, started: float) -> None:
     (folder / "state/rank0.json").write_text(json.dumps(rank))
 
 
+def press(driver: WebDriver, button: str) -> None:
+    """Press a button of the page in one step, because an update may replace it between two."""
+    find = "[...document.querySelectorAll('main button')].find((one) => one.textContent === arguments[0])"
+    until(lambda: driver.execute_script(f"const one = {find}; one?.click(); return Boolean(one)", button), 30, button)
+
+
 def body(driver: WebDriver) -> str:
     return driver.find_element(By.TAG_NAME, "main").text
 
