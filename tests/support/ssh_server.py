@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import shutil
 import socket
@@ -16,6 +17,8 @@ import pytest
 from run_hosts import free_port, until
 
 from trainyard.connection import Login
+
+MOST_ADDRESSES = 16  # on which one sshd listens: its MAX_LISTEN_SOCKS
 
 
 @dataclass(frozen=True)
@@ -39,28 +42,39 @@ def serve_ssh(folder: Path, addresses: Sequence[str] = ("127.0.0.1",)) -> Iterat
     names = ",".join(f"[{address}]:{port}" for address in addresses)
     (folder / "known_hosts").write_text(f"{names} {host_key}\n")
     options = ["UsePAM=no", "StrictModes=no", "PidFile=none", "PasswordAuthentication=no", "MaxStartups=100"]
-    options += [f"ListenAddress={address}" for address in addresses]
     options += [f"HostKey={folder}/host", f"AuthorizedKeysFile={folder}/authorized_keys", "PermitRootLogin=yes"]
     options += ["Subsystem=sftp internal-sftp"]
     with contextlib.suppress(OSError):
         Path("/run/sshd").mkdir(exist_ok=True)
-    arguments = [program, "-D", "-e", "-f", "/dev/null", "-p", str(port)]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*arguments, *(f"-o{option}" for option in options)], stderr=log)
-
-    def listens() -> bool:
-        assert process.poll() is None, (folder / "log").read_text()
-        with contextlib.suppress(OSError), socket.create_connection((addresses[0], port), timeout=1):
-            return True
-        return False
-
-    try:
-        until(listens, 20, "sshd")
+    arguments = [program, "-D", "-e", "-f", "/dev/null", "-p", str(port), *(f"-o{option}" for option in options)]
+    with contextlib.ExitStack() as servers:
+        for first in range(0, len(addresses), MOST_ADDRESSES):
+            group = addresses[first : first + MOST_ADDRESSES]
+            servers.enter_context(
+                sshd([*arguments, *(f"-oListenAddress={address}" for address in group)], folder / "log")
+            )
+            until(functools.partial(listens, group[0], port), 20, f"sshd: see {folder}/log")
         known = ("-o", f"UserKnownHostsFile={folder}/known_hosts", "-o", "GlobalKnownHostsFile=/dev/null")
         yield Server(Login(addresses[0], getpass.getuser(), port, str(folder / "user"), known), folder)
+
+
+@contextlib.contextmanager
+def sshd(command: list[str], log: Path) -> Iterator[None]:
+    """Run an sshd; its messages are added to a log."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, stderr=file)
+    try:
+        yield
     finally:
         process.terminate()
         process.wait(10)
+
+
+def listens(address: str, port: int) -> bool:
+    """Return whether a server accepts connections."""
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False
 
 
 @pytest.fixture(scope="module")
