@@ -21,6 +21,7 @@ from trainyard.queue.host import queue_host
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import Priority, is_run_name
 from trainyard.queue.requests import Site, add_runs
+from trainyard.queue.steps import servers_of
 from trainyard.run.errors import RunError
 from trainyard.run.spec_files import Report
 
@@ -185,4 +186,4 @@ def open_queue(cluster: Cluster, top: Path, report: Report, check: bool) -> Site
         member.check()
     limited = len(cluster.hosts) < len(cluster.groups["cluster"])
     client, token = QueueClient(cluster.connect(host)), secrets.token_hex(8)
-    return Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check)
+    return Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check, servers_of(cluster))
