@@ -241,11 +241,12 @@ def test_addresses_of_servers_come_from_the_inventory(folder: Path, tmp_path: Pa
     servers = servers_of(cluster)
     assert servers.urls == {"node1": ["http://127.0.0.1:5000", "http://10.0.0.1:5000"]}
     assert [(each.name, each.trusted) for each in servers.teachers] == [("node1", True), ("found", False)]
-    for values, count in (({}, 1), ({"teachers": "all"}, 2)):
+    for values, count in (({}, 1), ({"teachers": "all"}, 1), ({"teachers": "all", "teacher_model": "llama3:8b"}, 2)):
         queue = FakeQueue()
         add(queue, tmp_path, servers, **file_of(folder, tmp_path / "s.yml", **values))
         steps = json.loads(queue.added["student-lr1e-4"][1]["session.json"])["steps"]
         assert len(steps["student"]["machines"]) == count
+        assert steps["student"]["options"]["teacher_mixed"] == ("teacher_model" not in values)
     bad = Servers({"node1": ["https://user:secret@10.0.0.1"]}, servers.teachers)
     with pytest.raises(UserError, match="node1: ollama_url is no address of a server") as caught:
         add(FakeQueue(), tmp_path, bad, **file_of(folder, tmp_path / "s.yml"))

@@ -150,8 +150,7 @@ def _with_teacher(run: NewRun, deployed: Mapping[str, str]) -> NewRun:
             f"{_label(run)}: prompts: the model that answers is not known{several}: set teacher_model, or let one run of "
             "after deploy a model with deploy_name"
         )
-    student = student.model_copy(update={"teacher_model": next(iter(found))})
-    return dataclasses.replace(run, steps=dataclasses.replace(run.steps, student=student))
+    return dataclasses.replace(run, steps=run.steps.after_deployment(next(iter(found))))
 
 
 def _label(run: NewRun) -> str:

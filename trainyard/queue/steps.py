@@ -63,15 +63,27 @@ class Steps:
     Attributes:
         student: what its teachers are asked; None for a run with a dataset.
         deploy: how its model is deployed; None if it is not. `run` is not set yet.
+        follows_deployment: whether the teacher is the deployed model of a run, so that the hosts of the call teach.
     """
 
     student: StudentOptions | None = None
     deploy: DeployOptions | None = None
+    follows_deployment: bool = False
 
     @property
     def deploy_name(self) -> str:
         """Name of the deployed model; empty if it is not deployed."""
         return self.deploy.deploy_name if self.deploy else ""
+
+    def after_deployment(self, name: str) -> Steps:
+        """Return the steps with a deployed model as the teacher.
+
+        Its copies may have different digests, but the deployment has compared the answers of each with those of the run.
+        """
+        if self.student is None:
+            return self
+        student = self.student.model_copy(update={"teacher_model": name, "teacher_mixed": True})
+        return dataclasses.replace(self, student=student, follows_deployment=True)
 
     def check(self, spec: RunSpec) -> None:
         """Check that a run can have these steps. Raises UserError."""
@@ -177,6 +189,8 @@ def step_data(steps: Steps, run: str, servers: Servers) -> dict[str, Any]:
         answers = steps.student.model_dump(exclude={"teacher_model"})
         asked = DistillOptions.from_variables(answers | {"teacher": steps.student.teacher_model}, "queue")
         machines = [each for each in servers.teachers if each.trusted or asked.teachers == "all"]
+        if steps.follows_deployment:
+            machines = [each for each in machines if each.name in servers.urls]
         _check_urls((each.name, each.url) for each in machines)
         found["student"] = {"options": asked.model_dump(mode="json"), "machines": [asdict(each) for each in machines]}
     return found
