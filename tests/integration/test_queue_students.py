@@ -30,7 +30,8 @@ from trainyard.queue import step_work
 from trainyard.queue.lease import FAILED, FINISHED, Job
 from trainyard.queue.run_folder import Session
 from trainyard.queue.step_work import LeaseLostError, ask_teachers
-from trainyard.queue.steps import Servers, Steps, StudentOptions, prepare_student, step_data
+from trainyard.queue.steps import CONVERTER, Servers, Steps, StudentOptions, prepare_student, step_data
+from trainyard.run.file_entries import file_entry
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import PreparedRun
 
@@ -95,7 +96,9 @@ def teacher(site: Site, servers: Servers) -> Path:
     """Return the folder of the teacher, the run that the site has already."""
     steps = Steps(deploy=DeployOptions(deploy_name="mine"))
     spec = make_spec({"run": "mine", "model": str(site.base)}, "the test").model_dump(mode="json")
-    prepared = {"run": "mine", "spec": spec, "files": [], "origin": {}}
+    (site.folder / "converter-1.zip").write_bytes(b"")
+    files = [file_entry(site.folder / "converter-1.zip", "store/converter-1.zip", {"": "0" * 64}, CONVERTER)]
+    prepared = {"run": "mine", "spec": spec, "files": files, "origin": {}}
     return folder_of(site, prepared, step_data(steps, "mine", servers))
 
 
@@ -128,7 +131,7 @@ def test_a_student_trains_on_the_answers_of_the_teacher_that_was_deployed(
         said = capsys.readouterr().out
         assert (state["phase"], slurm["orders"]) == ("finished", [FINISHED]), said
         assert "node1: deployed mine (adapter on base:latest): " in said
-        assert "mine:latest" in OllamaClient(url).tags()
+        assert "mine:latest" in OllamaClient(url).tags() and (before / "deploy/converter-1.zip").exists()
 
         assert module.Driver.follow is follow
         state = drive(after, slurm)

@@ -19,7 +19,7 @@ from trainyard.connection import Host
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate
-from trainyard.queue import requests
+from trainyard.queue import requests, steps
 from trainyard.queue.client import Job, Node, QueueState
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import Request
@@ -128,8 +128,15 @@ class FakeHost:
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> dict[str, PreparedRun]:
-    """The runs whose files would be copied to the queue host, by name."""
+    """The runs whose files would be copied to the queue host, by name. The converter of models is a stand-in."""
     found: dict[str, PreparedRun] = {}
+
+    def converter_archive(folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "converter-1.zip").write_bytes(b"converter")
+        return folder / "converter-1.zip"
+
+    monkeypatch.setattr(steps, "converter_archive", converter_archive)
 
     def stage(prepared: PreparedRun, *_: Any) -> tuple[PreparedRun, dict[str, str]]:
         found[prepared.run] = prepared
@@ -156,17 +163,17 @@ def test_what_the_steps_need_is_sent_with_the_run(folder: Path, tmp_path: Path, 
     queue = FakeQueue()
     lines = add(queue, tmp_path, **values)
     assert list(queue.added) == ["teacher", "student-lr1e-4", "student-lr3e-4"]
-    assert "1:10 h" not in lines[0] and ", and 60 minutes for the deployment (job 101)" in lines[0]
+    assert ", and 60 minutes for the deployment (job 101)" in lines[0]
     assert lines[1].startswith("added run student-lr1e-4, priority normal, 1 host after teacher; time limit 9 minutes")
 
     request, contents, arguments = queue.added["teacher"]
     assert request.deploy_name == "mine" and request.time_limit >= 70 and not any("dependency" in w for w in arguments)
-    steps = json.loads(contents["session.json"])["steps"]
+    sent = json.loads(contents["session.json"])["steps"]
     assert (
-        steps["deploy"]["urls"] == {"node1": ["http://127.0.0.1:11434"]}
-        and steps["deploy"]["template"] == "{{ .Prompt }}"
+        sent["deploy"]["urls"] == {"node1": ["http://127.0.0.1:11434"]}
+        and sent["deploy"]["template"] == "{{ .Prompt }}"
     )
-    assert (steps["deploy"]["options"]["run"], steps["deploy"]["options"]["deploy_as"]) == ("teacher", "merged")
+    assert (sent["deploy"]["options"]["run"], sent["deploy"]["options"]["deploy_as"]) == ("teacher", "merged")
 
     request, contents, arguments = queue.added["student-lr1e-4"]
     assert "--dependency=afterok:101" in arguments and "secret" not in request.model_dump_json() + " ".join(arguments)
@@ -177,11 +184,19 @@ def test_what_the_steps_need_is_sent_with_the_run(folder: Path, tmp_path: Path, 
     assert session.steps["student"]["options"]["temperature"] == 0.1
     assert session.steps["student"]["machines"][0]["url"] == "http://user:secret@10.0.0.1:11434"
     assert session.prepared["spec"]["columns"] == {} and not session.prepared["spec"]["fake_data"]
+    assert [file["dest"] for file in staged["teacher"].files][-1] == "store/deploy/converter-1.zip"
     kinds = {file["kind"]: file for file in staged["student-lr1e-4"].files}
     assert set(kinds) == {"model", "trainer", "prompts", "eval_prompts"}
     chats = read_prompts(Path(kinds["prompts"]["src"]))
     assert [chat[0]["content"] for chat in chats] == ["What follows 1?", "What follows 2?"]
     assert Path(kinds["prompts"]["src"]).stat().st_mode & 0o777 == 0o600
+
+
+def test_two_runs_do_not_deploy_one_model(folder: Path, tmp_path: Path) -> None:
+    listed = [{"run": "a", "grid": {"lr": ["1e-4", "3e-4"]}, "deploy_name": "mine"}]
+    (tmp_path / "s.yml").write_text(yaml.safe_dump({"model": str(folder / "model"), "runs": listed}))
+    with pytest.raises(UserError, match="deploy_name: the runs a-lr1e-4 and a-lr3e-4 would both deploy mine"):
+        read(file=str(tmp_path / "s.yml"))
 
 
 def test_the_teacher_of_a_student_is_known_or_refused(folder: Path, tmp_path: Path, staged: Any) -> None:
@@ -230,6 +245,21 @@ def test_other_prompts_are_another_run(folder: Path, tmp_path: Path, staged: dic
         add(queue, tmp_path, **changed)
 
 
+def test_a_missing_converter_is_left_to_the_queue_host(
+    folder: Path, tmp_path: Path, staged: dict[str, PreparedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(path: Path) -> Path:
+        raise UserError("cannot download the model converter")
+
+    monkeypatch.setattr(steps, "converter_archive", offline)
+    add(FakeQueue(), tmp_path, **file_of(folder, tmp_path / "s.yml"))
+    assert "converter" not in {file["kind"] for file in staged["teacher"].files}
+    lines: list[str] = []
+    for options, count in (({"deploy_name": "a"}, 1), ({"deploy_name": "a", "deploy_as": "adapter"}, 1), ({}, 1)):
+        steps.converter_files(steps.read_steps(options), tmp_path, lines.append)
+        assert len(lines) == count and "the queue host downloads it" in lines[0]
+
+
 def test_addresses_of_servers_come_from_the_inventory(folder: Path, tmp_path: Path, staged: Any) -> None:
     variables = {
         "node1": {"cluster_address": "10.0.0.1", "ollama_port": 5000},
@@ -244,9 +274,9 @@ def test_addresses_of_servers_come_from_the_inventory(folder: Path, tmp_path: Pa
     for values, count in (({}, 1), ({"teachers": "all"}, 1), ({"teachers": "all", "teacher_model": "llama3:8b"}, 2)):
         queue = FakeQueue()
         add(queue, tmp_path, servers, **file_of(folder, tmp_path / "s.yml", **values))
-        steps = json.loads(queue.added["student-lr1e-4"][1]["session.json"])["steps"]
-        assert len(steps["student"]["machines"]) == count
-        assert steps["student"]["options"]["teacher_mixed"] == ("teacher_model" not in values)
+        sent = json.loads(queue.added["student-lr1e-4"][1]["session.json"])["steps"]
+        assert len(sent["student"]["machines"]) == count
+        assert sent["student"]["options"]["teacher_mixed"] == ("teacher_model" not in values)
     bad = Servers({"node1": ["https://user:secret@10.0.0.1"]}, servers.teachers)
     with pytest.raises(UserError, match="node1: ollama_url is no address of a server") as caught:
         add(FakeQueue(), tmp_path, bad, **file_of(folder, tmp_path / "s.yml"))

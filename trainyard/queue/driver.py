@@ -166,7 +166,7 @@ class Driver:
         if "deploy" in steps:
             self.save(step="deployment")
             connect = lambda host: HostConnection(host, OpenSSHTransport(host.login))  # noqa: E731
-            deploy_model(steps["deploy"], self.session.hosts, connect, self.folder, self.report)
+            deploy_model(steps["deploy"], self.session.prepared, self.session.hosts, connect, self.folder, self.report)
         return "finished"
 
     def follow(self, leases: Leases, hosts: list[Host]) -> str:

@@ -13,6 +13,7 @@ from trainer.errors import UserError, nearest
 from trainer.formats import printable
 from trainer.inputs import user_path
 from trainyard.extra_vars import check_pairs, read_run_spec
+from trainyard.ollama.client import full_name
 from trainyard.queue.request import MAX_RUNS, OPTIONS, QueueOptions, Request
 from trainyard.queue.steps import OPTIONS as STEP_OPTIONS
 from trainyard.queue.steps import Steps, read_steps
@@ -116,10 +117,23 @@ def read_runs(
     runs = [_new_run(entry, launch_of, top, quiet.append) for entry in listed]
     for line in dict.fromkeys(quiet):
         report(line)
+    _check_deployments(runs)
     grids, names = grids_of((run.spec.run, run.grid) for run in runs), [run.spec.run for run in runs]
     runs = [run.waiting_for(grids, names) for run in runs]
     order = in_order({run.spec.run: run.options.after for run in runs if run.spec.run})
     return sorted(runs, key=lambda run: order.index(run.spec.run) if run.spec.run else -1)
+
+
+def _check_deployments(runs: Sequence[NewRun]) -> None:
+    """Check that no two runs deploy a model under one name. Raises UserError."""
+    known: dict[str, str] = {}
+    for run in runs:
+        if (name := run.steps.deploy_name) and (
+            other := known.setdefault(full_name(name), run.spec.run)
+        ) != run.spec.run:
+            raise UserError(
+                f"deploy_name: the runs {other} and {run.spec.run} would both deploy {name}: give each its own"
+            )
 
 
 def _new_run(

@@ -24,7 +24,15 @@ from trainyard.queue.new_runs import NewRun
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
 from trainyard.queue.run_folder import Session, program_archive
-from trainyard.queue.steps import EVAL_PROMPTS, PROMPTS, Servers, is_student, prepare_student, step_data
+from trainyard.queue.steps import (
+    EVAL_PROMPTS,
+    PROMPTS,
+    Servers,
+    converter_files,
+    is_student,
+    prepare_student,
+    step_data,
+)
 from trainyard.queue.sweep import grids_of
 from trainyard.run.choose_strategy import spec_here
 from trainyard.run.host_files import HostAccess
@@ -187,9 +195,13 @@ def _prepared(run: NewRun, site: Site) -> PreparedRun:
     queue_host = site.queue.host
     hosts = [queue_host, *(host for host in site.hosts if host.name != queue_host.name)]
     access = HostAccess(hosts, site.connect, run.launch.run_env, site.check)
+    work = site.home / ".trainyard"
     if run.steps.student:
-        return prepare_student(run.spec, run.steps.student, site.home / ".trainyard", site.report, access)
-    return prepare(run.spec, site.home / ".trainyard", site.report, access)
+        prepared = prepare_student(run.spec, run.steps.student, work, site.report, access)
+    else:
+        prepared = prepare(run.spec, work, site.report, access)
+    more = [] if site.check else converter_files(run.steps, work, site.report)
+    return dataclasses.replace(prepared, files=[*prepared.files, *more])
 
 
 def _is_known(

@@ -25,7 +25,7 @@ from trainyard.ollama.filters import prompt_text
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate, find_teachers
-from trainyard.queue.steps import EVAL_PROMPTS, PROMPTS
+from trainyard.queue.steps import CONVERTER, EVAL_PROMPTS, PROMPTS
 from trainyard.remote.digests import Digests
 from trainyard.run.errors import RunError
 from trainyard.run.spec_files import dataset_entry
@@ -92,12 +92,12 @@ def ask_teachers(
 
 
 def with_dataset(prepared: Mapping[str, Any], dataset: Path | None, folder: Path) -> dict[str, Any]:
-    """Return the fields of PreparedRun for training: with this dataset, if there is one, and without prompts.
+    """Return the fields of PreparedRun for training: with this dataset, if there is one, and without files of other steps.
 
     Raises:
         UserError: the dataset is missing.
     """
-    files = [file for file in prepared["files"] if file["kind"] not in (PROMPTS, EVAL_PROMPTS)]
+    files = [file for file in prepared["files"] if file["kind"] not in (PROMPTS, EVAL_PROMPTS, CONVERTER)]
     if dataset is None:
         return {**prepared, "files": files}
     try:
@@ -111,6 +111,7 @@ def with_dataset(prepared: Mapping[str, Any], dataset: Path | None, folder: Path
 
 def deploy_model(
     data: Mapping[str, Any],
+    prepared: Mapping[str, Any],
     hosts: Sequence[Host],
     connect: Callable[[Host], HostConnection],
     folder: Path,
@@ -120,6 +121,7 @@ def deploy_model(
 
     Args:
         data: `deploy` of `step_data`.
+        prepared: the fields of PreparedRun.
         hosts: all that the run may use; one of them has the run.
         folder: of the run.
 
@@ -132,6 +134,11 @@ def deploy_model(
             path = folder / "template.gotmpl"
             write_atomic(path, str(data["template"]).encode(), 0o600)
             options = options.model_copy(update={"template": str(path)})
+        for file in prepared["files"]:
+            if file["kind"] == CONVERTER:  # where converter_archive looks for it
+                source = Path(file["src"])
+                (folder / "deploy").mkdir(exist_ok=True)
+                write_atomic(folder / "deploy" / source.name, source.read_bytes(), 0o600)
         urls = {host.name: [str(url) for url in data["urls"][host.name]] for host in hosts}
         for line in Deployment(list(hosts), connect, urls, options, work=folder, report=report).deploy()["lines"]:
             report(line)

@@ -18,10 +18,11 @@ from pydantic.fields import FieldInfo
 from trainer.config import TINY, RunSpec
 from trainer.config.fields import declare
 from trainer.errors import UserError
-from trainer.files import write_atomic
+from trainer.files import sha256_file, write_atomic
 from trainer.inputs import user_path
 from trainyard.cluster import Cluster
 from trainyard.ollama.client import OllamaClient, OllamaError
+from trainyard.ollama.converter import converter_archive
 from trainyard.ollama.deploy import server_urls
 from trainyard.ollama.distill_options import AnswerOptions, DistillOptions
 from trainyard.ollama.options import MODEL_NAME_RULES, DeployOptions
@@ -31,7 +32,8 @@ from trainyard.run.file_entries import file_entry
 from trainyard.run.host_files import HostAccess
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 
-PROMPTS, EVAL_PROMPTS = "prompts", "eval_prompts"  # kinds of files in PreparedRun.files
+# Kinds of files in PreparedRun.files that the queue host needs, and the hosts of the run do not.
+PROMPTS, EVAL_PROMPTS, CONVERTER = "prompts", "eval_prompts", "converter"
 # Variables of a host that say where its Ollama server is.
 _VARIABLES = (
     *("ollama_url", "ollama_port", "ollama_state", "ollama_models"),
@@ -167,6 +169,24 @@ def prepare_student(
     # The prompts are chats by now: the settings of their columns are not those of the dataset.
     change = {"fake_data": False, "dataset_split": "train", "dataset_config": "", "columns": {}}
     return dataclasses.replace(prepared, spec=prepared.spec | change, files=files)
+
+
+def converter_files(steps: Steps, work: Path, report: Report) -> list[dict[str, Any]]:
+    """Return the entry of the converter of models that a deployment may need; none if it does not, or it is unavailable.
+
+    Args:
+        work: folder on the controller for files.
+        report: receives a line if it is unavailable.
+    """
+    if steps.deploy is None or steps.deploy.deploy_as == "adapter":
+        return []
+    try:
+        path = converter_archive(work / "deploy")
+    except UserError as error:
+        report(f"{error}: if the deployment needs the converter, the queue host downloads it")
+        return []
+    digest = sha256_file(path)
+    return [file_entry(path, f"store/deploy/{path.name}", {"": digest}, CONVERTER)]
 
 
 def is_student(prepared: PreparedRun) -> bool:
