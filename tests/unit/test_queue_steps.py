@@ -209,10 +209,10 @@ def test_the_teacher_of_a_student_is_known_or_refused(folder: Path, tmp_path: Pa
     queue = FakeQueue(old=("finished", "old:v1"), plain=("finished", ""), other=("waiting", "other"))
     add(queue, tmp_path, **one, after="old")
     assert json.loads(queue.added["s"][1]["session.json"])["steps"]["student"]["options"]["teacher"] == "old:v1"
-    add(queue, tmp_path, **one | {"run": "t", "teacher_model": "llama3:8b"})
+    add(queue, tmp_path, **one | {"run": "t", "ollama_teacher": "llama3:8b"})
     assert json.loads(queue.added["t"][1]["session.json"])["steps"]["student"]["options"]["teacher"] == "llama3:8b"
     for after, said in (
-        ("plain", "run s: prompts: the model that answers is not known: set teacher_model, or let one run"),
+        ("plain", "run s: prompts: the model that answers is not known: set ollama_teacher, or let one run"),
         ("old,other", "prompts: the model that answers is not known: the runs of after deploy old:v1, other: set"),
     ):
         with pytest.raises(UserError, match=said):
@@ -271,12 +271,12 @@ def test_addresses_of_servers_come_from_the_inventory(folder: Path, tmp_path: Pa
     servers = servers_of(cluster)
     assert servers.urls == {"node1": ["http://127.0.0.1:5000", "http://10.0.0.1:5000"]}
     assert [(each.name, each.trusted) for each in servers.teachers] == [("node1", True), ("found", False)]
-    for values, count in (({}, 1), ({"teachers": "all"}, 1), ({"teachers": "all", "teacher_model": "llama3:8b"}, 2)):
+    for values, count in (({}, 1), ({"teachers": "all"}, 1), ({"teachers": "all", "ollama_teacher": "llama3:8b"}, 2)):
         queue = FakeQueue()
         add(queue, tmp_path, servers, **file_of(folder, tmp_path / "s.yml", **values))
         sent = json.loads(queue.added["student-lr1e-4"][1]["session.json"])["steps"]
         assert len(sent["student"]["machines"]) == count
-        assert sent["student"]["options"]["teacher_mixed"] == ("teacher_model" not in values)
+        assert sent["student"]["options"]["teacher_mixed"] == ("ollama_teacher" not in values)
     bad = Servers({"node1": ["https://user:secret@10.0.0.1"]}, servers.teachers)
     with pytest.raises(UserError, match="node1: ollama_url is no address of a server") as caught:
         add(FakeQueue(), tmp_path, bad, **file_of(folder, tmp_path / "s.yml"))

@@ -149,13 +149,13 @@ def _with_teacher(run: NewRun, deployed: Mapping[str, str]) -> NewRun:
         deployed: names of the deployed models, by run.
     """
     student = run.steps.student
-    if student is None or student.teacher_model:
+    if student is None or student.ollama_teacher:
         return run
     found = dict.fromkeys(name for before in run.options.after if (name := deployed.get(before)))
     if len(found) != 1:
         several = f": the runs of after deploy {', '.join(found)}" if found else ""
         raise UserError(
-            f"{_label(run)}: prompts: the model that answers is not known{several}: set teacher_model, or let one run of "
+            f"{_label(run)}: prompts: the model that answers is not known{several}: set ollama_teacher, or let one run of "
             "after deploy a model with deploy_name"
         )
     return dataclasses.replace(run, steps=run.steps.after_deployment(next(iter(found))))

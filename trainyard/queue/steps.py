@@ -44,7 +44,7 @@ _VARIABLES = (
 class StudentOptions(AnswerOptions):
     """What a run asks teachers before it trains on their answers."""
 
-    teacher_model: str = declare(
+    ollama_teacher: str = declare(
         "",
         "model of the Ollama servers that answers `prompts`; without it, the `deploy_name` of the run of `after`",
         **MODEL_NAME_RULES,
@@ -84,7 +84,7 @@ class Steps:
         """
         if self.student is None:
             return self
-        student = self.student.model_copy(update={"teacher_model": name, "teacher_mixed": True})
+        student = self.student.model_copy(update={"ollama_teacher": name, "teacher_mixed": True})
         return dataclasses.replace(self, student=student, follows_deployment=True)
 
     def check(self, spec: RunSpec) -> None:
@@ -206,8 +206,8 @@ def step_data(steps: Steps, run: str, servers: Servers) -> dict[str, Any]:
         options = steps.deploy.model_copy(update={"run": run, "template": ""}).model_dump(mode="json")
         found["deploy"] = {"options": options, "template": steps.deploy.template_text(), "urls": dict(servers.urls)}
     if steps.student:
-        answers = steps.student.model_dump(exclude={"teacher_model"})
-        asked = DistillOptions.from_variables(answers | {"teacher": steps.student.teacher_model}, "queue")
+        answers = steps.student.model_dump(exclude={"ollama_teacher"})
+        asked = DistillOptions.from_variables(answers | {"teacher": steps.student.ollama_teacher}, "queue")
         machines = [each for each in servers.teachers if each.trusted or asked.teachers == "all"]
         if steps.follows_deployment:
             machines = [each for each in machines if each.name in servers.urls]
