@@ -124,16 +124,12 @@ def test_a_student_trains_on_the_answers_of_the_teacher_that_was_deployed(
         create_base(site, url)
         servers = Servers({"node1": [url]}, [Candidate("node1", url, True)])
         before, (after, prepared) = teacher(site, servers), student(site, servers, max_tokens=12)
-        follow = module.Driver.follow
-        with monkeypatch.context() as patched:  # the site has the result of the teacher
-            patched.setattr(module.Driver, "follow", lambda *_: "finished")
-            state = drive(before, slurm)
+        state = drive(before, slurm)  # the site has the trained model
         said = capsys.readouterr().out
         assert (state["phase"], slurm["orders"]) == ("finished", [FINISHED]), said
         assert "node1: deployed mine (adapter on base:latest): " in said
         assert "mine:latest" in OllamaClient(url).tags() and (before / "deploy/converter-1.zip").exists()
 
-        assert module.Driver.follow is follow
         state = drive(after, slurm)
         said = capsys.readouterr().out
         assert (state["phase"], state["exit"]["code"]) == ("finished", FINISHED), said
@@ -147,14 +143,11 @@ def test_a_student_trains_on_the_answers_of_the_teacher_that_was_deployed(
 
 
 @pytest.mark.slow
-def test_a_deployment_without_a_server_fails_in_one_line(
-    tmp_path: Path, slurm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deployment_without_a_server_fails_in_one_line(tmp_path: Path, slurm: dict[str, Any]) -> None:
     site = Site(tmp_path)
     site.keep_answers()
     url = f"http://127.0.0.1:{free_port()}"
     folder = teacher(site, Servers({"node1": [url]}))
-    monkeypatch.setattr(module.Driver, "follow", lambda *_: "finished")
     state = drive(folder, slurm)
     assert (state["phase"], slurm["orders"]) == ("failed", [FAILED])
     reason = state["exit"]["reason"]

@@ -35,11 +35,13 @@ class Steps:
     Attributes:
         done: what was called, in order.
         fail: errors that a step raises, by step; each once.
+        has_model: whether a host has the trained model already.
     """
 
     def __init__(self) -> None:
         self.done: list[str] = []
         self.fail: dict[str, list[BaseException]] = {}
+        self.has_model = False
 
     def do(self, step: str) -> None:
         self.done.append(step)
@@ -66,6 +68,7 @@ def steps(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step
 
     monkeypatch.setattr(module, "ask_teachers", ask)
     monkeypatch.setattr(module.Driver, "follow", follow)
+    monkeypatch.setattr(module, "has_model", lambda *_: found.has_model)
     monkeypatch.setattr(module, "deploy_model", lambda *_: found.do("deployment"))
     return found
 
@@ -75,6 +78,14 @@ def test_a_run_asks_trains_and_deploys(world: World, steps: Steps, tmp_path: Pat
     state = drive(tmp_path)
     assert steps.done == ["answers", "training", "deployment"]
     assert state["phase"] == "finished" and world.orders == [FINISHED]
+
+
+def test_a_run_that_is_added_again_for_its_deployment_is_not_trained_again(
+    world: World, steps: Steps, tmp_path: Path
+) -> None:
+    steps.has_model = True
+    world.jobs = [running(), ended("COMPLETED")]
+    assert drive(tmp_path)["phase"] == "finished" and steps.done == ["answers", "deployment"]
 
 
 @pytest.mark.parametrize("step", ["answers", "training", "deployment"])

@@ -24,7 +24,7 @@ from trainyard.queue.carry import Copy, Keeper
 from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, Job, Leases, leased_hosts, read_job
 from trainyard.queue.never_starts import never_starts
 from trainyard.queue.run_folder import Session, read_session
-from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, with_dataset
+from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, has_model, with_dataset
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
 from trainyard.run.errors import PartlyActiveError, RunError
@@ -158,15 +158,18 @@ class Driver:
             dataset = ask_teachers(steps["student"], self.session.prepared, self.folder, **ask)
             self.report(f"dataset: {dataset}")
             self.save(dataset=str(dataset.relative_to(self.folder)))
-        if not self.state.get("trained"):
+        deployed = "deploy" in steps
+        if not self.state.get("trained") and not (
+            deployed and has_model(self.run, self.session.hosts, self.connect_host)
+        ):
             self.save(step="training")
             if (status := self.follow(leases, hosts)) == "stopped":
                 return status
-            self.save(trained=True)
-        if "deploy" in steps:
+        self.save(trained=True)
+        if deployed:
             self.save(step="deployment")
-            connect = lambda host: HostConnection(host, OpenSSHTransport(host.login))  # noqa: E731
-            deploy_model(steps["deploy"], self.session.prepared, self.session.hosts, connect, self.folder, self.report)
+            where: tuple[Any, ...] = (self.session.hosts, self.connect_host, self.folder, self.report)
+            deploy_model(steps["deploy"], self.session.prepared, *where)
         return "finished"
 
     def follow(self, leases: Leases, hosts: list[Host]) -> str:
@@ -183,7 +186,7 @@ class Driver:
         here = {host.name: host for host in hosts}
         session = RunSession(
             hosts,
-            lambda host: HostConnection(here[host.name], OpenSSHTransport(host.login)),
+            lambda host: self.connect_host(here[host.name]),
             self.session.options.model_copy(update={"limit": "cluster", "head": self.head(hosts)}),
             home=self.folder,
             report=self.report,
@@ -208,7 +211,10 @@ class Driver:
 
     def connect(self, name: str) -> HostConnection:
         """Make the connection to a host of the run."""
-        host = next(host for host in self.session.hosts if host.name == name)
+        return self.connect_host(next(host for host in self.session.hosts if host.name == name))
+
+    def connect_host(self, host: Host) -> HostConnection:
+        """Make the connection to a host."""
         return HostConnection(host, OpenSSHTransport(host.login))
 
     # Ends -------------------------------------------------------------------------------------------------------------

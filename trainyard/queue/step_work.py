@@ -25,6 +25,7 @@ from trainyard.ollama.filters import prompt_text
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.ollama.trained_run import find_run
 from trainyard.queue.steps import CONVERTER, EVAL_PROMPTS, PROMPTS
 from trainyard.remote.digests import Digests
 from trainyard.run.errors import RunError
@@ -33,6 +34,7 @@ from trainyard.run.spec_files import dataset_entry
 POLL = 2.0  # s between two attempts to open answers that another run collects
 ANSWERS = ".students"  # folder of the answers below that of the queue: runs share them
 Report = Callable[[str], None]
+Connect = Callable[[Host], HostConnection]
 
 
 class LeaseLostError(RunError):
@@ -109,11 +111,21 @@ def with_dataset(prepared: Mapping[str, Any], dataset: Path | None, folder: Path
     return {**prepared, "spec": spec, "origin": origin, "files": [entry | {"source": 0}, *files]}
 
 
+def has_model(run: str, hosts: Sequence[Host], connect: Connect) -> bool:
+    """Return whether one of the hosts has the trained model of a run, as that of a run that is added again to be deployed."""
+    try:
+        connections = {host.name: connect(host) for host in hosts}
+        find_run(run, {host.name: host for host in hosts}, connections, with_base=False)
+    except UserError:
+        return False
+    return True
+
+
 def deploy_model(
     data: Mapping[str, Any],
     prepared: Mapping[str, Any],
     hosts: Sequence[Host],
-    connect: Callable[[Host], HostConnection],
+    connect: Connect,
     folder: Path,
     report: Report,
 ) -> None:
