@@ -117,7 +117,7 @@ def test_students_of_a_teacher_that_fails_end_with_the_reason(cluster: tuple[Lab
     assert trainyard(inventory, "list")["runs"] == []
 
     lab.inside(lab.hosts[2], "systemctl stop ollama")
-    undeployed = tiny_spec("undeployed", questions(tmp_path), 5) | {"deploy_name": "other"}
+    undeployed = tiny_spec("undeployed", questions(tmp_path), 60) | {"deploy_name": "other", "lr": 2e-3}
     again = [undeployed, student(tmp_path, run="three", after="undeployed")]
     runs = add(cluster, tmp_path, again)
     lab.wait(lambda: runs["three"].state()["phase"] == "failed", "the student does not end", 300)
