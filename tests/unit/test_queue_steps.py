@@ -19,7 +19,7 @@ from trainyard.connection import Host
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate
-from trainyard.queue import requests, steps
+from trainyard.queue import manage, requests, steps
 from trainyard.queue.client import Job, Node, QueueState
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import Request
@@ -258,6 +258,24 @@ def test_a_missing_converter_is_left_to_the_queue_host(
     for options, count in (({"deploy_name": "a"}, 1), ({"deploy_name": "a", "deploy_as": "adapter"}, 1), ({}, 1)):
         steps.converter_files(steps.read_steps(options), tmp_path, lines.append)
         assert len(lines) == count and "the queue host downloads it" in lines[0]
+
+
+def test_servers_are_looked_up_only_for_runs_that_need_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable of a host takes Ansible milliseconds."""
+    sites: list[Site] = []
+    monkeypatch.setattr(manage, "add_runs", lambda runs, site: sites.append(site) or {})
+    asked: list[str] = []
+    variables = {"queue_state": "present", "ollama_port": 5000}
+    lookup: Any = lambda host, name: asked.append(name) or variables.get(name)  # noqa: E731
+    connect: Any = lambda name: type("Connection", (), {"host": HOST})()  # noqa: E731
+    cluster = Cluster([HOST], {"cluster": ["node1"]}, lookup, connect, make_options)
+    for values in ({"model": "tiny"}, file_of(folder, tmp_path / "s.yml")):
+        manage.manage_queue({"do": "add", **values}, cluster, TOP, lambda line: None, False)
+    plain, full = sites
+    assert not plain.servers.urls and full.servers.urls == {"node1": ["http://127.0.0.1:5000"]}
+    assert asked.count("ollama_port") == 1
 
 
 def test_addresses_of_servers_come_from_the_inventory(folder: Path, tmp_path: Path, staged: Any) -> None:

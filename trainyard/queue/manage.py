@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -171,6 +172,8 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
         return show_runs(site.queue, verb, options.run)
     if verb != "add":
         return change_runs(site.queue, verb, options, check=check)
+    if any(run.steps.student or run.steps.deploy for run in runs):
+        site = dataclasses.replace(site, servers=servers_of(cluster))
     return add_runs(runs, site)
 
 
@@ -186,4 +189,4 @@ def open_queue(cluster: Cluster, top: Path, report: Report, check: bool) -> Site
         member.check()
     limited = len(cluster.hosts) < len(cluster.groups["cluster"])
     client, token = QueueClient(cluster.connect(host)), secrets.token_hex(8)
-    return Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check, servers_of(cluster))
+    return Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check)
