@@ -47,8 +47,11 @@ def add(cluster: tuple[Lab, Path], folder: Path, runs: list[dict[str, Any]]) -> 
     lab, inventory = cluster
     common = {"run_env": {"OMP_NUM_THREADS": "1"}, "cores": 1, "time_limit": 60}
     (folder / "runs.yml").write_text(yaml.safe_dump(common | {"runs": runs}))
-    added = trainyard(inventory, "add", f"--file={folder / 'runs.yml'}")
-    return {run["run"]: QueuedRun(lab, lab.hosts[0], run["run"], run["job"]) for run in added["runs"]}
+    values = {"do": "add", "file": str(folder / "runs.yml")}
+    played = run_playbook("playbooks/queue.yml", inventory, values)
+    assert played.rc == 0 and played.count("changed") == 1, played.stdout
+    jobs = {run["run"]: run["job"] for run in trainyard(inventory, "history")["runs"]}
+    return {run["run"]: QueuedRun(lab, lab.hosts[0], run["run"], jobs[run["run"]]) for run in runs}
 
 
 def student(folder: Path, **more: Any) -> dict[str, Any]:
@@ -68,6 +71,8 @@ def test_a_student_trains_after_the_deployment_of_its_teacher(cluster: tuple[Lab
     head = lab.hosts[0]
     teacher = tiny_spec("teacher", questions(tmp_path), 60) | {"deploy_name": "mine", "lr": 2e-3}
     runs = add(cluster, tmp_path, [teacher, student(tmp_path)])
+    again = trainyard(inventory, "add", f"--file={tmp_path / 'runs.yml'}")
+    assert not again["changed"], again
     listed = {run["run"]: run for run in trainyard(inventory, "list")["runs"]}
     assert listed["student"]["reason"] == "waits for the end of run teacher"
     for name, step in (("teacher", "deployment"), ("student", "answers")):
