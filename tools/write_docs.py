@@ -19,7 +19,7 @@ from trainyard.cli.commands import COMMANDS
 from trainyard.cli.flags import COMMON
 from trainyard.cli.options import SHORT, LogsOptions, PreflightOptions, StatusOptions, StopOptions
 from trainyard.dashboard.options import DashboardOptions
-from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
+from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS

@@ -11,7 +11,8 @@ from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure
 from trainyard.connection import InventoryError
 from trainyard.extra_vars import plain_data
-from trainyard.ollama.distill import make_distill_options, student_specs
+from trainyard.ollama.distill import student_specs
+from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.model_copy import copy_model, plan_copy
 from trainyard.ollama.teachers import candidates
 from trainyard.run.errors import RunError

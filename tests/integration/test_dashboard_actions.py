@@ -40,7 +40,8 @@ from selenium.webdriver.support.ui import Select
 from trainyard.connection import Host, HostConnection
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.client import OllamaClient
-from trainyard.ollama.distill import DistillOptions, Questions, collect_answers
+from trainyard.ollama.collect import Questions, collect_answers
+from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.pool import OllamaNode
 from trainyard.openssh import LocalTransport
 from trainyard.progress_record import SUFFIX

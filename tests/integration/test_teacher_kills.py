@@ -26,7 +26,9 @@ import json, sys
 from pathlib import Path
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.client import OllamaClient
-from trainyard.ollama.distill import DistillOptions, Questions, collect_answers, read_prompts
+from trainyard.ollama.collect import Questions, collect_answers
+from trainyard.ollama.distill_options import DistillOptions
+from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.pool import OllamaNode
 urls, prompts, path, digest = json.loads(sys.argv[1])
 nodes = [OllamaNode(f"node{n}", OllamaClient(url), "teacher:latest", digest) for n, url in enumerate(urls)]

@@ -121,6 +121,27 @@ def test_events_and_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cluster.runs) == 3 and next(event.text for event in cluster.events.values()) == "event 4"
 
 
+def test_a_job_that_waits_in_slurm_waits_with_its_reason() -> None:
+    def line(status: str, **job: str) -> dict[str, Any]:
+        found = run_line(status=status, launcher="slurm", job=12, hosts=["node1"])
+        found["state"] |= {"job": job, "alive": True} | ({"ranks": {}} if status == "starting" else {})
+        return found
+
+    cluster = cluster_with(("node1", line("starting", state="PENDING", reason="Resources")))
+    run = cluster.runs["r"]
+    assert (run.status, run.waits, run.alive) == ("waiting", "job 12 waits for free nodes", True)
+    html = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1")).page("runs", "")
+    assert "… </span> waiting" in html.replace("…</span>", "… </span>") and "job 12 waits for free nodes" in html
+    assert b'trainyard_runs{status="waiting"} 1.0' in exposition(cluster)
+    assert not any(event.kind == "started" for event in cluster.events.values())
+    cluster.receive("node1", *parsed(line("starting", state="RUNNING", reason="None")))
+    assert (cluster.runs["r"].status, cluster.runs["r"].waits) == ("starting", "")
+    cluster.receive("node1", *parsed(line("running", state="RUNNING", reason="None")))
+    assert [event.kind for event in cluster.events.values()] == ["started"] and cluster.runs["r"].status == "running"
+    cluster.receive("node1", *parsed(line("starting", state="PENDING", reason="BeginTime")))
+    assert cluster.runs["r"].waits == "job 12 waits for its begin, as after a requeue"
+
+
 def test_pages_escape_and_are_rendered_once_for_all_browsers() -> None:
     cluster = cluster_with(("node1", run_line()))
     cluster.lost("node1", "<script>alert(1)</script>")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trainyard.dashboard.options import DashboardOptions
-from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
+from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 

@@ -236,6 +236,16 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     assert (tmp_path / "queue/b/driver.log").read_text() == f"{tmp_path}/queue/b\n"
     one.start("a")  # without a program it waits, too
     assert not one.drivers
+    with zipfile.ZipFile(tmp_path / "queue/a/program.zip", "w") as archive:
+        archive.writestr("trainyard/__init__.py", "")
+        archive.writestr("trainyard/queue/__init__.py", "")
+        archive.writestr("trainyard/queue/driver.py", "")
+    one.not_before.clear()
+    one.start("a", 60.0)
+    one.drivers["a"].wait(20)
+    one.reap()
+    one.start("a")  # that of a run which may never start pauses after its end
+    assert not one.drivers and one.failures["a"] == 0
 
 
 def test_a_number_that_slurm_has_given_to_another_job_is_no_job_of_the_run(
@@ -264,6 +274,8 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
         "returned-after-its-end": ("failed", "PENDING|trainyard-released|launch failed requeued held"),
         "waits-after-its-end": ("finished", "PENDING|trainyard-released|BeginTime"),
         "new": ("waiting", "PENDING|trainyard-new|Resources"),
+        "after-a-failed-run": ("waiting", "PENDING|trainyard-released|DependencyNeverSatisfied"),
+        "after-a-live-run": ("waiting", "PENDING|trainyard-released|Dependency"),
     }
     words = [(number, name, *said.split("|")) for number, (name, (_, said)) in enumerate(jobs.items(), 1)]
     squeue = "; ".join(f"echo '{job}|{state}|{comment}|{run}|{why}'" for job, run, state, comment, why in words)
@@ -278,11 +290,11 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
         write_json(tmp_path / f"queue/{name}/state.json", {"job": number, "phase": phase})
     one = service.Service(tmp_path / "queue")
     started: list[str] = []
-    monkeypatch.setattr(one, "start", started.append)
+    monkeypatch.setattr(one, "start", lambda run, pause=0.0: started.append(run))
     one.look()
     asked, *then = (tmp_path / "log").read_text().splitlines()
     released = [list(jobs)[int(line.removeprefix("release ")) - 1] for line in then]
-    assert asked == "asked" and sorted(started) == ["again", "lost"]
+    assert asked == "asked" and sorted(started) == ["after-a-failed-run", "again", "lost"]
     assert sorted(released) == ["forgotten", "held-after-its-end", "returned-after-its-end", "slurm-holds"]
     for name in phases:
         write_json(tmp_path / f"queue/{name}/state.json", {"job": 99, "phase": "cancelled"})

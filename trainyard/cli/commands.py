@@ -24,13 +24,14 @@ from trainyard.cluster import Cluster
 from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
 from trainyard.ollama.deploy import Deployment, server_urls
-from trainyard.ollama.distill import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.distill import distill as run_distill
+from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.options import DeployOptions, make_deploy_options
 from trainyard.preflight.runner import run_preflight
 from trainyard.queue.host import queue_host
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE, manage_queue
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
+from trainyard.queue.steps import DEPLOY_OPTIONS, STUDENT_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 from trainyard.run.merge import make_merge_options, merge_runs
@@ -53,6 +54,8 @@ MERGE = Group("command options", MERGE_OPTIONS)
 DEPLOY = Group("command options", DeployOptions.model_fields)
 UNDEPLOY = Group("command options", {"deploy_name": DeployOptions.model_fields["deploy_name"]})
 QUEUE_ADD = Group("queue options", {"file": FILE, **QUEUE_OPTIONS})
+QUEUE_DEPLOY = Group("deployment options", DEPLOY_OPTIONS)
+QUEUE_ANSWERS = Group("options of students", STUDENT_OPTIONS)
 QUEUE_STUDENTS = Group("queue options", QUEUE_OPTIONS)
 QUEUE_CHANGE = Group("command options", CHANGE_OPTIONS)
 QUEUE_RUNS = Group("command options", {"run": CHANGE_OPTIONS["run"]})
@@ -241,7 +244,7 @@ def _queue_commands() -> dict[str, Command]:
     for verb, summary in summaries.items():
         groups: tuple[Group, ...] = (QUEUE_RUNS, _launch("limit"))
         if verb == "add":
-            groups = (QUEUE_ADD, SPEC, LAUNCH)
+            groups = (QUEUE_ADD, QUEUE_DEPLOY, QUEUE_ANSWERS, SPEC, LAUNCH)
         elif verb == "priority":
             groups = (QUEUE_CHANGE, _launch("limit"))
         run = functools.partial(queue, verb=verb)

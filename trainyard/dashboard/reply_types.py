@@ -168,7 +168,7 @@ class TeacherNode(OpenReply):
 
 
 class DistillProgress(OpenReply):
-    """A record of trainyard/ollama/distill.py on the controller."""
+    """A record of trainyard/ollama/collect.py on the controller."""
 
     state: Line
     error: Line

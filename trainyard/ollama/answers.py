@@ -41,6 +41,10 @@ def answer_keys(digest: str, prompt: Prompt) -> list[str]:
     return list(dict.fromkeys(answer_key(digest, each) for each in both))
 
 
+class AnswersInUseError(UserError):
+    """Another process collects answers in the same file."""
+
+
 class AnswerFile:
     """The answers of one teacher, open for this process alone.
 
@@ -56,7 +60,7 @@ class AnswerFile:
         """Open or create the file.
 
         Raises:
-            UserError: another process has it open.
+            AnswersInUseError: another process has it open.
             DiskError: it cannot be read or written.
         """
         self.path, self.repaired, self.damaged = path, 0, 0
@@ -70,7 +74,7 @@ class AnswerFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._file)
-            raise UserError(
+            raise AnswersInUseError(
                 f"distill: another controller collects answers in {path}: wait for it, or stop it first"
             ) from None
         try:

@@ -12,9 +12,9 @@ from trainer.inputs import user_path
 from trainyard.ollama.client import MODEL_NAME
 from trainyard.playbook_options import PlaybookOptions
 
-_MODEL_NAME: dict[str, Any] = {"pattern": f"^({MODEL_NAME.pattern})?$"}
-_MODEL_NAME |= {"expected": "the name of a model, such as mine:latest"}
-_MODEL_NAME |= {"coerce_numbers_to_str": True}
+MODEL_NAME_RULES: dict[str, Any] = {"pattern": f"^({MODEL_NAME.pattern})?$"}
+MODEL_NAME_RULES |= {"expected": "the name of a model, such as mine:latest"}
+MODEL_NAME_RULES |= {"coerce_numbers_to_str": True}
 _TEMPLATE_LIMIT = 1 << 20  # bytes
 
 
@@ -22,11 +22,11 @@ class DeployOptions(PlaybookOptions):
     """What `playbooks/deploy.yml` deploys, and how."""
 
     run: str = declare("", "name of the run, which has finished", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
-    deploy_name: str = declare("", "name of the model in Ollama, such as `mine:latest`", **_MODEL_NAME)
+    deploy_name: str = declare("", "name of the model in Ollama, such as `mine:latest`", **MODEL_NAME_RULES)
     deploy_base: str = declare(
         "",
         "model of the hosts that is the base of the adapter, such as `llama3.1:8b`; without it, one that fits is searched for",
-        **_MODEL_NAME,
+        **MODEL_NAME_RULES,
     )
     deploy_as: Literal["auto", "adapter", "merged"] = declare(
         "auto",

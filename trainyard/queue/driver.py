@@ -2,9 +2,10 @@
 
     python -m trainyard.queue.driver FOLDER     started by service.py when the job has hosts
 
-One call drives one allocation of the job: it waits for the leases, starts or monitors the ranks through RunSession, and says how the
-lease ends: the run has finished, it has failed for good, or it returns to the queue because it was preempted or lost a host. Killed
-and started again, the driver finds the ranks running and monitors them.
+One call drives one allocation of the job: it waits for the leases, lets teachers answer the prompts of the run, starts or monitors
+the ranks through RunSession, deploys the model, and says how the lease ends: the run has finished, it has failed for good, or it
+returns to the queue because it was preempted or lost a host. Killed and started again, the driver finds the ranks running and
+monitors them. It also ends a run that can never start, because one that it waits for has not finished.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from trainyard.connection import Host, HostConnection, InventoryError, RemoteErr
 from trainyard.openssh import OpenSSHTransport
 from trainyard.queue.carry import Copy, Keeper
 from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, Job, Leases, leased_hosts, read_job
+from trainyard.queue.never_starts import never_starts
 from trainyard.queue.run_folder import Session, read_session
+from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, has_model, with_dataset
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
 from trainyard.run.errors import PartlyActiveError, RunError
@@ -67,7 +70,9 @@ class Driver:
             if job.state == "PENDING":
                 if self.state["phase"] != "waiting":
                     self.save(phase="waiting")
-                return
+                if not self.give_up(job):
+                    return
+                continue
             if job.state != "RUNNING":
                 time.sleep(POLL)
             elif (order := self.order(job)) is None:
@@ -123,10 +128,10 @@ class Driver:
         return now is not None and now.state == "RUNNING" and now.restart == job.restart
 
     def train(self, leases: Leases, hosts: list[Host]) -> tuple[int, str]:
-        """Start or monitor the ranks; return how the lease ends, and why."""
+        """Do the steps of the run; return how the lease ends, and why."""
         while True:
             try:
-                result = self.follow(leases, hosts)
+                result = self.do_steps(leases, hosts)
                 if result != "stopped":
                     return FINISHED, ""
                 stopped = leases.lost()
@@ -135,6 +140,8 @@ class Driver:
                 self.report("ranks of an interrupted start are stopped")
                 parts = [Part(host.name, f"{host.data_dir}/runs/{self.run}") for host in hosts]
                 stop_parts(parts, self.connect, {"now": True})
+            except LeaseLostError as error:
+                return AGAIN, str(error)
             except (RunError, UserError, InventoryError) as error:
                 for line in [f"failed: {error}", *getattr(error, "details", {}).get("lines", [])]:
                     self.report(line)
@@ -142,9 +149,33 @@ class Driver:
                     return AGAIN, describe(lost)
                 return FAILED, str(error)
 
+    def do_steps(self, leases: Leases, hosts: list[Host]) -> str:
+        """Let teachers answer, train and deploy, each once; return the status of the run: finished, or stopped."""
+        steps = self.session.steps
+        if "student" in steps and not self.state.get("dataset"):
+            self.save(step="answers")
+            ask: dict[str, Any] = {"report": self.report, "lost": lambda: describe(leases.lost())}
+            dataset = ask_teachers(steps["student"], self.session.prepared, self.folder, **ask)
+            self.report(f"dataset: {dataset}")
+            self.save(dataset=str(dataset.relative_to(self.folder)))
+        deployed = "deploy" in steps
+        if not self.state.get("trained") and not (
+            deployed and has_model(self.run, self.session.hosts, self.connect_host)
+        ):
+            self.save(step="training")
+            if (status := self.follow(leases, hosts)) == "stopped":
+                return status
+        self.save(trained=True)
+        if deployed:
+            self.save(step="deployment")
+            where: tuple[Any, ...] = (self.session.hosts, self.connect_host, self.folder, self.report)
+            deploy_model(steps["deploy"], self.session.prepared, *where)
+        return "finished"
+
     def follow(self, leases: Leases, hosts: list[Host]) -> str:
         """Do the steps of the session; return the status of the run: finished, or stopped."""
-        prepared = self.session.prepared
+        name = self.state.get("dataset")
+        prepared = with_dataset(self.session.prepared, self.folder / name if name else None, self.folder)
         if len(self.state["attempts"]) > 1:  # resume=never refuses only what was there before the run was added
             prepared = prepared | {"spec": prepared["spec"] | {"resume": "auto"}}
             try:
@@ -155,7 +186,7 @@ class Driver:
         here = {host.name: host for host in hosts}
         session = RunSession(
             hosts,
-            lambda host: HostConnection(here[host.name], OpenSSHTransport(host.login)),
+            lambda host: self.connect_host(here[host.name]),
             self.session.options.model_copy(update={"limit": "cluster", "head": self.head(hosts)}),
             home=self.folder,
             report=self.report,
@@ -180,7 +211,10 @@ class Driver:
 
     def connect(self, name: str) -> HostConnection:
         """Make the connection to a host of the run."""
-        host = next(host for host in self.session.hosts if host.name == name)
+        return self.connect_host(next(host for host in self.session.hosts if host.name == name))
+
+    def connect_host(self, host: Host) -> HostConnection:
+        """Make the connection to a host."""
         return HostConnection(host, OpenSSHTransport(host.login))
 
     # Ends -------------------------------------------------------------------------------------------------------------
@@ -229,6 +263,17 @@ class Driver:
         leases.end((self.state["exit"] or {}).get("code", FAILED))
         self.wait_for_end(job)
 
+    def give_up(self, job: Job) -> bool:
+        """Cancel a job that can never start, because a run that it waits for has not finished; return whether it is."""
+        why = str(self.state.get("given_up") or "") or never_starts(job, self.folder, self.state)
+        if not why:
+            return False
+        self.save(given_up=why)  # a driver after this one finds the job cancelled
+        with contextlib.suppress(SupervisorError):
+            command(["scancel", str(job.number)])
+        time.sleep(POLL)
+        return True
+
     def wait_for_end(self, job: Job) -> None:
         """Wait until the job no longer has the hosts of an allocation; cancel its steps if that takes too long."""
         deadline = time.monotonic() + END_LIMIT
@@ -262,6 +307,8 @@ class Driver:
             REASONS.get(state, f"its job ended: {state}") if job else "Slurm has forgotten its job: add the run again"
         )
         phase = "cancelled" if state == "CANCELLED" else "failed"
+        if given_up := self.state.get("given_up"):
+            phase, reason = "failed", str(given_up)
         self.report(f"ended: {reason}")
         self.save(phase=phase, exit={"code": FAILED, "reason": reason})
         return True
@@ -272,6 +319,7 @@ class Driver:
         if arguments is None or time.time() - float(submitted or 0) > FORGET_LIMIT:
             return False
         before = [attempt | {"restart": -1} for attempt in self.state["attempts"]]
+        done = {name: self.state[name] for name in ("dataset", "trained") if name in self.state}
         try:
             submit(self.folder, arguments)
         except (SupervisorError, OSError) as error:
@@ -279,7 +327,7 @@ class Driver:
             return False
         self.state = read_json(self.folder / "state.json") or self.state
         self.report(f"Slurm has forgotten the job: it is submitted again, as job {self.state['job']}")
-        self.save(attempts=before)
+        self.save(attempts=before, **done)
         return True
 
     # Records ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ _GPU = re.compile(r"[A-Za-z0-9-]{1,64}")
 _LIST = ["run", "priority", "state", "hosts", "submitted", "ends about", "reason"]
 _HISTORY = ["run", "priority", "state", "hosts", "submitted", "started", "ended", "took", "reason"]
 _BY_SLURM = {"COMPLETED": "finished", "CANCELLED": "cancelled", "PREEMPTED": "preempted", "TIMEOUT": "stopped"}
+_STEPS = {"answers": "its teachers answer its prompts", "deployment": "its model is deployed"}
 _WHY = {"TIMEOUT": "its time limit was reached", "NODE_FAIL": "a host was lost", "OUT_OF_MEMORY": "out of memory"}
 
 
@@ -69,8 +70,14 @@ def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict
     job = queue.jobs.get(request.run)
     if job and job.state == "PENDING":
         return why_waiting(request, job, queue)
+    recorded = queue.states.get(request.run, {})
+    if state == "running" and (doing := _STEPS.get(str(recorded.get("step")))):
+        return doing
     if attempts and attempts[-1]["reason"]:
         return str(attempts[-1]["reason"])
+    ending = recorded.get("exit")
+    if state == "failed" and not attempts and isinstance(ending, dict):
+        return printable(ending.get("reason") or "", 200)
     ended = queue.ended.get(request.run)
     if state in ENDED and ended and not job:
         return _WHY.get(ended.state, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainyard.queue.host import queue_host
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import Priority, is_run_name
 from trainyard.queue.requests import Site, add_runs
+from trainyard.queue.steps import servers_of
 from trainyard.run.errors import RunError
 from trainyard.run.spec_files import Report
 
@@ -170,6 +172,8 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
         return show_runs(site.queue, verb, options.run)
     if verb != "add":
         return change_runs(site.queue, verb, options, check=check)
+    if any(run.steps.student or run.steps.deploy for run in runs):
+        site = dataclasses.replace(site, servers=servers_of(cluster))
     return add_runs(runs, site)
 
 

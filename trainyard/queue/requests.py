@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import getpass
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ from trainyard.queue.new_runs import NewRun
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
 from trainyard.queue.run_folder import Session, program_archive
+from trainyard.queue.steps import (
+    EVAL_PROMPTS,
+    PROMPTS,
+    Servers,
+    converter_files,
+    is_student,
+    prepare_student,
+    step_data,
+)
 from trainyard.queue.sweep import grids_of
 from trainyard.run.choose_strategy import spec_here
 from trainyard.run.host_files import HostAccess
@@ -34,6 +43,7 @@ from trainyard.run.transfer import copy_to_hosts
 FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate
 MIN_LIMIT = 10  # minutes of a derived time limit: a start takes a minute or two, whatever the estimate says
+DEPLOY_LIMIT = 60  # minutes that a derived time limit has for the deployment
 COUNTED_BYTES = 1 << 28  # of datasets whose samples are counted for the estimate
 FACTS_LIMIT = 30.0  # s for a host to say which runs it has
 
@@ -48,6 +58,7 @@ class Site:
         connect: makes the connection to a host by its name; called in the main thread.
         home: the project's folder on the controller.
         token: of this controller's transfers.
+        servers: of Ollama, for runs that deploy a model or have teachers.
     """
 
     hosts: Sequence[Host]
@@ -58,6 +69,7 @@ class Site:
     report: Report
     token: str
     check: bool = False
+    servers: Servers = field(default_factory=Servers)
 
 
 def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[str, Any]:
@@ -82,8 +94,9 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
     queue = site.queue.state(names)
     there = _specs_on_hosts(names, site)
     known = [
-        _is_known(prepared, queue, there, site.hosts) or (not again and run_state(prepared.run, queue) in ENDED)
-        for prepared in ready
+        (_is_known(prepared, queue, there, site.hosts) and not _deploys_anew(run, prepared.run, queue))
+        or (not again and run_state(prepared.run, queue) in ENDED)
+        for (run, _), prepared in zip(waiting, ready, strict=True)
     ]
     # A run of `after` may have ended since.
     answers, jobs = [], {name: job.number for name, job in (before.jobs | queue.jobs).items()}
@@ -110,19 +123,60 @@ def _checked(runs: Sequence[NewRun], site: Site, queue: QueueState) -> list[tupl
     batch = [run.spec.run for run in runs if run.spec.run]
     grids = grids_of((name, request.grid) for name, request in queue.requests.items())
     found = [run.waiting_for(grids, [*batch, *queue.requests]) for run in runs]
-    return [(run, _open_runs(run, batch, queue)) for run in found]
+    deployed = {name: request.deploy_name for name, request in queue.requests.items()}
+    deployed |= {run.spec.run: run.steps.deploy_name for run in runs if run.spec.run}
+    anew = {run.spec.run for run in runs if _deploys_anew(run, run.spec.run, queue)}
+    return [(_with_teacher(run, deployed), _open_runs(run, batch, queue, anew)) for run in found]
+
+
+def _deploys_anew(run: NewRun, name: str, queue: QueueState) -> bool:
+    """Return whether a run of the queue shall be deployed that was added without that. Raises UserError if it is too late."""
+    request = queue.requests.get(name)
+    if request is None or not run.steps.deploy or request.deploy_name == run.steps.deploy_name:
+        return False
+    if name in queue.jobs:
+        before = f"deploy_name={request.deploy_name}" if request.deploy_name else "without deploy_name"
+        raise UserError(
+            f"run {name} is in the queue {before}: cancel it, and add it again, or deploy it once it has finished"
+        )
+    return True
+
+
+def _with_teacher(run: NewRun, deployed: Mapping[str, str]) -> NewRun:
+    """Return the run with the name of its teacher, if it has prompts and names none. Raises UserError.
+
+    Args:
+        deployed: names of the deployed models, by run.
+    """
+    student = run.steps.student
+    if student is None or student.ollama_teacher:
+        return run
+    found = dict.fromkeys(name for before in run.options.after if (name := deployed.get(before)))
+    if len(found) != 1:
+        several = f": the runs of after deploy {', '.join(found)}" if found else ""
+        raise UserError(
+            f"{_label(run)}: prompts: the model that answers is not known{several}: set ollama_teacher, or let one run of "
+            "after deploy a model with deploy_name"
+        )
+    return dataclasses.replace(run, steps=run.steps.after_deployment(next(iter(found))))
 
 
 def _label(run: NewRun) -> str:
     return f"run {run.spec.run}" if run.spec.run else "the run"
 
 
-def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState) -> list[str]:
-    """Return the runs of `after` that have not finished. Raises UserError for one that is unknown or has failed."""
+def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState, anew: Collection[str]) -> list[str]:
+    """Return the runs of `after` that have not finished. Raises UserError for one that is unknown or has failed.
+
+    Args:
+        anew: runs of the batch that have finished, and are added again.
+    """
     left = []
     for name in run.options.after:
         state = run_state(name, queue)
-        if state in ("waiting", "held", "running", "ending") or (name in batch and state != "finished"):
+        if state in ("waiting", "held", "running", "ending") or (
+            name in batch and (state != "finished" or name in anew)
+        ):
             left.append(name)
         elif state == "unknown":
             grids = (request.grid for request in queue.requests.values())
@@ -141,7 +195,13 @@ def _prepared(run: NewRun, site: Site) -> PreparedRun:
     queue_host = site.queue.host
     hosts = [queue_host, *(host for host in site.hosts if host.name != queue_host.name)]
     access = HostAccess(hosts, site.connect, run.launch.run_env, site.check)
-    return prepare(run.spec, site.home / ".trainyard", site.report, access)
+    work = site.home / ".trainyard"
+    if run.steps.student:
+        prepared = prepare_student(run.spec, run.steps.student, work, site.report, access)
+    else:
+        prepared = prepare(run.spec, work, site.report, access)
+    more = [] if site.check else converter_files(run.steps, work, site.report)
+    return dataclasses.replace(prepared, files=[*prepared.files, *more])
 
 
 def _is_known(
@@ -191,7 +251,8 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None) -> lis
         kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f["kind"], f["digest"]) for f in prepared.files}
     }
     return [printable(line) for line in found] or [
-        f"{kind}: another content" for kind in sorted(changed & {"dataset", "model", "teacher", "script"})
+        f"{kind}: another content"
+        for kind in sorted(changed & {"dataset", "model", "teacher", "script", PROMPTS, EVAL_PROMPTS})
     ]
 
 
@@ -208,6 +269,8 @@ def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str
     now = make_spec(host_spec(prepared.spec, prepared.files, host.data_dir), "the run")
     if now.strategy == AUTO:
         now = now.model_copy(update={"strategy": earlier.strategy})
+    if is_student(prepared):  # the queue host has made its dataset
+        now = now.model_copy(update={"dataset": earlier.dataset})
     return [printable(line) for line in changed_fields(earlier, now)]
 
 
@@ -247,6 +310,7 @@ def _add(
     request = run.request(allowed, **more)
     answer: dict[str, Any] = {"run": request.run, "priority": request.priority, "time_limit": minutes}
     waits = f" after {', '.join(after)}" if after else ""
+    steps = step_data(run.steps, request.run, site.servers)
     what = f"run {request.run}, priority {request.priority}, {counted(request.nodes, 'host')}{waits}; {why}"
     if site.check:
         return answer | {"job": None, "line": f"would add {what}"}
@@ -257,7 +321,7 @@ def _add(
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
     contents = {
-        "session.json": Session(list(site.hosts), options, staged.as_dict()).as_json(),
+        "session.json": Session(list(site.hosts), options, staged.as_dict(), steps).as_json(),
         "program.zip": program_archive(),
     }
     job = jobs[request.run] = site.queue.add(request, contents, links, arguments)
@@ -295,6 +359,8 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
     """Return the time limit of a run in minutes (0: none), and where it comes from."""
     if run.options.time_limit:
         return run.options.time_limit, f"time limit {_minutes(run.options.time_limit)}"
+    if run.steps.student:
+        return 0, "no time limit, because the plan does not know how long its teachers answer: set time_limit=MINUTES"
     if run.spec.script:
         return 0, "no time limit, because the plan knows nothing of a script: set time_limit=MINUTES"
     request = run.request()
@@ -307,10 +373,12 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
         return 0, f"no time limit, because the plan has no estimate ({error}): set time_limit=MINUTES"
     if not seconds:
         return 0, "no time limit, because the plan does not know the size of the dataset: set time_limit=MINUTES"
-    minutes = min(MAX_MINUTES, max(MIN_LIMIT, math.ceil(LIMIT_FACTOR * seconds / 60)))
+    minutes = max(MIN_LIMIT, math.ceil(LIMIT_FACTOR * seconds / 60))
     estimate = _minutes(max(1, round(seconds / 60)))
     least = f", at least {MIN_LIMIT} minutes" if minutes == MIN_LIMIT else ""
-    return minutes, f"time limit {_minutes(minutes)}: twice the plan's estimate of {estimate}{least}"
+    more = f", and {_minutes(DEPLOY_LIMIT)} for the deployment" if run.steps.deploy else ""
+    minutes = min(MAX_MINUTES, minutes + (DEPLOY_LIMIT if run.steps.deploy else 0))
+    return minutes, f"time limit {_minutes(minutes)}: twice the plan's estimate of {estimate}{least}{more}"
 
 
 def _minutes(number: int) -> str:

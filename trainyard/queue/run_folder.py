@@ -1,7 +1,7 @@
 """The folder of a queued run on the queue host: what the controller writes there, and what the driver of the run reads.
 
 request.json    what the run asks of the cluster (request.py)
-session.json    hosts, launch options and the prepared run (this file); mode 0600, it may hold secrets
+session.json    hosts, launch options, the prepared run and its further steps (this file); mode 0600, it may hold secrets
 program.zip     trainyard and trainer as the controller has them, which the driver runs
 files/          dataset and model, where the controller has them
 state.json      job, phase, attempts and end of the run; written by `submit` and then by the driver
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,20 @@ class Session:
     Attributes:
         hosts: all hosts that it may use, in inventory order.
         prepared: the fields of PreparedRun; `src` of a file is below the run's folder.
+        steps: what the run does besides training, as of `step_data`.
     """
 
     hosts: list[Host]
     options: LaunchOptions
     prepared: dict[str, Any]
+    steps: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> bytes:
         """Return the contents of `session.json`."""
         hosts = [asdict(host) | {"env": dict(host.env)} for host in self.hosts]
         state = SessionState(prepared=self.prepared).as_dict()
-        return json.dumps({"hosts": hosts, "options": self.options.model_dump(mode="json"), "state": state}).encode()
+        options = self.options.model_dump(mode="json")
+        return json.dumps({"hosts": hosts, "options": options, "state": state, "steps": self.steps}).encode()
 
 
 def service_login(host: Host, key: str = KEY) -> Host:
@@ -76,12 +79,13 @@ def read_session(folder: Path) -> Session:
         hosts = [read_host(entry) for entry in content["hosts"]]
         prepared = dict(content["state"]["prepared"])
         options = make_options(content["options"], str(folder / "session.json"))
+        steps = dict(content.get("steps") or {})
         for entry in prepared["files"]:
             if entry.get("src"):
                 entry["src"] = str(_below(folder, entry["src"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
-    return Session(hosts, options, prepared)
+    return Session(hosts, options, prepared, steps)
 
 
 def read_host(entry: dict[str, Any], key: str = KEY) -> Host:

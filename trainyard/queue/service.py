@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.supervise.files import read_json
-from trainyard.remote.queue_phases import LIVE, NEW
+from trainyard.remote.queue_phases import LIVE, NEW, UNSATISFIED
 
 POLL = 0.5  # s between two questions to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
+UNSATISFIED_POLL = 5.0  # s between two drivers of a run that waits for one that did not finish
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
 WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
@@ -68,6 +69,7 @@ class Service:
         self.drivers: dict[str, subprocess.Popen[bytes]] = {}
         self.failures: dict[str, int] = {}
         self.not_before: dict[str, float] = {}
+        self.pauses: dict[str, float] = {}
         self.asked = float("-inf")
 
     def run(self) -> None:
@@ -90,6 +92,8 @@ class Service:
                 found = GONE
             if found.is_held(live):
                 release(job)
+            elif live and found.state == "PENDING" and found.reason.startswith(UNSATISFIED):
+                self.start(run, UNSATISFIED_POLL)
             elif found.state not in WAITING if live else found.state == "RUNNING":
                 self.start(run)
 
@@ -110,14 +114,15 @@ class Service:
             if (code := process.poll()) is not None:
                 del self.drivers[run]
                 self.failures[run] = self.failures.get(run, 0) + 1 if code else 0
-                delay = min(DELAY_LIMIT, 2.0 ** (self.failures[run] - 1)) if code else 0.0
+                delay = min(DELAY_LIMIT, 2.0 ** (self.failures[run] - 1)) if code else self.pauses.get(run, 0.0)
                 self.not_before[run] = time.monotonic() + delay
 
-    def start(self, run: str) -> None:
-        """Start the driver of a run, unless it runs."""
+    def start(self, run: str, pause: float = 0.0) -> None:
+        """Start the driver of a run, unless it runs. The next one starts `pause` seconds after its end."""
         if run in self.drivers or time.monotonic() < self.not_before.get(run, 0.0):
             return
         folder = self.folder / run
+        self.pauses[run] = pause
         try:
             program = unpack(folder / "program.zip", self.folder / _PROGRAMS)
             with (folder / "driver.log").open("ab") as log:

@@ -4,3 +4,5 @@
 LIVE = ("waiting", "running")
 # Comments of a job of Slurm: it is submitted held, and released once `state.json` names it.
 NEW, RELEASED = "trainyard-new", "trainyard-released"
+# Reason of Slurm for a job that waits for one that did not complete.
+UNSATISFIED = "DependencyNeverSatisfied"

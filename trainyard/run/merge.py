@@ -20,7 +20,7 @@ from trainer.files import sha256_file
 from trainer.formats import printable, quoted, table
 from trainer.inputs import user_path
 from trainyard.connection import Host, HostConnection, RemoteError
-from trainyard.ollama.distill import read_prompts
+from trainyard.ollama.prompts import read_prompts
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.copy_files import copy_artifacts, in_time
 from trainyard.run.errors import RunError

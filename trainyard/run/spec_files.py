@@ -156,7 +156,7 @@ def dataset_entries(
             continue
         one = spec.model_copy(update={"dataset": source.path})
         if path := dataset_file(one, work, report):
-            entry = _dataset_entry(path, digests)
+            entry = dataset_entry(path, digests)
             if not spec.script:  # which may read any format
                 _check_samples(
                     source.model_copy(update={"path": str(path)}), entry["digest"], work, spec.needs_logprobs
@@ -175,7 +175,7 @@ def script_entry(path: Path) -> dict[str, Any]:
     )
 
 
-def _dataset_entry(path: Path, digests: Digests) -> dict[str, Any]:
+def dataset_entry(path: Path, digests: Digests) -> dict[str, Any]:
     """Return the entry of a dataset on the controller. Raises UserError."""
     if path_kind(path) == "folder":
         return folder_entry(path, "store/datasets/folder", digests, "dataset", all_files(path))

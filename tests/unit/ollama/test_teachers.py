@@ -15,14 +15,10 @@ from run_hosts import TOP, free_port
 from trainer.errors import UserError
 from trainyard.connection import Host
 from trainyard.ollama.answers import AnswerFile
-from trainyard.ollama.distill import (
-    DistillOptions,
-    Questions,
-    make_dataset,
-    make_distill_options,
-    read_prompts,
-    student_specs,
-)
+from trainyard.ollama.collect import Questions, make_dataset
+from trainyard.ollama.distill import student_specs
+from trainyard.ollama.distill_options import DistillOptions, make_distill_options
+from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.students import host_groups
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.run.merge import MergeOptions, make_merge_options

@@ -1,0 +1,165 @@
+"""Collect the answers of teachers, and make a dataset of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.files import write_atomic
+from trainer.formats import clock, printable, quoted, thousands
+from trainyard.ollama.answers import AnswerFile, answer_keys
+from trainyard.ollama.client import Answer
+from trainyard.ollama.distill_options import DistillOptions
+from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
+from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
+from trainyard.progress_record import SUFFIX, ProgressRecord
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Everything that the teachers are asked.
+
+    Attributes:
+        chats: the prompts.
+        options: see DistillOptions.
+        seed: of the first sample of each prompt.
+        logprobs: whether the answers shall have the log-probabilities of their tokens.
+    """
+
+    chats: Sequence[list[dict[str, str]]]
+    options: DistillOptions
+    seed: int = 1
+    logprobs: bool = False
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield one prompt per answer, all first samples first."""
+        for sample in range(self.options.samples):
+            settings = {
+                "temperature": self.options.temperature,
+                "num_predict": self.options.max_tokens,
+                "seed": self.seed + sample,
+            }
+            yield from (Prompt(chat, settings, sample, self.logprobs) for chat in self.chats)
+
+    def __len__(self) -> int:
+        return len(self.chats) * self.options.samples
+
+
+def missing_prompts(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[Prompt]:
+    """Return the prompts that no teacher with one of these digests has answered."""
+    known = list(digests)
+    return [
+        prompt
+        for prompt in questions.prompts()
+        if not any(key in answers for digest in known for key in answer_keys(digest, prompt))
+    ]
+
+
+def collect_answers(
+    questions: Questions, nodes: Sequence[Node], answers: AnswerFile, report: Report, interval: float = 5.0
+) -> PoolResult | None:
+    """Ask the nodes what `answers` does not hold; return None if it holds everything.
+
+    Raises:
+        UserError: no node answers; see TeacherPool.run.
+        DiskError: the answers cannot be written.
+    """
+    prompts = missing_prompts(questions, {node.digest for node in nodes}, answers)
+    if answers.repaired:
+        report(f"removed a line of {answers.repaired} bytes that a crash had cut off from {answers.path}")
+    if len(prompts) < len(questions):
+        report(f"{len(questions) - len(prompts)} of {len(questions)} answers are already in {answers.path}")
+    if not prompts:
+        return None
+
+    def deliver(new: list[tuple[Prompt, Node, Answer]]) -> None:
+        answers.add((prompt, node.name, node.digest, answer) for prompt, node, answer in new)
+
+    known = {"teacher": questions.options.teacher, "before": len(questions) - len(prompts)}
+    with ProgressRecord(answers.path.with_suffix(SUFFIX), "distill", **known) as record:
+        pool = TeacherPool(nodes, deliver, report, interval=interval, watch=lambda found: record.update(**found))
+        result = pool.run(prompts)
+        record.update(unanswered=len(result.failed))
+    return result
+
+
+def wanted_records(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[dict[str, Any]]:
+    """Return the answers to these questions in the order of the questions, so that the same answers give the same file."""
+    known = sorted(digests)
+    prompts = list(questions.prompts())
+    places = {
+        key: (place, choice)
+        for place, prompt in enumerate(prompts)
+        for choice, key in enumerate(key for digest in known for key in answer_keys(digest, prompt))
+    }
+    found: dict[int, tuple[int, dict[str, Any]]] = {}
+    for record in answers.records():
+        place, choice = places.get(record["key"], (-1, 0))
+        if place >= 0 and (place not in found or choice < found[place][0]):
+            found[place] = choice, record
+    return [found[place][1] for place in sorted(found)]
+
+
+def write_dataset(samples: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> Path:
+    """Write samples as a JSONL file that is named after its contents; return its path. Raises UserError for no samples."""
+    if not samples:
+        raise UserError("distill: no answer is left to train on: see the counts above, or change the filters")
+    data = "".join(json.dumps(sample) + "\n" for sample in samples).encode()
+    path = folder / f"{stem}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data)
+    return path
+
+
+def make_dataset(
+    questions: Questions,
+    evaluation: Sequence[str],
+    nodes: Sequence[Node],
+    answers: AnswerFile,
+    folder: Path,
+    report: Report,
+) -> tuple[Path, Filtered]:
+    """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
+
+    Args:
+        evaluation: texts of the evaluation prompts.
+
+    Raises:
+        UserError: no node answers, or no answer is left.
+        DiskError: the disk is full.
+    """
+    options = questions.options
+    result = collect_answers(questions, nodes, answers, report)
+    if result:
+        report(pool_summary(result))
+        for prompt, reason in result.failed[:3]:
+            report(f"no answer to {quoted(prompt_text(prompt.messages))}: {reason}")
+    records = wanted_records(questions, {node.digest for node in nodes}, answers)
+    filtered = filter_answers(
+        records,
+        keep_thinking=options.thinking == "keep",
+        keep_cut=options.keep_cut,
+        similarity=options.near_duplicates,
+        evaluation=evaluation,
+        logprobs=questions.logprobs,
+    )
+    for line in filtered.lines():
+        report(line)
+    return write_dataset(filtered.samples, folder, answers.path.stem), filtered
+
+
+def pool_summary(result: PoolResult) -> str:
+    """Return one line: the answers, the speed, and the part of every node."""
+    count, tokens = sum(result.answers.values()), sum(result.tokens.values())
+    parts = ", ".join(f"{printable(name, 40)} {number}" for name, number in result.answers.items())
+    failed = f", {len(result.failed)} prompts without an answer" if result.failed else ""
+    seconds = max(result.seconds, 1e-3)
+    return f"{count} answers in {clock(seconds)}, {thousands(tokens / seconds)} tokens/s ({parts}){failed}"

@@ -1,0 +1,68 @@
+"""The options of a distillation: what the teachers are asked, and which answers count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from trainer.config.fields import MAX_SECONDS, declare
+from trainer.errors import UserError
+from trainyard.playbook_options import PlaybookOptions
+
+
+class AnswerOptions(PlaybookOptions):
+    """The prompts, and which answers to them become samples."""
+
+    prompts: str = declare(
+        "",
+        "file, folder or hub id of prompts: the dataset shapes with or without an answer, or records with `prompt`",
+        min_length=1,
+    )
+    samples: int = declare(1, "answers to each prompt", ge=1, le=1000)
+    temperature: float = declare(0.7, "temperature of the teacher", ge=0, le=100)
+    max_tokens: int = declare(1024, "maximum length of an answer", unit="tokens", ge=1, le=1_000_000)
+    system: str = declare("", "system message for prompts that have none")
+    teachers: Literal["trusted", "all"] = declare(
+        "trusted",
+        "machines that receive prompts; trusted: the hosts of the cluster; all: also discovered machines that are not trusted",
+    )
+    teacher_mixed: bool = declare(False, "accept teachers with different digests of the model")
+    thinking: Literal["drop", "keep"] = declare("drop", "what happens to the teacher's thinking before an answer")
+    keep_cut: bool = declare(False, "train on answers that max_tokens has cut off")
+    near_duplicates: float = declare(
+        0.9, "similarity of two answers from which the second is left out; 0: none is", ge=0, le=1
+    )
+    eval_prompts: str = declare(
+        "", "evaluation prompts, as prompts; answers to prompts that overlap with them are left out"
+    )
+    answer_limit: float = declare(1800.0, "maximum time for one answer", unit="seconds", gt=0, le=MAX_SECONDS)
+
+
+class DistillOptions(AnswerOptions):
+    """What the teachers are asked, and which answers count. What the students train is in the run spec."""
+
+    teacher: str = declare("", "name of the Ollama model that answers, such as `llama3:8b`", min_length=1)
+    teacher_pull: bool = declare(False, "pull the model on hosts that do not have it")
+    teacher_copy: bool = declare(
+        False, "copy the model to hosts of the play that do not have it, from a host of the cluster that does"
+    )
+    hybrid: bool = declare(False, "train each student data-parallel over several hosts")
+    queue: bool = declare(False, "add the students to the queue, which trains them, and return")
+    retry_failed: bool = declare(
+        False, "with `queue`, add students again that have failed, or were cancelled or stopped"
+    )
+
+
+_FIELDS = DistillOptions.model_fields
+OPTIONS: dict[str, FieldInfo] = {"teacher": _FIELDS["teacher"], **_FIELDS}
+
+
+def make_distill_options(values: Mapping[str, Any]) -> DistillOptions:
+    """Build the options from the values of ``-e`` that are named like one. Raises UserError for a bad value."""
+    given = {name: value for name, value in values.items() if name in OPTIONS}
+    for name in ("teacher", "prompts"):
+        if not given.get(name):
+            raise UserError(f"distill: set -e {name}={'MODEL, such as llama3:8b' if name == 'teacher' else 'FILE'}")
+    return DistillOptions.from_variables(given, "distill")

@@ -1,0 +1,67 @@
+"""Why a run that waits for other runs can never start, from what their drivers have recorded. Runs on the queue host."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from trainer.formats import printable
+from trainer.supervise.files import read_json
+from trainyard.queue.lease import FAILED, Job
+from trainyard.remote.queue_phases import LIVE, UNSATISFIED
+
+_DEPENDENCY = re.compile(r"--dependency=afterok:([\d:]+)")
+_WORDS = {"failed": "has failed", "cancelled": "was cancelled", "stopped": "was stopped"}
+
+
+def never_starts(job: Job, folder: Path, state: dict[str, Any]) -> str:
+    """Return why the job of a run can never start; empty if it can, or if that is not known yet.
+
+    Args:
+        folder: of the run.
+        state: its `state.json`.
+    """
+    if not job.reason.startswith(UNSATISFIED):
+        return ""
+    request = read_json(folder / "request.json") or {}
+    names = [str(name) for name in request.get("after") or []]
+    awaited = _awaited(state)
+    unknown, unfinished = False, ""
+    for name in names:
+        before = read_json(folder.parent / name / "state.json") or {}
+        number, phase = before.get("job"), str(before.get("phase"))
+        if number not in awaited:  # it had finished when this run was added, or was added again since
+            unknown = unknown or phase != "finished"
+        elif phase == "finished":
+            unfinished = name
+        elif phase in _WORDS:
+            reason = str((before.get("exit") or {}).get("reason") or "")
+            return _line(name, _WORDS[phase], reason)
+        elif phase in LIVE and (reason := _failed(before)):
+            return _line(name, "has failed", reason)
+        elif phase in LIVE:
+            return ""  # its driver records the end in a moment
+    if unknown or not unfinished:
+        return "a run that it waits for did not finish, and was added again since: add this run again, too"
+    return f"run {unfinished} has finished, but its job did not complete: add this run again"
+
+
+def _awaited(state: dict[str, Any]) -> set[int]:
+    """Return the jobs that the job of a run waits for."""
+    found: set[int] = set()
+    for word in state.get("arguments") or []:
+        if match := _DEPENDENCY.fullmatch(str(word)):
+            found |= {int(number) for number in match[1].split(":") if number}
+    return found
+
+
+def _failed(state: dict[str, Any]) -> str:
+    """Return why the last attempt of a run has ended it; empty if it has not."""
+    attempts = state.get("attempts") or [{}]
+    return str(attempts[-1].get("reason") or "no reason") if attempts[-1].get("order") == FAILED else ""
+
+
+def _line(name: str, what: str, reason: str) -> str:
+    same = reason in ("", "it was cancelled", "it was stopped")
+    return printable(f"run {name}, for which it waits, {what}{'' if same else f': {reason}'}", 500)
