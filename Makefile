@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Commands find the project's Python environment first on PATH.
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
 # pip installs torch's CPU build where one is offered; the constraints keep other packages from replacing it.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+PIP := PYTHONPATH=. $(BIN)/python tools/install_packages.py --constraint constraints.txt
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
@@ -35,7 +35,7 @@ help:
 	@echo "make lab-down                                 stop the lab"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
 	@echo "make lock                                     update constraints.txt to the newest versions"
-	@echo "make lock-unsloth                              update constraints-unsloth.txt (python_flavour=unsloth)"
+	@echo "make lock-unsloth                             update constraints-unsloth.txt (python_flavour=unsloth)"
 	@echo "make lock-conda CHANNEL=URL                   write conda.lock for linux-64 from a channel (python_env=conda)"
 	@echo "make clean                                    remove the environment and the caches"
 
@@ -44,8 +44,9 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@tools/need-python $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV): torch first, then the other packages (takes minutes, once)"
+	@echo "setting up $(VENV), which takes minutes, once. Step 1 of 2: torch"
 	@$(PIP) torch
+	@echo "setting up $(VENV), step 2 of 2: the other packages"
 	@$(PIP) --no-build-isolation setuptools wheel
 	@$(PIP) --no-build-isolation --editable '.[controller,cli,dashboard,node,dev]'
 	@touch $@
@@ -85,6 +86,7 @@ docs: $(READY)
 
 docs-site: $(READY)
 	@$(BIN)/python -m mkdocs build --strict --site-dir site
+	@echo "open site/index.html in a browser"
 
 dashboard-picture: $(READY)
 	@$(RUN) PYTHONPATH=.:tests/support python tools/draw_dashboard.py docs/dashboard.png

@@ -19,7 +19,7 @@ from typing import Any
 from lab_hosts import VENV, Lab, run_playbook
 from testbed import faults, machine, root
 
-from benchmarks.two_hosts import prioritize
+from benchmarks.linked_hosts import prioritize
 
 SHARES = (60, 30)  # percent of one core
 

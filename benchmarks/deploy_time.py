@@ -26,7 +26,7 @@ EMPTY = "- hosts: cluster\n  gather_facts: false\n  tasks:\n    - ansible.builti
 
 @dataclass
 class Cost:
-    """What a command took: seconds of wall time, and CPU seconds of its processes and of the servers."""
+    """The cost of a command: seconds of wall time, and CPU seconds of its processes and of the servers."""
 
     wall: float
     cpu: float

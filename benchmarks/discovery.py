@@ -2,7 +2,8 @@
 
     sudo make bench NAME=discovery
 
-The network consists of network namespaces. Each tool runs ROUNDS times in new processes, in turns. The time of a call excludes its
+The network consists of network namespaces. Each tool runs ROUNDS times in new processes, alternating with the other
+tools. The time of a call excludes its
 imports; for nmap it is the time of the command. The table shows medians. The claims compare the best calls, because the median also
 depends on the load of the machine. Exits with 1 if a claim fails. nmap is omitted if it is not installed. Takes about two minutes.
 """

@@ -3,8 +3,8 @@
     sudo make bench NAME=relay [ARGS='--hosts 20 --mb 200 --mbit 50 --controller']
 
 The hosts are network namespaces with an SSH server each, whose ports are shaped in both directions. Requires root (ip, tc,
-sshd). Takes about two minutes; --controller adds the copies from the controller only, which take as many times longer as
-there are hosts.
+sshd). Takes about two minutes; --controller adds the copies from the controller only, whose duration is proportional to
+the number of hosts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main() -> int:
         print("| hosts | transfer | seconds | relative to one host | MB from the controller |")
         print("| --- | --- | --- | --- | --- |")
         one = 0.0
-        ways = [(1, "controller"), (a.hosts, "auto"), *([(a.hosts, "controller")] if a.controller else [])]
-        for number, (count, transfer) in enumerate(ways):
+        cases = [(1, "controller"), (a.hosts, "auto"), *([(a.hosts, "controller")] if a.controller else [])]
+        for number, (count, transfer) in enumerate(cases):
             entry = {"kind": "dataset", "src": str(source), "dest": f"store/datasets/{number}.jsonl", "digest": digest}
             seconds, sent = copy(lab, count, entry | {"sha256": {"": digest}}, transfer)
             one = one or seconds

@@ -3,7 +3,7 @@
     python benchmarks/speed_one.py trainyard|trl '[{"model": DIR, "dataset": JSONL, "steps": 20, "fields": {...}}]'
 
 Tokens are those of the samples without padding, counted in the same way for both. The first two steps do not count: torch warms up.
-Memory is the largest resident set of the process. Under torchrun, tokens are those of all ranks, and `wire_bytes` is the number of
+Memory is the largest resident set of a process. Under torchrun, tokens are those of all ranks, and `wire_bytes` is the number of
 bytes that the devices of this network namespace send per step.
 """
 
@@ -21,6 +21,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # before 
 
 import torch
 
+from benchmarks.peak import peak_mib
 from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.distributed.world import World, leave
@@ -37,17 +38,11 @@ def sent_bytes() -> int:
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
-def peak_mib() -> float:
-    """Return the largest resident set so far. getrusage would include the process that started this one."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
-
-
 class Clock:
-    """Tokens, seconds, CPU seconds and bytes sent between the end of the warm-up (in steps) and the last step."""
+    """Tokens, seconds, CPU seconds and bytes sent between the end of the warm-up (in steps) and `end` steps before the last one."""
 
-    def __init__(self, warm: int = WARM) -> None:
-        self.warm = warm
+    def __init__(self, warm: int = WARM, end: int = 0) -> None:
+        self.warm, self.end = warm, end
         self.tokens: list[int] = []
         self.times: list[tuple[float, float, int]] = []
 
@@ -58,8 +53,9 @@ class Clock:
         self.times.append((time.perf_counter(), time.process_time(), sent_bytes()))
 
     def result(self) -> dict[str, Any]:
-        (began, cpu_began, sent_before), (ended, cpu_ended, sent) = self.times[self.warm - 1], self.times[-1]
-        tokens = sum(self.tokens[self.warm :])
+        last = len(self.times) - self.end
+        (began, cpu_began, sent_before), (ended, cpu_ended, sent) = self.times[self.warm - 1], self.times[last - 1]
+        tokens = sum(self.tokens[self.warm : last])
         cuda = torch.cuda.is_available()
         return {
             "cuda_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
@@ -67,14 +63,14 @@ class Clock:
             "seconds": ended - began,
             "tokens_per_second": tokens / (ended - began),
             "tokens_per_cpu_second": tokens / (cpu_ended - cpu_began),
-            "wire_bytes": (sent - sent_before) / (len(self.times) - self.warm),
+            "wire_bytes": (sent - sent_before) / (last - self.warm),
             "peak_mib": peak_mib(),
         }
 
 
 def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
     """Run the trainer's loop with evaluation and checkpoints only at the end, as TRL's defaults do."""
-    clock = Clock(a.get("warm", WARM))
+    clock = Clock(a.get("warm", WARM), a.get("end", 0))
 
     class Beat(Heartbeat):
         def __call__(self, status: str, *, force: bool = False, **news: Any) -> None:
@@ -103,7 +99,8 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
         if world.rank == 0:
             clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     about = {"loss": result["loss_last"], "eval_loss": result["eval_loss"]}
-    return clock.result() | about
+    peaks = world.gather(peak_mib())
+    return clock.result() | about | {"peak_mib": max(peaks)}
 
 
 def trl(a: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from run_hosts import TOP, free_port
 from testbed import faults, machine
 
 from benchmarks.inputs import build_inputs
-from benchmarks.two_hosts import prioritize
+from benchmarks.linked_hosts import prioritize
 from trainyard.ollama.answers import answers_path
 
 SHARE = 33  # percent of one core for each host

@@ -1,23 +1,26 @@
 # The lab: hosts on this machine to try the cluster on (docs/lab.md). Requires root on Debian or Ubuntu.
-# N: number of hosts. RELEASE: code names that the hosts take in turns. LAB_NAME: several labs can run side by side.
+# N: number of hosts. RELEASE: code names that the hosts use in rotation. LAB_NAME: several labs can run side by side.
 VENV ?= .venv
 N ?= 3
 RELEASE ?=
 LAB_NAME ?= lab
+# The inventory of each lab: inventory/lab.yml, or inventory/lab-NAME.yml with another LAB_NAME.
+LAB_FILE ?= inventory/$(if $(filter lab,$(LAB_NAME)),lab,lab-$(LAB_NAME)).yml
 LAB = PYTHONPATH=molecule/resources $(VENV)/bin/python -m testbed --name '$(LAB_NAME)'
 
 .PHONY: lab lab-down lab-clean lab-status lab-ssh lab-reboot lab-fault lab-undo lab-faults
 
 lab: $(READY)
-	@$(LAB) up --hosts $(N) --release '$(RELEASE)' --venv $(VENV) --inventory inventory/lab.yml
-	@echo "next: ansible-playbook -i inventory/lab.yml site.yml    (make lab-down stops the lab)"
+	@$(LAB) up --hosts $(N) --release '$(RELEASE)' --venv $(VENV) --inventory $(LAB_FILE)
+	@echo "next: ansible-playbook -i $(LAB_FILE) site.yml    (make lab-down$(if $(filter lab,$(LAB_NAME)),, LAB_NAME=$(LAB_NAME)) stops the lab)"
 
 lab-down:
-	@$(LAB) down --inventory inventory/lab.yml
+	@$(LAB) down --inventory $(LAB_FILE)
 
 # Remove all labs and the cached root file systems and disk images.
 lab-clean:
-	@$(LAB) down --all --inventory inventory/lab.yml
+	@$(LAB) down --all
+	@rm -f inventory/lab.yml inventory/lab-*.yml
 	@$(LAB) clean
 
 lab-ssh:

@@ -40,7 +40,8 @@ SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests pri
 DEADLINE = float(os.environ.get("TRAINYARD_DEADLINE", "inf"))  # s since the epoch after which no test begins
 
 LAB_FOLDERS = [Path(__file__).resolve().parent / name for name in ("lab", "unit/discovery")]
-# Lab tests of these files check durations, machine load or traces of a lab: they run without another test beside them.
+# Lab tests of these files check durations, machine load or traces of a lab: they run without another test at the same
+# time.
 SERIAL = ("test_faults.py", "test_life.py", "test_preflight.py", "test_ranks_systemd.py", "test_session.py")
 # The files that take longest, which begin first, so that no worker process is left alone with one at the end.
 LONGEST = (

@@ -1,4 +1,5 @@
-"""Walk the circle on this machine: train and deploy a teacher, distill two students, merge them, deploy the result, ask it.
+"""Run the full cycle on this machine: train and deploy a teacher, distill two students, merge them, deploy and query
+the result.
 
     make circle [ARGS='--keep']
 

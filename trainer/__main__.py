@@ -225,7 +225,7 @@ def train(argv: list[str]) -> int:
         rank += replica.first_rank
         if under_torchrun and run_dir:
             # Redirect before torch is imported, so that import errors are in the log of the rank.
-            from trainer.worker_process import die_with_launcher, redirect_output
+            from trainer.distributed.worker_process import die_with_launcher, redirect_output
 
             die_with_launcher()
             redirect_output(run_dir / "logs" / f"rank{rank}.log")

@@ -181,7 +181,7 @@ class Saver:
 
 
 def find_defect(path: Path, *, verify: bool = True) -> str:
-    """Return what is wrong with a checkpoint folder, or an empty string. `verify`: compare digests, not only sizes."""
+    """Return the defect of a checkpoint folder, or an empty string. `verify`: compare digests, not only sizes."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         for name, expected in manifest["files"].items():
@@ -258,7 +258,7 @@ class HostCheckpoint:
         return cls(manifest["files"], manifest.get("elsewhere", {}), ranks, frozenset(per_host_files))
 
     def as_list(self) -> list[Any]:
-        """Return what other ranks need to know, as JSON data."""
+        """Return the data that other ranks need, as JSON."""
         return [self.here, self.elsewhere, self.ranks]
 
     @classmethod
@@ -284,7 +284,7 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the folder of the newest finite checkpoint that the hosts together hold, after copying missing files to each host.
 
-    A full copy on a single host suffices. Of a sharded checkpoint every shard must exist; hosts keep only their shards
+    A full copy on a single host suffices. Every shard of a sharded checkpoint must exist; hosts keep only their shards
     while the ranks are on the same hosts as before, otherwise every host receives all files. Every rank calls it.
 
     Args:

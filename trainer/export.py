@@ -1,9 +1,11 @@
 """The output of a finished run: the adapter or model, the merged model, the model card and result.json."""
 
+import collections
 import importlib.metadata
 import json
 import platform
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from trainer.config import RunSpec
 from trainer.data.files import HUB_ID
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
+from trainer.planner.cost import EXPORT_PART
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.telemetry import Heartbeat, Recorder
     from trainer.train import Evaluation, Job
 
+_WEIGHTS = "model.safetensors"
 _PACKAGES = ("torch", "transformers", "peft", "tokenizers")
 
 
@@ -57,12 +61,14 @@ def finalize(
         recorder.evaluation(result["eval_loss"], state.step)
     heartbeat("saving")
     hosts = world.gather(socket.gethostname())
-    state_dict = strategy.weights()
-    if world.is_host_leader:
-        result |= export_weights(job, strategy.model_to_save(), state_dict, run_dir)
+    weights = strategy.weights()
+    if not world.is_host_leader:
+        collections.deque(weights or (), maxlen=0)  # this rank's part in assembling them
+    else:
+        result |= export_weights(job, strategy.model_to_save(), weights, run_dir)
         if spec.merge and spec.lora_r and world.rank == 0:
             result["merged"] = str(merge_adapter(spec, run_dir))
-        if state_dict is None and world.rank == 0:
+        if weights is None and world.rank == 0:
             kind = "adapter" if spec.lora_r else "model"
             keep_answers(spec, job.module.model, run_dir, result[f"{kind}_sha256"])
         write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, job.data)
@@ -95,13 +101,13 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
 
 
 def export_weights(
-    job: "Job", model: Any, state_dict: "dict[str, torch.Tensor] | None", run_dir: Path
+    job: "Job", model: Any, weights: "Iterable[tuple[str, torch.Tensor]] | None", run_dir: Path
 ) -> dict[str, Any]:
     """Write the adapter (or the full model) as transformers and peft read it; return its path and digest.
 
     Args:
         model: the model, with adapters if the spec has them.
-        state_dict: the full weights by name; None if `model` has them.
+        weights: the full trained weights by name, which are read once; None if `model` has them.
 
     Raises:
         DiskError: the disk is full or not writable.
@@ -110,16 +116,64 @@ def export_weights(
     kind = "adapter" if spec.lora_r else "model"
     final = run_dir / kind
     with atomic_folder(final, kind) as aside:
-        # peft would otherwise ask the hub whether the vocabulary was extended; training never does that.
+        # peft would otherwise ask the hub whether the vocabulary was extended; training never extends it.
         options: dict[str, Any] = {"save_embedding_layers": False} if spec.lora_r else {}
-        options |= {"state_dict": state_dict} if state_dict else {}
         # transformers would otherwise write only on rank 0, as if all hosts shared a disk.
         model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
-        model.save_pretrained(aside, **options)  # type: ignore[operator]
+        if weights is None or spec.lora_r:
+            options |= {"state_dict": dict(weights)} if weights else {}
+            model.save_pretrained(aside, **options)  # type: ignore[operator]
+        else:
+            save_in_parts(model, weights, aside)
         job.tokenizer.save_pretrained(aside)
-    weights = sorted(file.name for file in final.glob("*.safetensors"))
-    digest = sha256_file(final / weights[0]) if len(weights) == 1 else sha256_tree(final)
+    files = sorted(file.name for file in final.glob("*.safetensors"))
+    digest = sha256_file(final / files[0]) if len(files) == 1 else sha256_tree(final)
     return {kind: str(final), f"{kind}_sha256": digest}
+
+
+def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", folder: Path) -> None:
+    """Write a model from its weights as transformers does, while only one file's weights are in memory.
+
+    Args:
+        model: gives the names and the configuration; its own weights are not read.
+    """
+    parts: list[Path] = []
+    part: dict[str, torch.Tensor] = {}
+
+    def write() -> None:
+        model.save_pretrained(folder, state_dict=part)
+        parts.append((folder / _WEIGHTS).rename(folder / f".part-{len(parts)}"))
+        part.clear()
+
+    size = 0
+    for name, value in weights:
+        if part and size + value.nbytes > EXPORT_PART:
+            write()
+            size = 0
+        part[name] = value
+        size += value.nbytes
+    write()
+    if len(parts) == 1:
+        parts[0].rename(folder / _WEIGHTS)
+        return
+    places: dict[str, str] = {}
+    total = 0
+    for number, path in enumerate(parts, 1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        path.rename(folder / name)
+        header = safetensors_header(folder / name)
+        places |= dict.fromkeys(header, name)
+        total += sum(header.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=2))
+
+
+def safetensors_header(path: Path) -> dict[str, int]:
+    """Return the bytes of every tensor of a file that this process wrote, by name."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    places = {name: about["data_offsets"] for name, about in header.items() if name != "__metadata__"}
+    return {name: end - begin for name, (begin, end) in places.items()}
 
 
 def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
@@ -153,7 +207,7 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
 
 
 def read_origin(run_dir: Path) -> dict[str, str]:
-    """Return what the user calls model and dataset, and their checksums; the spec has their paths in the store.
+    """Return the user's names of model and dataset, and their checksums; the spec has their paths in the store.
 
     It is empty for a run that train.yml did not start.
     """

@@ -16,9 +16,9 @@ _WEIGHTS = "trained"  # the file of the trained weights, and their name in a sha
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether every number in the tensors is finite. Of a DTensor only the local shard counts.
+    """Return whether every number in the tensors is finite. Only the local shard of a DTensor counts.
 
-    One pass without copies; a device is awaited once.
+    One pass without copies; each device is synchronized once.
     """
     local = [value.to_local() if hasattr(value, "to_local") else value for value in tensors]
     local = [value.detach() for value in local if value.numel() and value.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Formats of numbers, tables and untrusted text in messages for people.
+"""Formats of numbers, tables and untrusted text in messages for users.
 
 Standard library only: the controller also uses this module.
 """

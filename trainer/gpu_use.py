@@ -3,18 +3,18 @@
 import contextlib
 import math
 import os
-import subprocess
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from trainer import nvidia_smi
 
 if TYPE_CHECKING:
     import torch
 
 NVML_INTERVAL = 2.0  # s between two readings
 SMI_INTERVAL = 10.0  # s between two readings by nvidia-smi, which takes up to a second of a core
-SMI_LIMIT = 20.0  # s
-_SMI_FIELDS = "uuid,utilization.gpu,memory.used,temperature.gpu,power.draw"
+_SMI_FIELDS = ("uuid", "utilization.gpu", "memory.used", "temperature.gpu", "power.draw")
 
 Read = Callable[[], dict[str, float]]
 
@@ -75,14 +75,8 @@ def nvml_reader(uuid: str) -> Read | None:
 
 def smi_use(uuid: str) -> dict[str, float]:
     """Return the use of a GPU by nvidia-smi; empty without it."""
-    command = ["nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_LIMIT, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    for line in done.stdout.splitlines():
-        name, *values = [word.strip() for word in line.split(",")]
-        if name == uuid and len(values) == 4:
+    for name, *values in nvidia_smi.query(*_SMI_FIELDS):
+        if name == uuid:
             names = ("utilisation_percent", "memory_gb", "temperature_c", "power_w")
             found = {}
             for key, value in zip(names, values, strict=True):

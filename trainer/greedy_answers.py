@@ -32,11 +32,11 @@ _ROLES = ("system", "user", "assistant")
 
 
 def greedy_answers(spec: "RunSpec", run_dir: Path, weights: str, count: int = COUNT) -> dict[str, Any]:
-    """Return the prompts and answers of a run; compute them if they are not there.
+    """Return the prompts and answers of a run; compute them if they are missing.
 
     Args:
         weights: digest of the adapter or the model.
-        count: maximum number of prompts, where they are not there.
+        count: maximum number of prompts, if they are missing.
 
     Returns:
         `weights`; `created`, the date; `max_tokens`; `bos`, text of the token before a raw prompt; `prompts`, each with
@@ -135,7 +135,7 @@ def _prompt(sample: "Sample") -> dict[str, Any]:
         return {"messages": [dict(m) for m in messages]} if messages and known and size <= MAX_PROMPT else {}
     text = sample.pieces[0][0] if sample.pieces else ""
     if sample.pieces and sample.pieces[0][1]:
-        words = text.split(" ")  # at most half of them: the model is asked for the rest
+        words = text.split(" ")  # at most half of them: the model generates the rest
         text = " ".join(words[: min(_TEXT_WORDS, max(1, len(words) // 2))])
     return {"prompt": text} if text.strip() and len(text) <= MAX_PROMPT else {}
 

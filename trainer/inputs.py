@@ -40,7 +40,7 @@ def host_path(text: str, what: str) -> str:
         what: the name of the setting; it begins the error message.
 
     Raises:
-        UserError: the path is not absolute, or no path can look like it.
+        UserError: the path is not absolute, or not valid.
     """
     if not text.startswith(HOST_PREFIX):
         return ""
@@ -51,7 +51,8 @@ def host_path(text: str, what: str) -> str:
 
 
 def path_kind(path: Path) -> Literal["file", "folder", "other", ""]:
-    """Return what a path is; an empty string if it does not exist or cannot exist, as with a name that is too long."""
+    """Return the kind of a path; an empty string if it does not exist or cannot exist, as with a name that is too
+    long."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -66,7 +67,7 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: the file cannot be opened, or is not a regular file.
     """
     try:
-        _require_regular(path.stat().st_mode, path)  # before the file is opened: to open a device can have effects
+        _require_regular(path.stat().st_mode, path)  # before the file is opened: opening a device can have side effects
         return os.fdopen(files.open_regular(path), "rb")
     except ValueError:  # NUL, or a lone surrogate
         raise OSError(errno.EINVAL, "not a valid path", str(path)) from None

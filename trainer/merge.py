@@ -51,7 +51,7 @@ class Part:
 
     @property
     def base(self) -> str:
-        """What identifies the base model: the digest at the end of its name in the store, or its name."""
+        """The identifier of the base model: the digest at the end of its name in the store, or its name."""
         name = Path(self.spec.model).name
         digest = re.fullmatch(r".*-([0-9a-f]{12})", name)
         return digest[1] if digest else name
@@ -168,7 +168,7 @@ def _soup(request: MergeRequest) -> dict[str, Any]:
     total: dict[str, torch.Tensor] = {}
     losses = []
     for part, weight in zip(request.parts, request.weights, strict=True):
-        model = _whole(part)
+        model = _full_model(part)
         losses.append(evaluate(_loss_of(model, request), corpus, first.spec))
         for name, value in model.state_dict().items():
             if not value.is_floating_point():
@@ -226,7 +226,7 @@ def _adapted(request: MergeRequest) -> Any:
     return model
 
 
-def _whole(part: Part) -> Any:
+def _full_model(part: Part) -> Any:
     """Return the model of a part, with its adapter merged into the weights."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -288,12 +288,12 @@ def vote(request: MergeRequest) -> dict[str, Any]:
     ]
     answers: list[list[list[int]]] = [[] for _ in prompts]
     for part in request.parts:
-        model = _whole(part).to(request.device).eval()
+        model = _full_model(part).to(request.device).eval()
         for prompt, given in zip(prompts, answers, strict=True):
             given.append(_greedy(model, prompt, request.max_tokens, tokenizer))
     scores = [[0.0] * len(given) for given in answers]
     for part in request.parts:
-        model = _whole(part).to(request.device).eval()
+        model = _full_model(part).to(request.device).eval()
         for number, (prompt, given) in enumerate(zip(prompts, answers, strict=True)):
             for index, answer in enumerate(given):
                 scores[number][index] += _logprob(model, prompt, answer) / len(request.parts)

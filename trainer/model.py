@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer import unsloth_backend
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
-from trainer.distillation import Divergence, Teacher, distillation_loss
+from trainer.distillation.loss import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, user_path
-from trainer.optim import import_bitsandbytes
+from trainer.quantized import nf4_config, prepare_quantized
 from trainer.strategy import plan_of
 
 # Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
@@ -28,7 +28,7 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
     """Load the tokenizer of a model; the end token is the default padding token.
 
     Args:
-        setting: what names the model in the run spec.
+        setting: the field of the run spec that names the model.
 
     Raises:
         UserError: the model does not exist or has no tokenizer.
@@ -77,7 +77,7 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
     if "liger" in kernels:
         apply_liger(model)
     if spec.quantize == "nf4":
-        model = _prepare_quantized(model)
+        model = prepare_quantized(model)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
@@ -95,7 +95,7 @@ def _load_pretrained(spec: RunSpec, device: torch.device, kernels: list[str]) ->
     if "flash attention" in kernels:
         options["attn_implementation"] = "flash_attention_2"
     if spec.quantize == "nf4":
-        options |= _nf4_options(spec, device)
+        options |= {"quantization_config": nf4_config(spec), "device_map": {"": device}}
     return read_causal_model(spec, "model", spec.model, **options)
 
 
@@ -103,9 +103,9 @@ def read_causal_model(spec: RunSpec, setting: str, name: str, **options: Any) ->
     """Return a model with positions for the rows of the spec.
 
     Args:
-        setting: what names the model in the run spec.
+        setting: the field of the run spec that names the model.
         name: its folder or its name on the hub.
-        options: of `from_pretrained`.
+        options: options of `from_pretrained`.
 
     Raises:
         UserError: it cannot be loaded, or has too few positions.
@@ -123,7 +123,7 @@ def check_positions(spec: RunSpec, setting: str, config: Any) -> None:
     """Check that a model has positions for the rows of the spec. Raises UserError.
 
     Args:
-        setting: what names the model in the run spec.
+        setting: the field of the run spec that names the model.
         config: its configuration.
     """
     positions = getattr(config, "max_position_embeddings", None)
@@ -132,15 +132,6 @@ def check_positions(spec: RunSpec, setting: str, config: Any) -> None:
             f"seq_length: {getattr(spec, setting)} has {positions} positions, got {spec.seq_length}: "
             f"set seq_length={positions}"
         )
-
-
-def _prepare_quantized(model: Any) -> Any:
-    for module in model.modules():
-        # On some CPUs the first pass in eval mode would repack the weights and round their scales. The model would then
-        # differ from the trained one, and fail where a width is not a multiple of 64.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
@@ -161,18 +152,6 @@ def apply_liger(model: Any) -> None:
 
     # TokenLoss sums over the tokens with loss; liger's own loss would average.
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
-
-
-def _nf4_options(spec: RunSpec, device: torch.device) -> dict[str, Any]:
-    """Return the options of from_pretrained for an NF4 base, as in QLoRA (https://arxiv.org/abs/2305.14314)."""
-    import_bitsandbytes("quantize: nf4")
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if spec.precision == "bf16-mixed" else torch.float32,
-    )
-    return {"quantization_config": quantization, "device_map": {"": device}}
 
 
 def require_compiler(device: torch.device) -> None:
@@ -275,7 +254,7 @@ class TokenLoss(nn.Module):
         return found.flatten(0, 1)
 
     def selected_logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as of `logits`."""
+        """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as for `logits`."""
         found = self.logits(ids, positions, selected)
         return found[selected] if len(found) == ids.numel() else found
 

@@ -28,7 +28,7 @@ def resolve_packing(
     Args:
         vocabulary: number of tokens of the tokenizer.
         store: folder in which the hosts cache the proof.
-        name: of the model in a message.
+        name: name of the model in a message.
 
     Raises:
         UserError: `packing: true`, but the model mixes the samples of a packed row.

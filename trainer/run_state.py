@@ -77,7 +77,7 @@ class RunState:
     """The progress of a run: steps, totals and starts.
 
     `step` counts the steps that this rank has finished; `synced_step` is the newest step after which all ranks had the same
-    model. `data` is the digest of the encoded dataset; `packing` tells whether rows are packed.
+    model. `data` is the digest of the encoded dataset; `packing` says whether rows are packed.
     """
 
     steps: int

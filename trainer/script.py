@@ -1,6 +1,7 @@
 """A script that runs in place of the trainer (`script` of the run spec): its process, its progress and its result.
 
-docs/scripts.md describes what a script finds and what it may write. No torch here: the controller checks scripts, too.
+docs/scripts.md describes the inputs of a script and the files that it may write. No torch here: the controller checks
+scripts, too.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
+from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError
 from trainer.files import to_json, write_atomic
 from trainer.formats import mib, printable, quoted
 from trainer.inputs import read_regular, user_path
 from trainer.run_dir import StopRequest, claim
 from trainer.telemetry import Heartbeat
-from trainer.worker_process import die_with_launcher
 
 MAX_SCRIPT = 1 << 20  # bytes
 MAX_RESULT = 1 << 20  # bytes of the result that a script writes
 RESULT = "script-result.json"
-POLL = 0.1  # s between two looks at the script
+POLL = 0.1  # s between two checks of the script
 BEAT = 1.0  # s between two heartbeats of a script that reports no steps
-_READ = 1 << 20  # bytes of metrics per look
+_READ = 1 << 20  # bytes of metrics per check
 _LOG_TAIL = 8192  # bytes
 _PROGRESS = ("step", "steps", "loss", "tokens_per_second", "eta")
 _FIXED = ("run", "status", "script", "world_size")  # keys of the result that a script does not set
@@ -46,7 +47,7 @@ class ScriptError(RuntimeError):
 
 
 def check_script(name: str) -> Path:
-    """Return the absolute path of a script, after a look at its content.
+    """Return the absolute path of a script, after a check of its content.
 
     Raises:
         UserError: it is missing, not a regular file, too large, or not Python.
@@ -110,7 +111,7 @@ def run_script(spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> dict[str, 
 
 
 def _follow(process: subprocess.Popen[bytes], stop: StopRequest, progress: Progress, heartbeat: Heartbeat) -> bool:
-    """Report the progress of a script until it ends; return whether it was asked to stop.
+    """Report the progress of a script until it ends; return whether a stop was requested.
 
     Only rank 0 reports that a script is alive which reports no step. Afterwards a heartbeat is progress, as in a run of the
     trainer, so that a script that hangs is found.
@@ -132,7 +133,8 @@ def _follow(process: subprocess.Popen[bytes], stop: StopRequest, progress: Progr
 
 
 def environment(spec: RunSpec, run_dir: Path) -> dict[str, str]:
-    """Return the variables that a script has besides those of torchrun. TRAINYARD_RUN_DIR is there under a supervisor, too."""
+    """Return the variables that a script has besides those of torchrun. TRAINYARD_RUN_DIR is also set under a
+    supervisor."""
     dataset = spec.dataset if isinstance(spec.dataset, str) else spec.sources[0].path
     return {
         "TRAINYARD_RUN_DIR": str(run_dir),
@@ -198,7 +200,7 @@ def _is_number(value: Any) -> bool:
 
 
 def result(spec: RunSpec, run_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Return the contents of result.json: what the script wrote, and what is known without it.
+    """Return the contents of result.json: the script's own result, and the data that does not depend on it.
 
     Raises:
         ScriptError: the script wrote something else than one JSON object of at most MAX_RESULT bytes.

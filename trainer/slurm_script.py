@@ -26,14 +26,14 @@ export HEAD="${address:-$HEAD}"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks of Slurm; what is empty or 0 is left to Slurm.
+    """The request of a job; Slurm chooses a value that is empty or 0.
 
     Attributes:
         gpus: number of GPUs of every node.
         gres: generic resources of every node, such as `gpu:a100:4`.
-        cores: of every node.
-        memory: of every node, such as `64G`.
-        names: of the nodes; empty to let Slurm choose them.
+        cores: cores of every node.
+        memory: memory of every node, such as `64G`.
+        names: names of the nodes; empty to let Slurm choose them.
     """
 
     nodes: int

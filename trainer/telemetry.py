@@ -28,7 +28,7 @@ _LOG_INTERVAL = 1.0  # seconds between progress lines in the log
 
 
 class Heartbeat:
-    """Writes `state/rank<R>.json`: what this rank is doing. It starts before torch is imported."""
+    """Writes `state/rank<R>.json`: the current activity of this rank. It starts before torch is imported."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._path = run_dir / "state" / f"rank{rank}.json"

@@ -83,6 +83,7 @@ def fsdp(spec: RunSpec) -> dict[str, Any]:
         "transformer_layer_cls_to_wrap": [layer_class(shape_of(spec).kind)],
         "activation_checkpointing": spec.gradient_checkpointing,
         "cpu_ram_efficient_loading": True,
+        "cpu_offload": spec.fsdp_offload,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
 
@@ -92,7 +93,8 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool
     world = sum(host["processes"] for host in hosts)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "NO" if world == 1 else "MULTI_GPU" if gpus else "MULTI_CPU",
+        # `accelerate launch` does not start torchrun for MULTI_CPU: every process would train alone.
+        "distributed_type": "NO" if world == 1 else "MULTI_GPU",
         "mixed_precision": _MIXED[spec.precision],
         "num_machines": len(hosts),
         "num_processes": world,
@@ -199,6 +201,8 @@ def render(
     if kind == "launcher":
         return launcher(spec, hosts, head, words, script)
     if kind == "accelerate":
+        if not gpus and sum(host["processes"] for host in hosts) > 1:
+            print("without GPUs, set the environment variable ACCELERATE_USE_CPU=true on all hosts", file=sys.stderr)
         return yaml.safe_dump(accelerate(spec, hosts, head, gpus), sort_keys=False)
     world = sum(host["processes"] for host in hosts)
     return json.dumps(deepspeed(spec, world) if kind == "deepspeed" else fsdp(spec), indent=2) + "\n"

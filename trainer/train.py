@@ -22,21 +22,21 @@ from trainer.data.order import Order, held_out
 from trainer.data.packing import collate
 from trainer.data.shares import micro_batches
 from trainer.data.tiny import with_tiny_model
-from trainer.distillation import TopProbabilities
+from trainer.distillation.loss import TopProbabilities
+from trainer.distillation.on_policy import Writer, is_on_policy
+from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
+from trainer.distillation.teacher_client import RemoteTeacher
 from trainer.distributed.world import World
 from trainer.errors import NonFiniteError, UserError
 from trainer.export import finalize, read_origin
 from trainer.inputs import user_path
 from trainer.model import TokenLoss, load_tokenizer, require_compiler
-from trainer.on_policy import Writer, is_on_policy
 from trainer.optim import learning_rate
 from trainer.packing_check import resolve_packing
 from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy, plan_of
-from trainer.teacher import TeacherModel, isolates_samples, load_teacher
-from trainer.teacher_client import RemoteTeacher
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
 
 
@@ -76,6 +76,10 @@ class Job:
         sources = self.train_set.sources
         numbers = np.zeros(len(self.train_set), int) if sources is None else sources
         return describe_mixture(self.spec, numbers, read_origin(run_dir).get("dataset", ""))
+
+    def count_tokens(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return the tokens with loss of `rows` (lists of sample indices)."""
+        return int(self.trained_counts[[sample for row in rows for sample in row]].sum())
 
     @property
     def steps(self) -> int:
@@ -138,7 +142,7 @@ def common_digest(corpus: Corpus, world: World) -> str:
 
 
 class Batches:
-    """Lays rows of a corpus out as micro-batches on the device of this rank."""
+    """Arranges rows of a corpus as micro-batches on the device of this rank."""
 
     def __init__(self, job: Job, world: World, strategy: Strategy, heartbeat: Heartbeat) -> None:
         self._job, self._world, self._pad = job, world, job.tokenizer.pad_token_id or 0
@@ -153,7 +157,8 @@ class Batches:
         return Batch(*map(self._on_device, arrays))
 
     def taught(self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int) -> Batch:
-        """Return the micro-batch of these rows at `step` (from 0) with what the teacher says about it, if there is one."""
+        """Return the micro-batch of these rows at `step` (from 0) with the teacher's probabilities, if the run has a
+        teacher."""
         teacher, weights = self._job.teacher, None
         if is_on_policy(self._job.spec, step):
             corpus, rows, weights = self._write(corpus, rows, step)
@@ -169,7 +174,7 @@ class Batches:
     def all_taught(self, corpus: Corpus, parts: Sequence[Sequence[Sequence[int]]], step: int) -> Iterator[Batch]:
         """Yield what `taught` returns for the rows of each micro-batch of an update.
 
-        A teacher on another host is asked about the next micro-batch before the caller trains on this one.
+        A teacher on another host receives the next micro-batch before the caller trains on this one.
         """
         ready: deque[Batch] = deque()
         for rows in parts:
@@ -219,9 +224,10 @@ class Evaluation:
         module = strategy.plain
         module.eval()
         loss = 0.0
-        for part in micro_batches(division.computed, spec.batch_size, strategy.rounds(len(rows))):
-            self._heartbeat("evaluating")
-            loss += float(strategy.loss(self._batches(corpus, part)))
+        with strategy.synchronized():
+            for part in micro_batches(division.computed, spec.batch_size, strategy.rounds(len(rows))):
+                self._heartbeat("evaluating")
+                loss += float(strategy.loss(self._batches(corpus, part)))
         module.train()
         loss, tokens = world.sum([loss, tokens])
         return loss / max(1.0, tokens)
@@ -247,7 +253,7 @@ def train_step(
     Raises:
         NonFiniteError: the gradient is not finite; the weights are unchanged.
     """
-    spec, trained_counts = job.spec, job.trained_counts
+    spec = job.spec
     started = time.perf_counter()
     rows = strategy.local_rows(job.order.step(step))
     lr = learning_rate(spec, step, job.steps)
@@ -255,7 +261,7 @@ def train_step(
     local: list[list[int]] = []
     for update in strategy.updates(step, rows):
         # Every rank knows all rows, so the token count of an update needs no communication.
-        tokens = int(trained_counts[[sample for row in update.rows for sample in row]].sum())
+        tokens = job.count_tokens(update.rows)
         parts = micro_batches(update.computed, spec.batch_size, strategy.rounds(len(update.rows)))
         remaining = len(parts)
         for batch in batches.all_taught(job.train_set, parts, step):
@@ -280,7 +286,7 @@ def train_step(
         grad_norm=norm,
         counts={
             "tokens": int(job.lengths[samples].sum()),
-            "trained_tokens": int(trained_counts[samples].sum()),
+            "trained_tokens": job.count_tokens(local),
             "samples": len(samples),
         },
         scheduled=sum(map(len, rows)),
@@ -377,6 +383,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     strategy = make_strategy(job.spec, world, job.module)
     job = with_packing(job, strategy, world, data_dir / "store")
     spec, steps = job.spec, job.steps
+    strategy.count_tokens = job.count_tokens
     all_ranks, world = world, strategy.world
     batches = Batches(job, world, strategy, heartbeat)
     state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend)

@@ -23,7 +23,7 @@ _ENVIRONMENT = {"UNSLOTH_RETURN_LOGITS": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
 def may_use(spec: RunSpec) -> bool:
-    """Return whether this rank may use unsloth: the spec asks for it, or permits it and the package is installed."""
+    """Return whether this rank may use unsloth: the spec requests it, or permits it and the package is installed."""
     if spec.backend != "auto":
         return spec.backend == PACKAGE
     # Weights in float32, compiled models, answers during training and strategies with shards need peft.

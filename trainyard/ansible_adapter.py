@@ -22,8 +22,9 @@ from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
 from ansible.utils.display import Display
 
+from trainer.distributed.worker_process import die_with_launcher
+from trainer.formats import printable
 from trainer.supervise.processes import descendants, send_signal
-from trainer.worker_process import die_with_launcher
 from trainyard.cluster import Cluster
 from trainyard.connection import (
     OUTPUT_LIMIT,
@@ -39,7 +40,8 @@ from trainyard.connection import (
 from trainyard.extra_vars import plain_data
 from trainyard.host_variables import make_host
 from trainyard.openssh import LocalTransport, OpenSSHTransport
-from trainyard.run.options import ALIASES, options_from_variables
+from trainyard.run.options import ALIASES, LaunchOptions, options_from_variables
+from trainyard.service_records import ServiceRecords, service_records
 
 __all__ = [
     "AnsibleTransport",
@@ -85,6 +87,14 @@ class ClusterAction(ActionBase):
         end_requests()
         super().cleanup(force)
 
+    def resolve(self, value: Any) -> Any:
+        """Return a value of a variable as plain data, with its templates resolved."""
+        return plain_data(self._templar.template(value))
+
+    def launch_options(self, variables: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> LaunchOptions:
+        """Return the launch options of the play, with these values on top. Raises UserError for a bad value."""
+        return options_from_variables(variables, self.resolve, values)
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the task, validated against the DOCUMENTATION of the module of this name.
 
@@ -113,7 +123,7 @@ class WorkerOutput:
     """What a worker process of Ansible writes to the queue that all workers share; closed for all threads but the main one.
 
     With -vvv, connection plugins write to that queue. A worker that exits while one of its threads holds the queue's
-    lock would block ansible-playbook for ever.
+    lock would block ansible-playbook indefinitely.
     """
 
     def __init__(self, queue: Any) -> None:
@@ -131,7 +141,7 @@ class WorkerOutput:
 
     @staticmethod
     def close() -> None:
-        """Return when no other thread writes to the queue; none does so afterwards."""
+        """Return when no other thread writes to the queue; none does afterwards."""
         output = Display()._final_q
         if isinstance(output, WorkerOutput):
             with output._lock:
@@ -184,7 +194,7 @@ class AnsibleTransport:
         self._thread = threading.get_native_id()
         words = f"/bin/sh -c {shlex.quote(command)}{' </dev/null' if stdin is None else ''}"
         try:
-            # sudoable=False: no terminal, so that the output is only what the command prints.
+            # sudoable=False: no terminal, so that the output is that of the command alone.
             code, out, err = self.connection.exec_command(words, in_data=stdin, sudoable=False)
         except AnsibleError as error:
             raise RemoteError(last_line(str(error)) or "unreachable") from error
@@ -232,7 +242,7 @@ def cluster_connections(action: ActionBase, task_vars: dict[str, Any]) -> Callab
     return connect
 
 
-def play_cluster(action: ActionBase, task_vars: dict[str, Any]) -> Cluster:
+def play_cluster(action: ClusterAction, task_vars: dict[str, Any]) -> Cluster:
     """Return the cluster of a play. Raises InventoryError."""
     hostvars = task_vars["hostvars"]
     return Cluster(
@@ -240,10 +250,15 @@ def play_cluster(action: ActionBase, task_vars: dict[str, Any]) -> Cluster:
         groups=task_vars["groups"],
         variable=lambda host, name: hostvars[host].get(name),
         connect=cluster_connections(action, task_vars),
-        launch_of=lambda values: options_from_variables(
-            task_vars, lambda value: plain_data(action._templar.template(value)), values
-        ),
+        launch_of=lambda values: action.launch_options(task_vars, values),
     )
+
+
+def play_records(action: ClusterAction, task_vars: dict[str, Any]) -> ServiceRecords | None:
+    """Return what sends records to the service of the dashboard; None without it, and in check mode."""
+    hostvars, connect = task_vars["hostvars"], cluster_connections(action, task_vars)
+    groups, variable = task_vars["groups"], lambda host, name: hostvars[host].get(name)
+    return service_records(groups, variable, connect, Display().display, action._task.check_mode)
 
 
 def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tuple[Host, AnsibleTransport]]:
@@ -299,6 +314,15 @@ def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> t
     return loader, inventory, VariableManager(loader=loader, inventory=inventory)
 
 
+def check_sources(sources: Sequence[str]) -> None:
+    """Check that the files of the inventory exist. Raises InventoryError."""
+    for source in sources:
+        if "," not in source and not Path(source).exists():
+            example = "; copy inventory/hosts.example.yml to it, and name your machines in it"
+            hint = example if Path(source).name == "hosts.yml" else ": correct the path, or write HOST, with a comma"
+            raise InventoryError(f"-i {printable(source)}: no such file{hint}")
+
+
 class Inventory:
     """The hosts of an inventory and their variables, as a play with the role `cluster` sees them, outside of any play.
 
@@ -325,6 +349,7 @@ class Inventory:
         from ansible.playbook.play import Play
         from ansible.vars.hostvars import HostVars
 
+        check_sources(sources)
         try:
             self._loader, inventory, manager = _load_inventory(list(sources) or DEFAULT_HOST_LIST, extra_vars)
             HostVars(inventory=inventory, variable_manager=manager, loader=self._loader)  # for templates
@@ -359,11 +384,11 @@ class Inventory:
         return self.variables[host].get(name)
 
     def connect_name(self, name: str) -> HostConnection:
-        """Make the connection to any host of the inventory by its name, whatever the limit. As `connect`."""
+        """Make the connection to any host of the inventory by its name, regardless of the limit. As `connect`."""
         return self.connect(make_host(name, self.variables[name]))
 
     def connect(self, host: Host) -> HostConnection:
-        """Make the connection to a host: a local process, OpenSSH, or Ansible's plugin where that does more.
+        """Make the connection to a host: a local process, OpenSSH, or Ansible's plugin where its features are needed.
 
         Call it in the main thread only (it resolves templates); use a connection in one thread at a time.
         """
@@ -411,7 +436,7 @@ class HostVariables(Mapping[str, Any]):
 
 
 def _plain_login(connection: Any) -> Login | None:
-    """Return the login of Ansible's connection `ssh`; None if only that connection provides what its settings say."""
+    """Return the login of Ansible's connection `ssh`; None if only that connection supports its settings."""
     if connection.transport != "ssh":
         return None
     option = connection.get_option

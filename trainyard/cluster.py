@@ -10,6 +10,14 @@ from trainyard.connection import Host, HostConnection
 from trainyard.run.options import LaunchOptions
 
 
+def service_host(groups: Mapping[str, Sequence[str]]) -> str:
+    """Return the host of the cluster's services: the first of the group queue, head or cluster that is in the cluster
+    (see roles/cluster); empty without a cluster."""
+    members = groups.get("cluster", [])
+    names = [name for group in ("queue", "head", "cluster") for name in groups.get(group, []) if name in members]
+    return names[0] if names else ""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The cluster of an inventory, of a play or of the command line.

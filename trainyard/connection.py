@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import resource
 import shlex
 import threading
 import time
@@ -22,6 +23,8 @@ from trainyard.remote_archive import remote_command, remote_input
 from trainyard.replies import ReplyError, checked_reply, last_object
 
 OUTPUT_LIMIT = 16 << 20  # bytes that a host may answer: a reply, and what its login scripts print before it
+FILES_PER_REQUEST = 10  # pipes of the client process, its input, what waits for them, and what Ansible's plugins open
+FILES_BESIDE = 256  # that the process has open besides
 TOO_MUCH = f"sent more than {OUTPUT_LIMIT >> 20} MiB; the connection was closed"
 
 
@@ -151,7 +154,7 @@ class HostConnection:
         """Run a shell command on the host and return the last JSON object on its standard output.
 
         Args:
-            verb: what the answer replies to, see trainyard/reply_types.py; empty accepts any object.
+            verb: what the answer replies to, see trainyard/reply_types; empty accepts any object.
 
         Raises:
             RemoteError: there is no such object, it has an `error`, or it is not a reply to the verb.
@@ -181,6 +184,18 @@ def last_line(text: str) -> str:
     return printable((text[-4 * MAX_MESSAGE :].strip().splitlines() or [""])[-1].strip(), MAX_MESSAGE)
 
 
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, if it is too low for `count` more, as far as the system permits.
+
+    It is 1024 by default, which about 300 requests over SSH at once exceed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + FILES_BESIDE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 class FanOut:
     """Sends one request to many hosts in parallel, with a daemon thread per host: a host that hangs does not block the exit.
 
@@ -192,6 +207,7 @@ class FanOut:
     def __init__(self, requests: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
+        allow_open_files(FILES_PER_REQUEST * len(requests))
         self.threads = {
             host: threading.Thread(target=self._request, args=(host, request), daemon=True)
             for host, request in requests.items()

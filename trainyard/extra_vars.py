@@ -50,7 +50,7 @@ def check_pairs(extra_vars: Mapping[str, Any]) -> None:
 
 
 def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of_run: bool = True) -> None:
-    """Check that the project knows all names given with ``-e``.
+    """Check that the project defines all names given with ``-e``.
 
     Args:
         top: the project's folder.
@@ -74,6 +74,7 @@ def read_run_spec(
     report: Callable[[str], None] = lambda line: None,
     *,
     source: str = "-e",
+    more: Iterable[str] = (),
 ) -> RunSpec:
     """Read the run spec from a YAML file (or none) with the extra variables on top.
 
@@ -81,7 +82,8 @@ def read_run_spec(
         extra_vars: all variables given with ``-e``, by name. Launch options and project variables are left out.
         top: the project's folder, whose variables are known names.
         report: receives a line for each name of another tool that is translated.
-        source: where the extra variables come from, for error messages.
+        source: origin of the extra variables, for error messages.
+        more: further names that an unknown one may have meant.
 
     Raises:
         UserError: an unknown name (with the nearest known one), or a bad value.
@@ -90,11 +92,11 @@ def read_run_spec(
     base, notes = resolve_aliases(
         read_tool_files(read_yaml(user_path(file, "spec")) if file else {}), source=printable(file)
     )
-    given, more = resolve_aliases(read_tool_files(extra_vars), base, source=source)
-    check_names(given, top)
+    given, further = resolve_aliases(read_tool_files(extra_vars), base, source=source)
+    check_names(given, top, more)
     if file:
         make_spec(base, file)
-    for note in notes + more:
+    for note in notes + further:
         report(note)
     return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, source)
 

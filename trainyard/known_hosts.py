@@ -1,4 +1,4 @@
-"""The host keys that OpenSSH knows for a host, and how they are added for its new address. Runs on the controller."""
+"""The host keys that OpenSSH has for a host, and how they are added for its new address. Runs on the controller."""
 
 from __future__ import annotations
 

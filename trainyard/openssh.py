@@ -180,7 +180,7 @@ def _input(content: bytes | None) -> IO[bytes]:
 def _read_output(process: subprocess.Popen[bytes], aborted: threading.Event) -> tuple[bytes, bytes]:
     """Return what a process writes to its pipes until it closes them; kill it if that is more than OUTPUT_LIMIT.
 
-    ssh's shared connection keeps the pipes open after the client was killed, hence `aborted`.
+    ssh's shared connection keeps the pipes open after the client was killed; `aborted` handles this.
     """
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""What a long action on the controller has done so far, in a file that the dashboard shows."""
+"""The progress of a long action on the controller, in a file that the dashboard shows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from trainer.errors import MAX_MESSAGE
 from trainer.files import write_atomic
 from trainer.formats import printable
 from trainer.supervise.processes import process_stat
+from trainyard.remote.run_queries import is_orphan
 
 SUFFIX = ".progress.json"
 LIMIT = 1 << 20  # bytes of a record that is read
 RECORDS = 200  # of a folder that are read, the newest
+SILENT = 45.0  # s without a message after which the process of a record that was received counts as gone
 
 
 class ProgressRecord:
@@ -69,22 +71,22 @@ class ProgressRecord:
             write_atomic(self._path, json.dumps(self._values), 0o600)
 
 
-def read_progress(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a folder, the newest first; one whose process is gone has the state `interrupted`."""
+def read_progress(folder: Path, *, received: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the records of a folder, the newest first; one whose process has exited has the state `interrupted`.
+
+    Args:
+        received: whether controllers send the records, which write them again while their process runs.
+    """
     found = []
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
             status = path.stat()
             if status.st_size <= LIMIT:
                 found.append((status.st_mtime, path))
-    for _, path in sorted(found, reverse=True)[:RECORDS]:
+    for changed, path in sorted(found, reverse=True)[:RECORDS]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             record = json.loads(path.read_bytes())
             if isinstance(record, dict) and isinstance(record.get("kind"), str):
-                yield record | ({"state": "interrupted"} if _is_orphan(record) else {})
-
-
-def _is_orphan(record: dict[str, Any]) -> bool:
-    pid = record.get("pid")
-    found = process_stat(pid) if isinstance(pid, int) and pid > 0 else None
-    return record.get("state") == "running" and (found is None or found[2] != record.get("pid_start"))
+                silent = received and record.get("state") == "running" and time.time() - changed > SILENT
+                orphan = silent if received else is_orphan(record)
+                yield record | ({"state": "interrupted"} if orphan else {})

@@ -46,7 +46,8 @@ PACKAGE_VERBS = frozenset(
 def remote_archive(verb: str = "") -> bytes:
     """Return the archive of the modules that a verb imports; of all modules for an empty verb.
 
-    A run that is followed asks each host every two seconds, so a request should be small. Equal sources give equal bytes.
+    The controller queries each host of a followed run every two seconds, so a request should be small. Equal sources
+    give equal bytes.
     """
     sources = _sources()
     if verb in VERBS:
@@ -61,13 +62,16 @@ def remote_archive(verb: str = "") -> bytes:
 
 @functools.cache
 def _sources() -> dict[str, bytes]:
-    """Return {path in the archive: content} of `trainyard/remote`, `trainer/supervise` and the client of Ollama."""
+    """Return {path in the archive: content} of `trainyard/remote`, `trainer/supervise`, the client of Ollama and the queries of nvidia-smi."""
     controller, node = (Path(package.__path__[0]) for package in (trainyard, trainer))
     files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b"", "trainyard/ollama/__init__.py": b""}
     files["trainyard/ollama/client.py"] = (controller / "ollama" / "client.py").read_bytes()
+    files["trainer/nvidia_smi.py"] = (node / "nvidia_smi.py").read_bytes()
     for package, folder in ((controller, "remote"), (node, "supervise")):
         for path in (package / folder).glob("*.py"):
-            files[str(path.relative_to(package.parent))] = path.read_bytes()
+            # The packages have only a docstring, which a host does not need.
+            content = b"" if path.name == "__init__.py" else path.read_bytes()
+            files[str(path.relative_to(package.parent))] = content
     return files
 
 

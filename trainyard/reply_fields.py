@@ -1,4 +1,4 @@
-"""Bounded types of the fields of replies, from which `reply_types` is made.
+"""Bounded types of the fields of replies, of which `reply_types` consists.
 
 Numbers have bounds, so that arithmetic and formats cannot fail; lists have lengths, so that tables stay short.
 """
@@ -50,7 +50,7 @@ def by_rank(value: Any) -> Any:
 
 
 def _loss(value: Any) -> Any:
-    """Return a number, or None for one that no format shows."""
+    """Return a number, or None for one that cannot be formatted."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= NUMBER_LIMIT
     return float(value) if known and math.isfinite(value) else None
 

@@ -42,7 +42,7 @@ def work_of(bench: Bench) -> dict[str, tuple[bool, Callable[[], Outcome]]]:
 
 
 def run_all(bench: Bench, checks: list[str], jobs: int, done: Callable[[str], None]) -> None:
-    """Run what the checks need: first the timed runs, alone, then `jobs` of the others at a time."""
+    """Run the runs that the checks need: first the timed ones, alone, then `jobs` of the others at a time."""
     others = work_of(bench)
     writing = threading.Lock()
     needed = dict.fromkeys(run for name in checks for run in CHECKS[name][1])
@@ -101,7 +101,7 @@ def arguments() -> argparse.Namespace:
 
 
 def device_of(asked: str) -> str:
-    """Return cuda or cpu. Exits with one line if CUDA is asked for and absent."""
+    """Return cuda or cpu. Exits with one line if CUDA is requested but absent."""
     if asked == "cpu":
         return asked
     import torch

@@ -28,7 +28,7 @@ _PORTS = iter(range(29_600, 29_900))
 
 @dataclass
 class Outcome:
-    """What a run or a program left: figures by name in `values`, or why there are none.
+    """The result of a run or a program: figures by name in `values`, or the reason for their absence.
 
     `status`: ok, failed, or skipped (it cannot run here, or no time was left).
     """

@@ -84,7 +84,7 @@ class Case:
     Attributes:
         size: a name in `Scale.sizes`.
         fields: fields of the run spec, beyond `Scale.fields`.
-        timed: its speed counts, so nothing else runs beside it.
+        timed: its speed counts, so nothing else runs at the same time.
         planned: the plan predicts its speed too, from a measurement.
         ranks: ranks that torchrun starts; 0: `python -m trainer` without torchrun.
         seconds: time limit.

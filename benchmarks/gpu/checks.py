@@ -274,7 +274,7 @@ def evaluate(bench: Bench, names: Sequence[str]) -> list[Result]:
     return results
 
 
-# What a stand-in without CUDA leaves out of a check.
+# The parts of a check that a stand-in without CUDA omits.
 ONLY_CUDA = {
     "kernels": "Liger kernels need CUDA: both runs use the kernels of torch",
     "nccl": "NCCL needs CUDA: gloo replaces it",

@@ -3,8 +3,9 @@
     make gpu-wheels GPU_PYTHON=3.12 GPU_CUDA=13.0
     python -m benchmarks.gpu.wheels --lock             write requirements.txt with the newest digests of constraints.txt
 
-pip downloads the wheels in requirements.txt for Linux on x86-64 and checks their SHA-256. What the checks never import is
-removed: tests, headers, pyarrow's clients of remote services, and the libraries of bitsandbytes for other CUDA versions. The wheels
+pip downloads the wheels in requirements.txt for Linux on x86-64 and checks their SHA-256. Files that the checks never
+import are removed: tests, headers, pyarrow's clients of remote services, and the libraries of bitsandbytes for other
+CUDA versions. The wheels
 are stored without compression in one .tar.xz, which compresses them together to less than half of their size.
 """
 
@@ -108,7 +109,7 @@ _PLATFORMS = [
 
 
 class WheelError(Exception):
-    """The file cannot be made; one line."""
+    """The file cannot be created; one line."""
 
 
 def pip(*arguments: str) -> None:

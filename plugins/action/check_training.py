@@ -12,7 +12,6 @@ from trainyard.connection import InventoryError
 from trainyard.extra_vars import plain_data, read_run_spec
 from trainyard.run.check_training import check_spec, check_training
 from trainyard.run.errors import RunError
-from trainyard.run.options import options_from_variables
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -21,9 +20,8 @@ class ActionModule(ClusterAction):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables, report, run = task_vars or {}, Display().display, self.arguments()["run"]
-        resolve = lambda value: plain_data(self._templar.template(value))  # noqa: E731
         try:
-            options = options_from_variables(variables, resolve)
+            options = self.launch_options(variables)
             given = read_run_spec(options.spec, plain_data(load_extra_vars(self._loader)), TOP, report)
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             for host in hosts:

@@ -7,10 +7,10 @@ from typing import Any
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
-from trainyard.address_change import AddressChange, AddressChangeError
 from trainyard.ansible_adapter import failure
 from trainyard.connection import RemoteError
 from trainyard.known_hosts import find_known_hosts
+from trainyard.provision.address_change import AddressChange, AddressChangeError
 
 
 class ActionModule(ActionBase):

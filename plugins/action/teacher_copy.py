@@ -16,7 +16,6 @@ from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.model_copy import copy_model, plan_copy
 from trainyard.ollama.teachers import candidates
 from trainyard.run.errors import RunError
-from trainyard.run.options import options_from_variables
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -31,9 +30,8 @@ class ActionModule(ClusterAction):
                 return {"changed": True}
             extra_vars = plain_data(load_extra_vars(self._loader))
             options = make_distill_options(extra_vars)
-            launch = options_from_variables(variables, lambda value: plain_data(self._templar.template(value)))
-            # Mistakes come before a long copy.
-            student_specs(launch.spec, extra_vars, TOP, lambda line: None, queued=options.queue)
+            launch = self.launch_options(variables)
+            student_specs(launch.spec, extra_vars, TOP, lambda line: None, queued=options.queue)  # mistakes first
             groups = variables["groups"]
             machines = candidates(groups["cluster"], groups.get("discovered", []), variables["hostvars"])
             plan = plan_copy(machines, options.teacher, variables["ansible_play_hosts_all"], Display().display)

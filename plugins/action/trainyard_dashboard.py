@@ -10,9 +10,7 @@ from trainyard.ansible_adapter import ClusterAction, Inventory, failure
 from trainyard.connection import InventoryError
 from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
-from trainyard.extra_vars import plain_data
 from trainyard.queue.host import queue_host
-from trainyard.run.options import options_from_variables
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -22,17 +20,16 @@ class ActionModule(ClusterAction):
         super().run(tmp, task_vars)
         given = {f"dashboard_{name}": value for name, value in self.arguments().items()}
         variables = task_vars or {}
-        resolve = lambda value: plain_data(self._templar.template(value))  # noqa: E731
         try:
             options = DashboardOptions.from_variables(given, "dashboard.yml")
-            launch = options_from_variables(variables, resolve)
+            launch = self.launch_options(variables)
             # Its connections stay open, which Ansible's plugins cannot do.
             inventory = Inventory(variables["ansible_inventory_sources"], ",".join(variables["ansible_play_hosts"]))
             hostvars = variables["hostvars"]
             find_queue = lambda: queue_host(variables["groups"], lambda host, name: hostvars[host].get(name))  # noqa: E731
-            project = Project.of(TOP, inventory.hosts, hostvars)
+            project = Project.of(TOP, inventory.hosts, variables["groups"], hostvars)
             how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": self._task.check_mode}
-            how["password"] = str(resolve(variables.get(PASSWORD, "")))  # not an argument, which -vvv would show
+            how["password"] = str(self.resolve(variables.get(PASSWORD, "")))  # not an argument, which -vvv would show
             return run_dashboard(inventory.hosts, inventory.connect, launch, options, Display().display, **how)
         except (UserError, InventoryError) as error:
             return failure(str(error))

@@ -6,12 +6,13 @@ from typing import Any
 from ansible.utils.display import Display
 
 from trainer.errors import UserError
-from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
+from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts, play_records
 from trainyard.connection import InventoryError, RemoteError
 from trainyard.extra_vars import plain_data
 from trainyard.ollama.deploy import Deployment, server_urls
 from trainyard.ollama.options import make_deploy_options
 from trainyard.run.errors import RunError
+from trainyard.service_records import following
 
 WORK = Path(__file__).resolve().parents[2] / ".trainyard"
 
@@ -27,6 +28,9 @@ class ActionModule(ClusterAction):
             urls = {host.name: server_urls(variables["hostvars"][host.name]) for host in hosts}
             more: dict[str, Any] = {"work": WORK, "report": Display().display, "check": self._task.check_mode}
             deployment = Deployment(hosts, connect, urls, options, **more)
-            return deployment.remove() if state == "absent" else deployment.deploy()
+            if state == "absent":
+                return deployment.remove()
+            with following(play_records(self, variables), WORK):
+                return deployment.deploy()
         except (RunError, RemoteError, UserError, InventoryError) as error:
             return failure(str(error), **getattr(error, "details", {}))

@@ -12,7 +12,6 @@ from trainyard.connection import InventoryError
 from trainyard.extra_vars import plain_data
 from trainyard.run.errors import RunError
 from trainyard.run.merge import make_merge_options, merge_runs
-from trainyard.run.options import options_from_variables
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -24,7 +23,7 @@ class ActionModule(ClusterAction):
         variables, check = task_vars or {}, self._task.check_mode
         try:
             options = make_merge_options(plain_data(load_extra_vars(self._loader)))
-            launch = options_from_variables(variables, lambda value: plain_data(self._templar.template(value)))
+            launch = self.launch_options(variables)
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             return merge_runs(options, hosts, connect, launch, home=TOP, report=Display().display, check=check)
         except (RunError, UserError, InventoryError) as error:

@@ -7,9 +7,7 @@ from ansible.utils.display import Display
 from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
 from trainyard.connection import InventoryError
-from trainyard.extra_vars import plain_data
 from trainyard.run.errors import RunError
-from trainyard.run.options import options_from_variables
 from trainyard.run.runs import GRACE, WATCH, manage_runs
 
 ARGUMENTS = {
@@ -29,16 +27,12 @@ class ActionModule(ClusterAction):
         super().run(tmp, task_vars)
         _, a = self.validate_argument_spec(ARGUMENTS)
         variables = task_vars or {}
-        resolve = lambda value: plain_data(self._templar.template(value))  # noqa: E731
         try:
-            options = options_from_variables(variables, resolve)
+            options = self.launch_options(variables)
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             stop = {"grace": a["grace"], "now": a["force"], "check": self._task.check_mode}
-            stop |= {
-                "every": a["all"],
-                "hardware": a["hardware"],
-                "watch": max(0.5, a["interval"]) if a["watch"] else 0.0,
-            }
+            watch = max(0.5, a["interval"]) if a["watch"] else 0.0
+            stop |= {"every": a["all"], "hardware": a["hardware"], "watch": watch}
             return manage_runs(a["state"], a["run"], hosts, connect, options, Display().display, **stop)
         except (RunError, UserError, InventoryError) as error:
             return failure(str(error), **getattr(error, "details", {}))

@@ -44,7 +44,7 @@ def _key(line: str) -> str:
 def peer_host_keys(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
     """Return the known_hosts lines of the hosts that reported their keys in this play.
 
-    A server at another port than 22 is written ``[name]:port``: man sshd, SSH_KNOWN_HOSTS FILE FORMAT.
+    A server with a port other than 22 is written ``[name]:port``: man sshd, SSH_KNOWN_HOSTS FILE FORMAT.
     """
     addresses = cluster_addresses(hostvars, hosts)
     lines: dict[str, list[str]] = {}

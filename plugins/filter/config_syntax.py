@@ -1,4 +1,4 @@
-"""Filters that write values into configuration files. The logic is in trainyard/config_syntax.py."""
+"""Filters that write values into configuration files. The logic is in trainyard/provision/config_syntax.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 
-from trainyard import config_syntax
+from trainyard.provision import config_syntax
 
 
 def _filter(function: Callable[..., str]) -> Callable[..., str]:

@@ -1,4 +1,4 @@
-"""Filters of the role firewall: validate its variables and list its rules. The logic is in trainyard/ufw.py."""
+"""Filters of the role firewall: validate its variables and list its rules. The logic is in trainyard/provision/ufw.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterable
 from typing import Any
 
-from trainyard.ufw import allow_rules
+from trainyard.provision.ufw import allow_rules
 
 
 def firewall_problems(

@@ -1,10 +1,10 @@
-"""Filter `netplan_problems`: errors in the addresses that the inventory assigns. The logic is in trainyard/addresses.py."""
+"""Filter `netplan_problems`: errors in the addresses that the inventory assigns. The logic is in trainyard/provision/addresses.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainyard.addresses import address_errors
+from trainyard.provision.addresses import address_errors
 
 NAMES = ("netplan_address", "netplan_gateway", "netplan_dns", "netplan_mtu", "netplan_nic")
 

@@ -1,10 +1,10 @@
-"""Filter `ollama_problems`: errors in the variables of the role ollama. The logic is in trainyard/ollama_parameters.py."""
+"""Filter `ollama_problems`: errors in the variables of the role ollama. The logic is in trainyard/ollama/parameters.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainyard.ollama_parameters import ollama_problems
+from trainyard.ollama.parameters import ollama_problems
 
 
 class FilterModule:

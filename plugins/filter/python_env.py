@@ -9,7 +9,7 @@ from typing import Any
 def python_environments(hostvars: Any, hosts: Sequence[str], built: bool = False) -> dict[str, Any]:
     """Return for each host what M(python_env_info) registered before the build, or with `built` after it.
 
-    A host whose environment was not built, as in check mode, has only the result from before.
+    A host whose environment was not built, as in check mode, has only the earlier result.
     """
     environments = {}
     for host in hosts:

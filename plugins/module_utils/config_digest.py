@@ -1,4 +1,5 @@
-"""Which configuration files a service has read. Standard library only: modules import it on the managed host."""
+"""Records the configuration files that a service has read. Standard library only: modules import it on the managed
+host."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-../../trainyard/remote/nvidia_smi.py
+../../trainer/nvidia_smi.py

@@ -65,6 +65,7 @@ from typing import Any
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.atomic_file import write_atomic
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.managed_files import file_diff, update_files
 from ansible.module_utils.safe_path import check_path
 
 # These lines are in files on hosts: a change of them would leave the blocks of earlier versions behind.
@@ -111,7 +112,7 @@ def block_lines(inside: list[str], lines: dict[str, list[str]], members: list[st
 def update_text(
     text: str, lines: dict[str, list[str]], members: list[str], new: bool, keep_prefix: str = ""
 ) -> str | None:
-    """Return the new text of a file, or None to remove the file; `new` tells that the file does not exist yet."""
+    """Return the new text of a file, or None to remove the file; `new`: whether the file does not exist yet."""
     before, inside, after = split_block(text)
     created = new or CREATED in inside
     block = block_lines(inside, lines, members, keep_prefix)
@@ -140,20 +141,11 @@ def update_file(module: AnsibleModule, entry: dict[str, Any]) -> dict[str, str] 
             path.unlink()
         else:
             write_atomic(path, after, int(entry["mode"], 8), keep=True)
-    return {"before_header": str(path), "after_header": str(path), "before": text, "after": after or ""}
+    return file_diff(path, text, after or "")
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
-    diffs: list[dict[str, str]] = []
-    for entry in module.params["files"]:
-        try:
-            diff = update_file(module, entry)
-        except OSError as error:
-            module.fail_json(msg=f"cannot write {entry['path']}: {error.strerror}", plain=True)
-        if diff:
-            diffs.append(diff)
-    module.exit_json(changed=bool(diffs), diff=diffs)
+    update_files(AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True), update_file)
 
 
 if __name__ == "__main__":

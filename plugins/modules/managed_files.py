@@ -60,6 +60,7 @@ from typing import Any
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.atomic_file import write_atomic
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.managed_files import file_diff, update_files
 from ansible.module_utils.safe_path import check_path
 
 
@@ -87,12 +88,7 @@ def difference(path: Path, content: str, mode: int) -> dict[str, str]:
     """Return the change of a file for C(--diff), without the content of files that not every user may read."""
     private = not mode & 0o044 or (os.path.lexists(path) and not path.lstat().st_mode & 0o044)
     before = path.read_text() if path.is_file() and not private else ""
-    return {
-        "before_header": str(path),
-        "after_header": str(path),
-        "before": before,
-        "after": "" if private else content,
-    }
+    return file_diff(path, before, "" if private else content)
 
 
 def update_file(module: AnsibleModule, entry: dict[str, Any]) -> dict[str, str] | None:
@@ -113,16 +109,7 @@ def update_file(module: AnsibleModule, entry: dict[str, Any]) -> dict[str, str] 
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
-    diffs: list[dict[str, str]] = []
-    for entry in module.params["files"]:
-        try:
-            diff = update_file(module, entry)
-        except OSError as error:
-            module.fail_json(msg=f"cannot write {entry['path']}: {error.strerror}", plain=True)
-        if diff:
-            diffs.append(diff)
-    module.exit_json(changed=bool(diffs), diff=diffs)
+    update_files(AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True), update_file)
 
 
 if __name__ == "__main__":

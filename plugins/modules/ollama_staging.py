@@ -84,7 +84,7 @@ def remove(folder: Path) -> bool:
 
 
 def prepare(folder: Path, owner: pwd.struct_passwd) -> None:
-    """Make the folder anew, for its owner alone. Raises OSError."""
+    """Recreate the folder for its owner alone. Raises OSError."""
     remove(folder)
     folder.mkdir(parents=True, mode=0o700)
     (folder / INCOMING).mkdir(parents=True)
@@ -114,7 +114,7 @@ def export(store: Path, model: dict[str, Any], folder: Path, owner: pwd.struct_p
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file that is no link. Raises OSError."""
+    """Open a regular file that is not a link. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

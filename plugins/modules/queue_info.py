@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Return what Slurm needs to know of a host."""
+"""Return the properties of a host for Slurm's configuration."""
 
 from __future__ import annotations
 

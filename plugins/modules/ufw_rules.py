@@ -81,6 +81,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.argument_spec import argument_spec
+from ansible.module_utils.atomic_file import write_atomic
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.ssh_session import ssh_session
 from ansible.module_utils.ufw import ANYWHERE, Rule, allow_rules, command_words, describe, parse_rules, plan_changes
@@ -209,9 +210,7 @@ def save_state(module: AnsibleModule, state: dict[str, Any]) -> None:
     if backup.exists() or module.check_mode:
         return
     texts = {path.name: path.read_text() for path in FILES.values() if path.exists()}
-    backup.parent.mkdir(parents=True, exist_ok=True)
-    backup.with_suffix(".new").write_text(json.dumps({"state": state, "files": texts}))
-    backup.with_suffix(".new").rename(backup)
+    write_atomic(backup, json.dumps({"state": state, "files": texts}), 0o644)
 
 
 def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
@@ -223,7 +222,7 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     target = {**state, "enabled": True, "ipv6": state["ipv6"] or Path("/proc/net/if_inet6").exists()}
     if state["incoming"] == "allow":
         target["incoming"] = "deny"
-    # Of two equal rules the last one wins. Without IPv6 in ufw there are no IPv6 rules.
+    # If two rules are equal, the last one applies. Without IPv6 in ufw there are no IPv6 rules.
     desired = list({rule.identity: rule for rule in [*rules, *ssh] if rule.family == 4 or target["ipv6"]}.values())
     delete, add = plan_changes(current, mark, desired)
     start = not state["enabled"] or not loaded(module, state)
@@ -259,7 +258,7 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
 
 
 def start_rollback_timer(module: AnsibleModule) -> None:
-    """Schedule a command that disables ufw again."""
+    """Schedule a command that disables ufw."""
     module.run_command(["systemctl", "stop", f"{ROLLBACK}.timer"], handle_exceptions=False)
     timeout = module.params["rollback_timeout"]
     argv = ["systemd-run", "--quiet", "--collect", f"--unit={ROLLBACK}", f"--on-active={timeout}"]

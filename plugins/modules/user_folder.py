@@ -128,7 +128,7 @@ def prune(path: Path, user: pwd.struct_passwd, check: bool) -> bool:
 
 
 def is_empty_folder(path: Path) -> bool:
-    """Return whether the path is a folder without entries that this process may list; a link is none."""
+    """Return whether the path is a folder without entries that this process may list; a link is not a folder."""
     try:
         return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     except OSError:

@@ -29,6 +29,7 @@ from dashboard_site import (
     ended_run,
     press,
     serve,
+    shown_text,
     take_pictures,
 )
 from fake_slurm import FakeSlurm, busy_queue
@@ -227,9 +228,7 @@ def test_a_real_run_is_shown_live_and_stopped(site: Site, browser: WebDriver, tm
     lines = training(site)
     set_size(browser, 1440)
     site.open(browser, "/runs/real")
-    until(
-        lambda: "training" in browser.find_element(By.CSS_SELECTOR, "[data-chart=loss] .latest").text, 20, "the curve"
-    )
+    until(lambda: "training" in shown_text(browser, "[data-chart=loss] .latest"), 20, "the curve")
     shown = browser.find_elements(By.CSS_SELECTOR, "[data-chart]:not([hidden])")
     assert {one.get_attribute("data-chart") for one in shown} == {
         *("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
@@ -247,17 +246,20 @@ def test_a_real_run_is_shown_live_and_stopped(site: Site, browser: WebDriver, tm
         latencies.append(time.time() - written)
     print(f"metric on disk to the page: {', '.join(f'{one:.2f}' for one in latencies)} s")
     assert sorted(latencies)[1] <= 2.0
+    caption = "document.querySelector('[data-chart=loss] .latest').textContent"
+    shown_loss = f"{caption}.includes('training ' + shown(charts.runs.get('real').columns.loss.at(-1)))"
+    assert browser.execute_script(f"return {shown_loss}"), browser.execute_script(f"return {caption}")
     page = browser.execute_script("return charts.runs.get('real')")
     on_disk = {record["step"]: record["loss"] for record in lines()}
     assert [on_disk[step] for step in page["columns"]["step"]] == pytest.approx(page["columns"]["loss"])
 
-    assert until(lambda: [*re.finditer(r"node1\s+20\s", body(browser))], 120, "a checkpoint")
+    assert until(lambda: [*re.finditer(r"20\s+node1", body(browser))], 120, "a checkpoint")
     Select(browser.find_element(By.ID, "log-file")).select_by_visible_text("rank0.log on node1")
-    until(lambda: "tokens/s" in browser.find_element(By.ID, "log").text, 20, "the log")
+    until(lambda: "tokens/s" in shown_text(browser, "#log"), 20, "the log")
     browser.find_element(By.ID, "log-search").send_keys("step 1/")
     browser.find_element(By.CSS_SELECTOR, "form.logs button").click()
-    until(lambda: "contain" in browser.find_element(By.ID, "log-state").text, 20, "the search")
-    assert all("step 1/" in line for line in browser.find_element(By.ID, "log").text.splitlines())
+    until(lambda: "contain" in shown_text(browser, "#log-state"), 20, "the search")
+    assert all("step 1/" in line for line in shown_text(browser, "#log").splitlines())
 
     press(browser, "Stop after a checkpoint")
     until(lambda: "stopped" in (browser.execute_script(HEADING) or ""), 120, "the stop")
@@ -295,7 +297,7 @@ def test_a_lost_host_is_shown_within_6_seconds(site: Site, browser: WebDriver) -
     os.kill(ssh, signal.SIGCONT)
     print(f"lost host on the page after {at - lost:.2f} s")
     assert at - lost <= 6.0
-    assert "node2" in browser.find_element(By.CSS_SELECTOR, ".card.off").text
+    assert "node2" in shown_text(browser, ".card.off")
     until(lambda: "no answer" not in body(browser), 30, "the host's return")
     site.open(browser, "/events")
     until(lambda: "node2 answers again" in body(browser), 10, "the event")
@@ -324,7 +326,7 @@ def test_hostile_text_is_shown_and_not_executed(site: Site, browser: WebDriver) 
         until(lambda: site.ask("GET", "/runs/hostile", Cookie=site.session())[0] == 200, 20, "the run")
         site.open(browser, path)
         if "runs/hostile" in path:
-            until(lambda: SCRIPT in browser.find_element(By.ID, "log").text, 20, "the log")
+            until(lambda: SCRIPT in shown_text(browser, "#log"), 20, "the log")
         assert browser.execute_script("return window.executed") is None, path
         assert not browser.find_elements(By.CSS_SELECTOR, "img[src=x]")
     assert SCRIPT in body(browser)
@@ -342,14 +344,21 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
         buttons = f"[...document.querySelectorAll('#queued-{run} button')]"
         browser.execute_script(f"{buttons}.find((one) => one.textContent === '{button}').click()")
 
-    assert site.slurm.asked() == 0  # no page has shown the queue
     site.open(browser, "/queue")
     until(lambda: "wants-gpu" in body(browser), 20, "the queue")
     assert "waits for 16 GB of GPU memory and 1 GPU: node1 has it, busy with run first-run until about" in row(
         "wants-gpu"
     )
     labels = [one.text for one in browser.find_elements(By.CSS_SELECTOR, ".timeline .label")]
-    assert labels == ["node1 GPU 0", "node1 GPU 1", "node2"]
+    assert [one for one in labels if "recorded" not in one] == ["node1 GPU 0", "node1 GPU 1", "node2"]
+    shown = lambda: shown_text(browser, ".timeline")  # noqa: E731
+    assert {"first-run", "real"} <= set(shown().split())  # of the queue, and of a run folder
+    site.open(browser, "/queue?time=7%20days")
+    until(lambda: "old-1" in shown(), 20, "the runs of other days")
+    site.open(browser, "/events")
+    until(lambda: "run twice returned to the queue: node1: Slurm has asked for the host" in body(browser), 20, "it")
+    site.open(browser, "/queue")
+    until(lambda: "wants-gpu" in body(browser), 20, "the queue")
     assert browser.execute_script("return window.executed") is None and "<script>" in body(browser)
     press_of("parked", "Release")
     until(lambda: "waiting" in row("parked") and "released" in row("parked"), 20, "the release")

@@ -1,4 +1,4 @@
-"""What a user does with a run on the dashboard, in headless Chromium: a real run of two hosts, and real servers of Ollama."""
+"""Actions on a run through the dashboard, in headless Chromium: a real run of two hosts, and real servers of Ollama."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from browser import browser, console_errors
 from dashboard_site import (
     ENVIRONMENT,
     HEADING,
-    PROGRAM,
     SCRIPT,
     Dashboard,
     body,
     ended_run,
     press,
     serve,
+    shown_text,
+    start_training,
     take_pictures,
 )
 from fake_nvidia_smi import write_nvidia_smi
@@ -83,7 +84,9 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
     """A dashboard of two local hosts with an Ollama each, and a run of them."""
     bed = Bed(tmp_path_factory.mktemp("actions"))
     variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
-    variables["ollama_state"] = "present"
+    variables |= {"ollama_state": "present", "dashboard_state": "present"}
+    (bed.folder / "node1/dashboard").mkdir(parents=True)
+    (bed.folder / "node1/dashboard/config.json").touch()  # as if node1 had the service of the dashboard, too
     variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
     ports = [int(client.url.rpartition(":")[2]) for client in ollamas]
     hosts = {
@@ -92,19 +95,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
     inventory = bed.folder / "inventory.yml"
     inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
     ended_run(bed, "hostile", time.time() - 10)
-    rows = [{"prompt": f"What follows {n}?", "completion": f"After {n} comes {n + 1}."} for n in range(200)]
-    (bed.folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--model=tiny", "--dataset=data.jsonl", f"--run={RUN}", "--epochs=100", f"--max-steps={STEPS}"]
-    words += ["--seq-length=64", "--total-batch-size=4", "--checkpoint-interval=10", "--loggers=none"]
-    with (bed.folder / "train.log").open("wb") as log:
-        # From another folder than the dashboard: the path of the dataset is relative to it.
-        training = subprocess.Popen(
-            [*PROGRAM, "train", "-i", str(inventory), *words],
-            cwd=bed.folder,
-            env=ENVIRONMENT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    # From another folder than the dashboard: the path of the dataset is relative to it.
+    training = start_training(bed, inventory, "data.jsonl", RUN, STEPS, "--checkpoint-interval=10")
     write_nvidia_smi(bed.folder / "bin", 1)
     process, port, token = serve(inventory, programs(bed))
     try:
@@ -141,7 +133,7 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     until(lambda: step_of(site) > 1 or site.training.poll() is not None, 300, "the first steps")
     assert site.training.poll() is None, log.read_text()
     site.open(browser, f"/runs/{RUN}")
-    shown = lambda: browser.find_element(By.ID, "log").text  # noqa: E731
+    shown = lambda: shown_text(browser, "#log")  # noqa: E731
     until(lambda: re.search(r"rank 0 step .*tokens/s", shown()), 30, "lines of all ranks")
     before = shown().count("tokens/s")
     until(lambda: shown().count("tokens/s") > before, 30, "a new line")
@@ -176,6 +168,9 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     deployed = f"deployed {RUN}:latest (merged, f16)"
     assert f"node1: {deployed}" in action(browser) and f"node2: {deployed}" in action(browser), action(browser)
     assert all(f"{RUN}:latest" in client.tags() for client in ollamas)
+    received = site.bed.folder / "node1/dashboard/.trainyard/received"
+    assert (received / f"starts/{RUN}.json").is_file()
+    assert [json.loads(path.read_text())["state"] for path in (received / "deploy").iterdir()] == ["done"]
     site.open(browser, "/models")
     until(lambda: "2 of 2 hosts" in body(browser) and "answers as trained" in body(browser), 20, "the record")
     until(lambda: "node1, node2" in body(browser).partition("Models on the hosts")[2], 30, "the models of the hosts")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import http.client
+import os
 import re
+import signal
 import ssl
 import subprocess
 import sys
@@ -19,13 +21,14 @@ import yaml
 from browser import browser, console_errors
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from dashboard_site import take_pictures
-from run_hosts import TOP, until
+from dashboard_site import shown_text, take_pictures
+from run_hosts import TOP, command_line, until
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from trainer.errors import UserError
+from trainer.supervise.processes import descendants, is_running
 from trainyard.dashboard import security
 from trainyard.dashboard.certificate import FILE, own_certificate, user_certificate
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
@@ -143,17 +146,17 @@ def test_the_password_logs_in_over_tls_and_only_until_the_session_ends(served: S
 
 @pytest.mark.slow
 def test_the_login_page_is_accessible_and_lets_a_user_in(served: Served, browser: WebDriver, tmp_path: Path) -> None:
-    # The browser knows no certificate that was made for this test.
+    # The browser does not trust the certificate of this test.
     browser.execute_cdp_cmd("Security.setIgnoreCertificateErrors", {"ignore": True})
     browser.get(f"https://{ADDRESS}:{served.port}/runs")
     assert browser.current_url.endswith("/login")
     take_pictures(browser, "login", tmp_path)
     browser.find_element(By.ID, "password").send_keys("a wrong password" + Keys.ENTER)
-    until(lambda: "The password is wrong" in browser.find_element(By.TAG_NAME, "main").text, 20, "the refusal")
+    until(lambda: "The password is wrong" in shown_text(browser, "main"), 20, "the refusal")
     take_pictures(browser, "login-wrong", tmp_path)
     assert browser.switch_to.active_element.get_attribute("id") == "password"
     browser.switch_to.active_element.send_keys(PASSWORD + Keys.ENTER)
-    until(lambda: browser.find_element(By.ID, "live-state").text == "live", 20, "the first page")
+    until(lambda: shown_text(browser, "#live-state") == "live", 20, "the first page")
     errors = [line for line in console_errors(browser) if "401" not in line]
     assert errors == []
     assert served.process.stdout and "wrong password from" in served.process.stdout.readline()
@@ -215,6 +218,43 @@ def test_an_address_of_the_network_needs_a_password(front: str, tmp_path: Path) 
         )
         text = " ".join((done.stdout + done.stderr).split())
         assert done.returncode != 0 and expected in text and PASSWORD not in text, text
+
+
+@pytest.mark.slow
+def test_the_playbook_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
+    variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1"}
+    content = {"hosts": {"node1": {"cluster_data_dir": str(tmp_path)}}, "vars": variables}
+    inventory = tmp_path / "inventory.yml"
+    inventory.write_text(yaml.safe_dump({"cluster": content}))
+    words = ["ansible-playbook", "playbooks/dashboard.yml", "-i", str(inventory), "-e", "dashboard_port=0"]
+    played = subprocess.Popen(
+        words, cwd=TOP, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        assert played.stdout
+        found = next(
+            filter(None, (re.search(r"127\.0\.0\.1:(\d+)(/login\?token=\S+)", line) for line in played.stdout))
+        )
+        port, path = int(found[1]), found[2]
+        server = until(
+            lambda: [pid for pid in descendants(played.pid) if b"sample" in command_line(pid)], 20, "sampler"
+        )
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", path)
+        cookie = str(connection.getresponse().getheader("set-cookie")).partition(";")[0]
+        connection.close()
+        connection.request("GET", "/", headers={"Cookie": cookie})
+        assert "node1" in connection.getresponse().read().decode()
+        connection.close()
+        assert not any(path[-43:].encode() in command_line(pid) for pid in [played.pid, *descendants(played.pid)])
+        os.killpg(played.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
+        assert "User interrupted execution" in played.communicate(timeout=20)[0]
+        until(lambda: not any(map(is_running, server)), 20, "the sampler's end")
+        with pytest.raises(ConnectionRefusedError):
+            connection.connect()
+    finally:
+        played.kill()
 
 
 def options(**given: Any) -> DashboardOptions:

@@ -29,7 +29,7 @@ TEXT = """
 const deep = (root) => [...root.querySelectorAll('*')].map((one) => one.shadowRoot ? deep(one.shadowRoot) : '').join(' ') + (root.body ?? root).textContent;
 return deep(document);
 """
-# What a script that got into a page of TensorBoard would try.
+# Attempts of a script that was injected into a page of TensorBoard.
 ESCAPE = """
 const done = arguments[0];
 (async () => {

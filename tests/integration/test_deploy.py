@@ -24,7 +24,7 @@ from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainer.files import sha256_file
-from trainer.gguf_llama import write_llama
+from trainer.gguf.llama import write_llama
 from trainyard.connection import Host, HostConnection
 from trainyard.ollama import converter
 from trainyard.ollama.client import OllamaClient
@@ -102,7 +102,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def base_info(site: Site) -> dict[str, Any]:
-    """Return what /api/show says of the base model."""
+    """Return the reply of /api/show for the base model."""
     tokenizer = json.loads((site.base / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
     shape = {"block_count": 4, "embedding_length": 192, "feed_forward_length": 512}
@@ -330,7 +330,8 @@ def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
 def test_real_ollama_with_a_base_that_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two models of equal shape, the adapter is deployed on the one that answers as trained; without it, merged."""
+    """If two models have the same shape, the adapter is deployed on the one that answers as trained; without one,
+    merged."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     printable_answers_only(site)
     with real_ollama(site.folder / "ollama", "127.0.11.19") as url:

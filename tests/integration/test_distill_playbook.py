@@ -1,4 +1,4 @@
-"""distill.yml and merge.yml as a person uses them, on this machine as two hosts with a teacher each."""
+"""distill.yml and merge.yml as users run them, on this machine as two hosts with a teacher each."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for group, name, teacher in (("head", "node1", teachers[0]), ("workers", "node2", teachers[1])):
         settings = {"cluster_data_dir": str(folder / name), "ollama_url": teacher.url}
         children[group]["hosts"][name].update(settings)
+    # As if node1 had the service of the dashboard, which gets records of the controller.
+    document["all"]["children"]["cluster"]["vars"]["dashboard_state"] = "present"
+    (folder / "node1/dashboard").mkdir(parents=True)
+    (folder / "node1/dashboard/config.json").touch()
     (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
     prompts = [{"prompt": f"What follows {n}?"} for n in range(120)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
@@ -78,7 +82,8 @@ def answered(bed: Path) -> int:
 
 @pytest.mark.slow
 def test_the_circle_of_students(bed: Path) -> None:
-    """Two students train at once on two hosts, are merged, and vote; a second call asks and trains nothing."""
+    """Two students train at once on two hosts, are merged, and vote; a second call sends no prompts and trains
+    nothing."""
     given = {"teacher": MODEL, "prompts": str(bed / "prompts.jsonl"), "model": ",".join(str(bed / s) for s in STUDENTS)}
     first = play(bed, "distill", **given, **FIELDS)
     assert first.rc == 0, first.stdout
@@ -87,6 +92,11 @@ def test_the_circle_of_students(bed: Path) -> None:
     rows = [line.split() for line in first.stdout.splitlines() if re.search(r"-\d+ %", line) and "adapter" in line]
     losses = {row[2]: (float(row[3]), float(row[4])) for row in rows if row[2] in ("node1", "node2")}
     assert set(losses) == {"node1", "node2"}, first.stdout
+    received = bed / "node1/dashboard/.trainyard/received"
+    [record] = [json.loads(path.read_text()) for path in received.glob("answers/*")]
+    assert (record["state"], record["answers"], record["total"]) == ("done", 120, 120)
+    starts = [json.loads(path.read_text()) for path in received.glob("starts/*")]
+    assert sorted(host for start in starts for host in start["env"]) == ["node1", "node2"]
     for untrained, trained in losses.values():
         assert trained < 0.6 * untrained
     runs = [row[1] for row in rows if row[2] in losses]
@@ -114,7 +124,7 @@ def test_the_circle_of_students(bed: Path) -> None:
 
 @pytest.mark.slow
 def test_a_student_learns_from_log_probabilities(bed: Path, model_folder: Path, tokenizer: Any) -> None:
-    """They reach the loss of the student; a teacher that is too old is refused before it is asked."""
+    """They reach the loss of the student; a server that is too old is refused before it receives prompts."""
     name = f"rich{MODEL}"
     answers = [f"After {n} comes {n + 1}." for n in range(120)]
     encoded = {answer: tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_hub import FakeHub
-from run_hosts import free_port
+from run_hosts import free_port, until
 
 from trainer.config import make_spec
 from trainer.data.samples import read_samples
@@ -24,6 +27,7 @@ from trainyard.openssh import LocalTransport
 from trainyard.run import hub, relay
 from trainyard.run.errors import PlanError, RunError, StageError
 from trainyard.run.options import make_options
+from trainyard.run.planning import PreviousStart
 from trainyard.run.session import RunSession
 from trainyard.run.stage import release_claims
 
@@ -260,6 +264,84 @@ def test_one_host_fetches_from_the_hub_and_passes_it_on(here: Here, stand_in: Fa
     stand_in.close()
     assert cluster.staged(HUB).run_name == session.run_name, "the hub is down: what was fetched before is used"
     assert any("cannot reach the hub" in line and "fetched before" in line for line in cluster.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transfer", ["controller", "auto"])
+def test_a_lost_first_host_of_a_pipeline_is_replaced_by_one_that_fetches(
+    here: Here, stand_in: FakeHub, transfer: str
+) -> None:
+    """Only the first host has the weights of a pipeline. If it is lost, another one fetches the same weights."""
+    cluster = Here(here.folder, remote=True)
+    options = {"transfer": transfer, "min_nodes": 2, "max_restarts": 3}
+    session = cluster.staged(HUB | {"strategy": "pipeline", "run": "r"}, **options)
+    folders = [Path(entry["spec"]["model"]) for entry in session.state.plan]
+    assert [(folder / "model.safetensors").exists() for folder in folders] == [True, False, False]
+    assert len({sha256_file(folder / "config.json") for folder in folders}) == 1
+    names = sorted(stand_in.downloads)
+    assert names == sorted({*names}) and not [line for line in cluster.lines if "warning" in line]
+    cluster.failing.add(("node1", ""))
+    lost = PreviousStart(True, 1, ["node1"])
+    session._make_plan(lost)
+    assert [entry["host"] for entry in session.state.plan] == ["node2", "node3"]
+    (stand_in.folder / "models/org/small/README.md").write_text("not part of the model")
+    session._stage(lost)
+    assert [(folder / "model.safetensors").exists() for folder in folders[1:]] == [True, False]
+    assert stand_in.downloads.count("model.safetensors") == 2
+    release_claims(session.state.plan, session.connect, session.state.token)
+
+    again = cluster.staged(HUB | {"strategy": "pipeline", "run": "other"}, **options)
+    cluster.failing = {("node2", "")}
+    shutil.rmtree(folders[0])
+    (stand_in.folder / "models/org/small/config.json").write_text("{}")
+    lost = PreviousStart(True, 1, ["node2"])
+    again._make_plan(lost)
+    with pytest.raises(
+        StageError, match="model: org/small on the hub has changed since this run started, and only node2"
+    ):
+        again._stage(lost)
+    stand_in.close()
+    again.state.prepared["files"] = [file for file in again.prepared.files if file["kind"] != "dataset"]  # type: ignore[index]
+    shutil.rmtree(cluster.hosts[0].data_dir + "/store/hub")
+    shutil.rmtree(cluster.hosts[2].data_dir + "/store/hub", ignore_errors=True)
+    with pytest.raises(StageError, match="node2 has the files of org/small, and no other host can fetch them"):
+        again._stage(lost)
+
+
+def lose(cluster: Here, name: str, witness: str, step: int) -> None:
+    """Wait until rank 1 on host `witness` has done `step`; then kill every process of the run on host `name`, which no longer answers."""
+    beat = cluster.folder / witness / "runs/r/state/rank1.json"
+    until(lambda: beat.exists() and (json.loads(beat.read_text()).get("step") or 0) >= step, 120)
+    cluster.failing.add((name, ""))
+    run_dir = f"{cluster.folder}/{name}/runs/r".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            other = entry.name.isdigit() and int(entry.name) != os.getpid()
+            if other and run_dir in (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("layers", ["", "2,1,1"], ids=["measured", "given"])
+def test_a_pipeline_continues_without_its_first_host(here: Here, stand_in: FakeHub, layers: str) -> None:
+    """The next host fetches the weights. With `pipeline_layers` for three ranks, the plan of the restart is refused in one line."""
+    cluster = Here(here.folder, remote=True)
+    fields = {"strategy": "pipeline", "run": "r", "max_steps": 40, "checkpoint_interval": 3, "epochs": 1000}
+    fields |= {"total_batch_size": 8, "batch_size": 2, "pipeline_layers": layers}
+    options = {"min_nodes": 2, "max_restarts": 2, "restart_delay": 1, "master_port": free_port()}
+    session = cluster.session(HUB | fields, **options)
+    losing = threading.Thread(target=lose, args=(cluster, "node1", "node2", 7), daemon=True)
+    losing.start()
+    if layers:
+        with pytest.raises(RunError, match="pipeline_layers: 2,1,1 has 3 ranks and 4 layers, but the run has 2 ranks"):
+            session.run()
+    else:
+        result = session.run()["result"]
+        assert (result["status"], result["step"], result["world_size"]) == ("finished", 40, 2)
+        assert any(line.startswith("fetching org/small from the hub on node2") for line in cluster.lines)
+    losing.join(10)
+    assert stand_in.downloads.count("model.safetensors") == (1 if layers else 2)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Ansible and the playbooks on a host with Python 3.10, as Ubuntu 22.04 has: this machine with such an interpreter."""
+"""Ansible and the playbooks on a host with Python 3.10, the version of Ubuntu 22.04: this machine with that
+interpreter."""
 
 from __future__ import annotations
 

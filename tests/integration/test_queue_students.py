@@ -162,7 +162,7 @@ def ask(folder: Path, lost: Callable[[], str] = lambda: "") -> Path:
 
 @pytest.mark.slow
 def test_answers_are_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that loses its hosts keeps its answers; another run waits for them, and asks nothing again."""
+    """A run that loses its hosts keeps its answers; another run waits for them, and sends no prompt twice."""
     monkeypatch.setattr(step_work, "POLL", 0.05)
     site, log, lost = Site(tmp_path), tmp_path / "log", "node1: Slurm has asked for the host"
     server = Teacher("127.0.0.3", free_port(), seconds=0.3, spread=0, log=str(log), model="mine:latest")

@@ -64,7 +64,7 @@ def test_hosts_do_not_wait_for_each_other_to_start(bed: Bed) -> None:
     [
         ("worker", "error: rank 1 on node2 was killed by SIGKILL"),
         ("torchrun", "error: torchrun on node2 was killed by SIGKILL"),
-        ("supervisor", "error: the supervisor on node2 is gone"),
+        ("supervisor", "error: the supervisor on node2 has exited"),
     ],
 )
 def test_kill_9_ends_the_playbook(bed: Bed, victim: str, says: str) -> None:
@@ -215,7 +215,7 @@ def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
 
 @pytest.mark.slow
 def test_who_follows_ends_with_the_playbook_and_the_run_does_not(bed: Bed) -> None:
-    """Ansible's workers are in sessions of their own: the terminal's SIGHUP does not come to them."""
+    """Ansible's workers are in sessions of their own: the terminal's SIGHUP does not reach them."""
     bed.make_run(1)
     playbook = bed.ranks(bed.plan(1))
     until(lambda: "Ctrl-C leaves it running" in bed.output_text(), 60)
@@ -234,7 +234,9 @@ def test_stop_now_and_wrong_names(bed: Bed) -> None:
     bed.ranks(bed.plan(2))
     bed.at_step(1)
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=nosuch").wait(60) == 2
-    assert errors(bed.output_text()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
+    assert errors(bed.output_text()) == [
+        "error: no host has a run nosuch; ansible-playbook playbooks/status.yml lists the runs"
+    ]
     assert bed.playbook("playbooks/stop.yml", 2).wait(60) == 2
     assert errors(bed.output_text()) == ["error: name the run: -e run=NAME, or -e all=true for every run"]
     assert bed.playbook("playbooks/stop.yml", 2, "-e", "run=r", "-e", "force=true", "--check").wait(60) == 0
@@ -305,7 +307,9 @@ def test_logs_are_gathered(bed: Bed) -> None:
     assert tail == log.read_bytes()[-(2 << 20) :] and tail.endswith(b"the end\n")
     assert "rank1.log has 3 MiB: only its last 2 MiB are copied" in " ".join(bed.output_text().split())
     assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=nosuch").wait(60) == 2
-    assert errors(bed.output_text()) == ["error: no host has a run nosuch; playbooks/status.yml lists the runs"]
+    assert errors(bed.output_text()) == [
+        "error: no host has a run nosuch; ansible-playbook playbooks/status.yml lists the runs"
+    ]
 
 
 @pytest.mark.slow

@@ -82,7 +82,8 @@ def spec(run: str, dataset: Path, steps: int = 12) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_job_that_returns_to_the_queue_resumes_exactly(site: Site, dataset: Path, tmp_path: Path) -> None:
-    """The second run is left alone, is told to stop at its time limit, returns to the queue, and is followed by the same command."""
+    """The second run is not followed, receives a stop request at its time limit, and returns to the queue; the same
+    command then follows it."""
     straight = site.session(spec("straight", dataset), collect_to=str(tmp_path / "out")).run()
     assert (tmp_path / "out/straight/adapter/adapter_config.json").exists()
     assert {"rank0.log", "rank1.log", "torchrun.0.log", "torchrun.1.log"} <= {

@@ -246,7 +246,7 @@ def test_the_state_of_the_rank_decides_how_a_run_ended(bed: Bed) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_that_waits_for_missing_peers_is_killed(bed: Bed) -> None:
-    """torchrun's exit barrier waits minutes for a peer that is gone, long after its own ranks have finished."""
+    """torchrun's exit barrier waits minutes for a peer that has exited, long after its own ranks have finished."""
     bed.make_run(1)
     start(bed, ["/bin/sh", "-c", f"{' '.join(plain_rank(steps=2))} & wait; sleep 300; :"])
     until(lambda: bed.state(0).get("status") == "finished", what="the rank's end")

@@ -1,4 +1,4 @@
-"""distill.yml -e teacher_copy=true with two real servers on loopback addresses of this machine, which stand for two hosts."""
+"""distill.yml -e teacher_copy=true with two real servers on loopback addresses of this machine, in place of two hosts."""
 
 from __future__ import annotations
 

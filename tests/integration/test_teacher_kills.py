@@ -40,7 +40,7 @@ with AnswerFile(Path(path)) as answers:
 
 @pytest.mark.slow
 def test_twenty_random_kills(tmp_path: Path) -> None:
-    """No answer is lost or doubled, and nothing is asked twice but what was in flight."""
+    """No answer is lost or doubled, and only prompts in flight are sent twice."""
     draw = random.Random(16)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(PROMPTS)))
@@ -78,7 +78,7 @@ def test_twenty_random_kills(tmp_path: Path) -> None:
     assert Counter(r["messages"][0]["content"] for r in records) == Counter(f"question {n}" for n in range(PROMPTS))
     assert all(record["text"] == text_of(record) for record in records)
     answered = Counter(line for log in logs for line in log.read_text().splitlines())
-    # Only what a killed controller had asked for is answered again: at most some requests of each node.
+    # Only requests of a killed controller are answered again: at most some requests of each node.
     assert sum(answered.values()) - PROMPTS <= of_controller * NODES * 8
     assert len(answered) == PROMPTS
 

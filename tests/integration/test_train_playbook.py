@@ -1,4 +1,4 @@
-"""train.yml as a person uses it, on this machine as two hosts: real torchrun, real files, real faults."""
+"""train.yml as users run it, on this machine as two hosts: real torchrun, real files, real faults."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def inventory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nowhere(tmp_path: Path) -> Path:
-    """Two hosts that cannot be reached: what is said of a run on them was found out on the controller."""
+    """Two unreachable hosts: the controller detects every error of a run on them."""
     path = tmp_path / "nowhere.yml"
     hosts = {f"node{n}": {"ansible_host": f"127.0.0.{n}", "ansible_port": 1} for n in (1, 2)}
     path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts}}))
@@ -226,7 +226,7 @@ def test_check_mode_touches_nothing(inventory: Path, dataset: Path) -> None:
 
 
 class Background:
-    """A playbook that runs beside the test, and how it went."""
+    """A playbook that runs in parallel to the test, and its result."""
 
     def __init__(self, inventory: Path, said: dict[str, Any]) -> None:
         self.ended = 0.0
@@ -267,7 +267,7 @@ def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, datase
     assert "rank 1 on node2 was killed by SIGKILL" in error_line(played)
     assert not [pid for folder in folders for pid in run_processes(folder)]
 
-    # What a crash may leave: a checkpoint folder that is not whole. It is named, and an older one is taken.
+    # A possible result of a crash: an incomplete checkpoint folder. It is named, and an older one is taken.
     newest = sorted((folders[0] / "checkpoints").glob("step-*"))[-1]
     for folder in folders:
         (folder / "checkpoints" / newest.name / "optimizer.pt").write_bytes(b"half")

@@ -78,7 +78,8 @@ class Cluster:
         }
 
     def copy(self, files: list[dict[str, Any]], **options: Any) -> dict[str, list[str]]:
-        return copy_to_hosts(self.entries(), files, self.connect, "token", report=self.lines.append, **options)
+        how = {"transfer": "auto", "report": self.lines.append} | options
+        return copy_to_hosts(self.entries(), files, self.connect, "token", **how)
 
     def check(self, files: list[dict[str, Any]]) -> None:
         """Check that every host has the files, and nothing that is incomplete."""
@@ -189,7 +190,7 @@ def refused(connection: socket.socket) -> bool:
 
 
 def test_only_the_host_before_it_is_accepted(tmp_path: Path) -> None:
-    """Another address, an address without a key, and another transfer's key are turned away; the transfer goes on."""
+    """Another address, an address without a key, and another transfer's key are rejected; the transfer continues."""
     (tmp_path / "sent").write_bytes(os.urandom(100_000))
     digest, content = sha256_file(tmp_path / "sent"), (tmp_path / "sent").read_bytes()
     receiver = Receiver(tmp_path, content, digest)

@@ -304,7 +304,7 @@ def test_many_hosts_at_once() -> None:
     start = time.monotonic()
     asked = FanOut({"lost": answer(30), "answers": answer(0.2)}).wait(20, doubtful=["lost"], grace=0.3)
     assert time.monotonic() - start < 2 and set(asked.errors) == {"lost"}
-    # The grace begins when the others have answered, wherever the doubtful host is in the order.
+    # The grace period starts when the others have answered, regardless of the position of the slow host.
     asked = FanOut({"lost": answer(30), "slow": answer(0.8)}).wait(20, doubtful=["lost"], grace=0.1)
     assert set(asked.answers) == {"slow"} and set(asked.errors) == {"lost"}
 

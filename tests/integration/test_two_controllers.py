@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def test_different_specs_never_mix(bed: Bed, transport: str, offset: float, requ
     winners = [number for number, end in enumerate(ends) if isinstance(end, dict)]
     assert len(winners) == 1, ends
     [winner] = winners
-    # Each host has recorded what it trained.
+    # Each host has recorded the samples that it trained on.
     for host in (0, 1):
         result = json.loads((bed.run_dir(host, "same") / "result.json").read_text())
         assert result["lrs"] == [lrs[winner]] * 2 and result["lr_env"] == str(lrs[winner])
@@ -112,10 +114,14 @@ def test_the_same_spec_is_followed(bed: Bed, transport: str, offset: float, requ
     assert not bed.live_processes()
 
 
+def packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
 def request_of(folder: Path, token: str, **more: Any) -> dict[str, Any]:
     (folder / "trainer").write_bytes(b"zip")
     base = {"run_dir": str(folder / "runs/r"), "token": token, "trainer": str(folder / "trainer")}
-    return base | {"contents": {"spec.yml": [0o644, "YQ=="]}, "previous": None, "stale": False} | more
+    return base | {"contents": {"spec.yml": [0o644, packed(b"a")]}, "previous": None, "stale": False} | more
 
 
 def test_a_claim_lasts_until_the_start_or_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +138,7 @@ def test_a_claim_lasts_until_the_start_or_its_limit(tmp_path: Path, monkeypatch:
     write_claim(run_dir, "a")
     monkeypatch.setattr(time, "time", lambda: now)
     assert not claimed_by_another(run_dir, "b"), "the clock was set back"
-    assert commit(request_of(tmp_path, "b", contents={"spec.yml": [0o644, "Yg=="]}))["changed"]
+    assert commit(request_of(tmp_path, "b", contents={"spec.yml": [0o644, packed(b"b")]}))["changed"]
     with pytest.raises(SupervisorError, match="another controller"):
         consume_claim(run_dir, "a")
     commit({"run_dir": str(run_dir), "token": "a", "release": True})

@@ -63,7 +63,9 @@ def clone(tmp_path: Path) -> Iterator[NewClone]:
     for part in ("pyproject.toml", "constraints.txt"):
         os.utime(top / part, (0, 0))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("ANSIBLE_", "PYTHONPATH"))}
-    new = NewClone(top, environment | {"TRAINYARD_CACHE": str(cache), "LAB_NAME": name})
+    new = NewClone(
+        top, environment | {"TRAINYARD_CACHE": str(cache), "LAB_NAME": name, "LAB_FILE": "inventory/lab.yml"}
+    )
     yield new
     # The roots of the cache contain mounts until the lab is down.
     new.run("make lab-down")

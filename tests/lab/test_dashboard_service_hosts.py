@@ -8,9 +8,11 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
@@ -24,7 +26,7 @@ PORT, PASSWORD = 5443, "correct horse battery"
 FOLDER = f"{DATA_DIR}/dashboard"
 CERTIFICATE = f"{FOLDER}/.trainyard/dashboard/tls.pem"
 ROLES = "ssh,firewall,storage,queue,dashboard"
-# What reset.yml leaves of the role: nothing.
+# reset.yml removes the role completely.
 LEFT = rf"""
 ls -d {FOLDER} /etc/systemd/system/trainyard-dashboard.service /etc/systemd/system/*.wants/trainyard-dashboard.service \
     /var/lib/trainyard /home/*/.ssh/trainyard_dashboard* /run/trainyard-dashboard 2>/dev/null || :
@@ -70,6 +72,27 @@ def hosts_up(lab: Lab, password: str) -> dict[str, float]:
     assert status == 200, text
     families = {one.name: one.samples for one in text_string_to_metric_families(text)}
     return {one.labels["host"]: one.value for one in families["trainyard_host_up"]}
+
+
+def log_in(lab: Lab) -> dict[str, str]:
+    """Return the headers of a session, and of a form, whose token is in `token`."""
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    _, headers, _ = ask(lab, "POST", "/login", f"password={PASSWORD.replace(' ', '+')}", **form)
+    return {"Cookie": headers["set-cookie"].partition(";")[0], **form}
+
+
+def press(lab: Lab, path: str, more: str = "") -> None:
+    """Send the form of an action to the service."""
+    session = log_in(lab)
+    page = ask(lab, "GET", "/runs", **session)[2]
+    token = re.search(r'name="csrf" value="(\w+)"', page)
+    assert token, page
+    status, _, text = ask(lab, "POST", path, f"csrf={token[1]}{more}", **session)
+    assert status == 303, text
+
+
+def shown(lab: Lab, path: str) -> str:
+    return ask(lab, "GET", path, **log_in(lab))[2]
 
 
 def test_check_mode_changes_nothing(cluster: tuple[Lab, Path]) -> None:
@@ -118,6 +141,74 @@ def test_the_service_is_confined_and_its_port_open_for_named_addresses_only(
         json.dumps(site.events),
     ]
     assert [text for text in texts if PASSWORD in text] == []
+
+
+def long_run(folder: Path, name: str) -> dict[str, Any]:
+    """Return a run with a dataset on the controller that does not end by itself."""
+    dataset = folder / "questions.jsonl"
+    rows = [
+        {"instruction": f"What follows {n}?", "input": "", "output": f"After {n} comes {n + 1}."} for n in range(60)
+    ]
+    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = {"run": name, "dataset": str(dataset), "seq_length": 64, "total_batch_size": 4, "max_steps": 100_000}
+    return spec | {"epochs": 100_000, "checkpoint_interval": 5, "loggers": "none"}
+
+
+@contextlib.contextmanager
+def open_page(lab: Lab, page: str) -> Iterator[None]:
+    """Keep the live connection of a page open, as a browser does: the service asks the queue only then."""
+    context = ssl._create_unverified_context()
+    connection = http.client.HTTPSConnection(lab.hosts[0].address, PORT, timeout=20, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", f"/live/{page}", headers={"Cookie": log_in(lab)["Cookie"]})
+        assert connection.getresponse().status == 200
+        yield
+
+
+def test_the_service_starts_a_run_of_the_controller_again(
+    cluster: tuple[Lab, Path], site: Played, tmp_path: Path
+) -> None:
+    """The controller no longer has the dataset, and a host has lost it: the service copies it from the other host."""
+    lab, inventory = cluster
+    spec = long_run(tmp_path, "again")
+    more = {"run_env": {"TOKEN": "of the controller"}, "follow": "false"}
+    started = run_playbook("train.yml", inventory, spec | more)
+    assert started.rc == 0 and "warning: the service" not in started.stdout, started.stdout
+    Path(spec["dataset"]).unlink()
+    lab.wait(lambda: "Stop after a checkpoint" in shown(lab, "/runs/again"), "the run is not shown", 30)
+    press(lab, "/runs/again/stop")
+    lab.wait(lambda: "Start again" in shown(lab, "/runs/again"), "the run is not stopped", 90)
+    lost = lab.inside(lab.hosts[1], f"rm -v {DATA_DIR}/store/datasets/*.jsonl")
+    press(lab, "/runs/again/start")
+    log = f"cat {DATA_DIR}/runs/again/logs/rank0.log"
+    lab.wait(lambda: "resuming from step" in lab.inside(lab.hosts[0], log), "the run is not started again", 120)
+    assert "questions" not in lost and lab.inside(lab.hosts[1], f"ls {DATA_DIR}/store/datasets/").strip()
+    for host in lab.hosts:
+        assert "of the controller" in lab.inside(host, f"cat {DATA_DIR}/runs/again/env")
+        assert "of the controller" not in lab.inside(host, "journalctl --no-pager -o cat; ps -e -o args=")
+    press(lab, "/runs/again/stop", "&now=1")
+    lab.wait(lambda: "Start again" in shown(lab, "/runs/again"), "the run is not stopped", 90)
+
+
+def test_the_service_adds_a_run_to_the_queue_again(cluster: tuple[Lab, Path], site: Played, tmp_path: Path) -> None:
+    lab, inventory = cluster
+    added = run_playbook(
+        "playbooks/queue.yml", inventory, long_run(tmp_path, "queued") | {"do": "add", "time_limit": 30}
+    )
+    assert added.rc == 0, added.stdout
+    (tmp_path / "questions.jsonl").unlink()
+    read = f"cat {DATA_DIR}/runs/queued/logs/rank0.log 2>/dev/null || :"
+    logs = lambda: "".join(lab.inside(host, read) for host in lab.hosts)  # noqa: E731
+    button = "/queue/queued/again"
+    with open_page(lab, "queue"):
+        lab.wait(lambda: "tokens/s" in logs(), "the run does not train", 150)
+        press(lab, "/queue/queued/cancel")
+        lab.wait(lambda: button in shown(lab, "/queue"), "the run has not ended", 120)
+        assert button in shown(lab, "/runs/queued")
+        press(lab, button)
+        lab.wait(lambda: "resuming from step" in logs(), "the run does not resume", 150)
+        press(lab, "/queue/queued/cancel")
+        lab.wait(lambda: button in shown(lab, "/queue"), "the run has not ended again", 120)
 
 
 def test_the_second_run_changes_nothing_and_another_password_only_the_hash(

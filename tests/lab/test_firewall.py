@@ -210,9 +210,9 @@ def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_
             one,
             f"cat > /run/server.py <<'P'{SERVER}P\nsystemd-run -q --collect --unit=test-ollama /usr/bin/python3 /run/server.py",
         )
-        source = tmp_path / "ollama.yml"
-        source.write_text(f"plugin: ollama\nnetworks: []\nthis_machine: false\nhosts: [{one.address}]\n")
-        found = discovered(source)
+        discovery = tmp_path / "ollama.yml"
+        discovery.write_text(f"plugin: ollama\nnetworks: []\nthis_machine: false\nhosts: [{one.address}]\n")
+        found = discovered(discovery)
         assert one.address in found, found
 
         assert remove(lab, tmp_path, lab.inventory).rc == 0

@@ -1,4 +1,4 @@
-"""A dataset and a model that lie on the hosts already, below a bind mount: they are used there."""
+"""A dataset and a model that the hosts already have, below a bind mount: they are used in place."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_no_other_machine_reaches_the_ranks(
     variables |= {"max_steps": 4000, "epochs": 1000, "checkpoint_interval": 0, "eval_interval": 0}
     played: list[Played] = []
     playing = threading.Thread(target=lambda: played.append(run_playbook("train.yml", lab.inventory, variables)))
-    # Another test of the session may have run site.yml. A firewall that nobody configured must stay off: it would block SSH.
+    # Another test of the session may have run site.yml. A firewall without configuration must stay off because it would block SSH.
     firewalls = [host for host in hosts if "Status: active" in lab.inside(host, "ufw status 2>/dev/null || true")]
     for host in hosts:
         lab.inside(host, f"rm -rf {RUN_DIR}")

@@ -29,7 +29,8 @@ def one() -> Iterator[Lab]:
 
 
 def traces(lab: Lab) -> dict[str, str]:
-    """Return what this machine shows of a lab, and the settings that a lab may change; the veth devices of other labs are omitted."""
+    """Return this machine's traces of a lab, and the settings that a lab may change; the veth devices of other labs are
+    omitted."""
 
     def output(*argv: str) -> str:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
@@ -206,7 +207,7 @@ def test_lab_reaches_only_package_registries(one: Lab) -> None:
     ("arguments", "message"),
     [
         (["up", "--hosts", "0"], "a lab has 1 to 200 hosts, not 0"),
-        (["up", "--venv", "/nonexistent"], "/nonexistent is no Python environment"),
+        (["up", "--venv", "/nonexistent"], "/nonexistent is not a Python environment"),
         (["fault", "node1", "cut"], "no lab named"),
         (["--name", "a/b", "up"], "the name of a lab consists of letters, digits and dashes"),
     ],

@@ -1,4 +1,4 @@
-"""Every fault of the lab, and some more, reported by preflight: check, host and level."""
+"""Preflight reports every fault of the lab, and further ones, with check, host and level."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from testbed.root import USER
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 KEY = "/etc/munge/munge.key"
-# What reset.yml leaves of the role: nothing.
+# reset.yml removes the role completely.
 LEFT = r"""
 ls -d /etc/slurm /etc/munge /var/lib/slurm /var/log/slurm /var/lib/munge /var/log/munge /run/munge /run/slurm* \
     /etc/systemd/system/slurm* /etc/systemd/system/trainyard-queue.service /etc/systemd/system/*.wants/trainyard-queue.service \
@@ -140,7 +140,7 @@ def test_an_outsider_reaches_only_ssh(cluster: tuple[Lab, Path], site: Played) -
 def test_versions_that_do_not_fit_are_refused_before_a_change(cluster: tuple[Lab, Path], site: Played) -> None:
     lab, inventory = cluster
     host = lab.hosts[1]
-    # apt-cache tells the version of another distribution.
+    # apt-cache shows the version of another distribution.
     program = '#!/bin/sh\n/usr/bin/apt-cache "$@" | sed "s/: 22[.]05[.]8[^ ]*/: 24.11.5-4/"\n'
     before = lab.inside(
         host, "find /etc /var/lib/trainyard -type f -newer /etc/munge/munge.key | sort | xargs sha256sum"

@@ -25,6 +25,7 @@ from testbed.root import DATA_DIR
 
 from trainyard.ansible_adapter import Inventory
 from trainyard.cli import __main__ as program
+from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream
@@ -123,7 +124,7 @@ def test_a_sweep_is_added_listed_and_changed(queue: tuple[Lab, Path], tmp_path: 
 
 
 def test_the_dashboard_asks_the_real_queue(queue: tuple[Lab, Path]) -> None:
-    """The sampler answers over SSH what `list` shows; what the dashboard asks every few seconds costs little."""
+    """The sampler sends the data of `list` over SSH; the dashboard's requests every few seconds cost little."""
     _, inventory = queue
     found = Inventory([str(inventory)])
     cluster = Cluster(found.hosts)
@@ -137,9 +138,9 @@ def test_the_dashboard_asks_the_real_queue(queue: tuple[Lab, Path]) -> None:
         task = asyncio.create_task(streams[watch.host].run())
         while not cluster.hosts[watch.host].connected:
             await cluster.wait(cluster.version, 1.0)
-        await watch.ask()
+        await watch.update()
         begun = time.monotonic()
-        await watch.ask()
+        await watch.update()
         took = time.monotonic() - begun
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -149,9 +150,10 @@ def test_the_dashboard_asks_the_real_queue(queue: tuple[Lab, Path]) -> None:
     assert watch.view, watch.error
     shown = {run["run"]: (run["state"], run["reason"]) for run in watch.view.live}
     assert shown == {run: (state["state"], state["reason"]) for run, state in listed(inventory).items()}
-    on_node2 = [span for span in watch.view.timeline.spans if span.host == "node2"]
+    _, timeline = Allocation(cluster).timeline("6 hours", watch.view.state, watch.view.at)
+    on_node2 = [span for span in timeline.spans if span.host == "node2"]
     assert {"wants": True, "busy": False}.items() <= {span.run: span.running for span in on_node2}.items()
-    assert [row.label for row in watch.view.timeline.rows if "GPU 1" in row.label] == ["node2 GPU 1"]
+    assert [row.label for row in timeline.rows if "GPU 1" in row.label] == ["node2 GPU 1"]
     print(f"the queue host answers the dashboard after {took:.2f} s")
 
 
@@ -168,7 +170,7 @@ def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_pa
         (("add", "--model=tiny", "--run=wants", "--seed=7"), "run wants is in the queue with another spec"),
         (("add", "--model=tiny", "--collect-to=x"), "collect_to: cannot be set for the queue"),
         (("add", "--dataset=none.jsonl"), "dataset: no file"),
-        (("hold", "busy"), "run busy is cancelled: only a run that waits or runs can be held"),
+        (("hold", "busy"), "run busy is cancelled: only a run that waits can be held"),
         (("hold", "wants"), "run wants is running: only a run that waits can be held"),
         (("cancel", "want"), "the queue has no run want; did you mean 'wants'?"),
         (("priority", "next"), "priority: set the new one with priority=low|normal|high|critical"),

@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_trial import questions
 from lab_hosts import NEEDS_LAB, Host, Lab
 from queue_events import EventTrial
-from queued_runs import LEFT, QueuedRun, QueueLab
+from queued_runs import LEFT, QueuedRun, QueueLab, tiny_spec
 from testbed import faults
+from testbed.root import DATA_DIR
 
 pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
+# s until slurmctld has saved that a job has started. If it is killed before, it starts the job again:
+# test_a_crash_of_slurmctld_that_forgets_a_start.
+SAVED = 8.0
+KILL_WAIT = 30.0  # s after which Slurm kills a lease step that it has asked to end
+JOB_STATE = "/var/lib/slurm/slurmctld/job_state"
+RESTORE = f"systemctl stop slurmctld && cp -p /root/job_state {JOB_STATE} && systemctl start slurmctld"
 SUMMING = Path(__file__).parents[1] / "support/summing_script.py"
 
 
@@ -31,9 +39,9 @@ def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueueLab]:
         Lab(name).down()
 
 
-def node(lab: Lab, run: QueuedRun, host: Host) -> dict[str, Any]:
-    """Return the supervisor's state of a run on a host."""
-    return json.loads(lab.inside(host, f"cat {run.run_dir}/state/node.json"))
+def node(lab: Lab, run: QueuedRun, host: Host, of: str = "node") -> dict[str, Any]:
+    """Return the state of a run's supervisor on a host, or of one of its ranks; empty while the run starts."""
+    return json.loads(lab.inside(host, f"cat {run.run_dir}/state/{of}.json 2>/dev/null || echo '{{}}'"))
 
 
 def test_two_runs_share_a_host_and_survive_crashes(queue: QueueLab) -> None:
@@ -43,7 +51,7 @@ def test_two_runs_share_a_host_and_survive_crashes(queue: QueueLab) -> None:
     """
     lab = queue.lab
     head, host = lab.hosts[:2]
-    one, two = (queue.add(name, 1200, gpus=1, hosts=["node2"], counting=True) for name in ("one", "two"))
+    one, two = (queue.add(name, 1800, gpus=1, hosts=["node2"], counting=True) for name in ("one", "two"))
     for run in (one, two):
         run.wait_step(10, 100)
     states = [node(lab, run, host) for run in (one, two)]
@@ -51,32 +59,58 @@ def test_two_runs_share_a_host_and_survive_crashes(queue: QueueLab) -> None:
     affinity = [lab.inside(host, f"grep Cpus_allowed_list /proc/{state['pid']}/status").split()[1] for state in states]
     assert sorted(affinity) == ["0", "1"]
 
+    time.sleep(SAVED)
     lab.inside(head, f"kill -9 {' '.join(queue.pids(head, 'trainyard.queue.driver.*/one$'))} $(pidof slurmctld)")
     lab.inside(
         host, f"kill -9 $(pidof slurmd); kill -9 {' '.join(queue.pids(host, '^/usr/bin/python3.*lease_step two'))}"
     )
     two.wait(lambda state: len(state["attempts"]) == 2, "started again", 150)
     assert len(one.state()["attempts"]) == 1
-    reached = two.step(two.wait_step(1, 100, attempt=2))
+    begun = two.state()["attempts"][1]["begin"]
+    lab.wait(lambda: node(lab, two, host).get("started", 0) > begun, "the ranks outlive their lease", 60)
+    lab.wait(
+        lambda: node(lab, two, host, "rank0").get("time", 0) > node(lab, two, host)["started"],
+        "the ranks do not start",
+        60,
+    )
+    reached = two.step(host)
     lab.reboot(head)
     one.wait_phase("finished", 300)
     two.wait_phase("finished", 300)
-    assert "monitors the run again" in one.log() and reached > 5
+    assert "monitors the run again" in one.log() and reached > 20 * SAVED / 2, "the run did not resume"
     for run in (one, two):
-        assert run.result(host)["loss_last"] == sum(range(1201))
+        assert run.result(host)["loss_last"] == sum(range(1801))
     assert [len(run.state()["attempts"]) for run in (one, two)] == [1, 2]
     assert lab.inside(host, LEFT) == ""
+
+
+def test_a_crash_of_slurmctld_that_forgets_a_start(queue: QueueLab) -> None:
+    """The job restarts after the end of the ranks of a start that slurmctld has lost."""
+    lab, (head, host) = queue.lab, queue.lab.hosts[:2]
+    lab.inside(head, "scontrol update NodeName=node2 State=DRAIN Reason=test")
+    run = queue.add("forgotten-start", 400, gpus=1, hosts=["node2"], counting=True)
+    time.sleep(SAVED)
+    assert run.state()["attempts"] == []
+    lab.inside(head, f"cp -p {JOB_STATE} /root/job_state; scontrol update NodeName=node2 State=RESUME")
+    run.wait_step(20, 100)
+    lab.inside(head, RESTORE)
+    run.wait_phase("finished", 300)
+    assert [(each["order"], each["restart"]) for each in run.state()["attempts"]] == [(75, 0), (10, 1)], run.log()
+    assert run.result(host)["loss_last"] == sum(range(401)), "steps were lost or repeated"
+    assert lab.inside(host, f"cat {DATA_DIR}/overlaps 2>/dev/null || :") == lab.inside(host, LEFT) == ""
 
 
 def test_preempted_run_resumes_on_another_host(queue: QueueLab) -> None:
     straight = queue.add("straight", 60, hosts=["node1"], cores=1)
     low = queue.add("low", 60, priority="low", hosts=["node2", "node3"], cores=2)
     first = low.wait_step(3, 300)
-    critical = queue.add("critical", 2, priority="critical", hosts=[first.name], cores=2)
+    # It has its host for longer than Slurm waits before it starts a requeued job.
+    critical = queue.add("critical", 1200, priority="critical", hosts=[first.name], cores=2, counting=True)
     submitted = time.time()
     critical.wait(lambda state: bool(state["attempts"]), "running", 60)
     began, ended = critical.state()["attempts"][0]["begin"], low.state()["attempts"][0]["end"]
     print(f"critical has its host {began - submitted:.1f} s after it was added")
+    assert began - submitted < KILL_WAIT, "the ranks were not asked for a checkpoint, but killed"
     low.wait_phase("finished", 400)
     attempts = low.state()["attempts"]
     assert len(attempts) == 2 and attempts[0]["order"] == 75 and ended is not None
@@ -112,8 +146,26 @@ def test_run_over_hosts_is_preempted_and_resumes(queue: QueueLab) -> None:
         assert lab.inside(host, LEFT) == ""
 
 
+def test_shards_of_a_run_move_with_it(queue: QueueLab) -> None:
+    """Every host has only its shards. One of the two hosts is taken, and the run continues with the third one."""
+    fields = {"strategy": "fsdp", "lora_r": 0}
+    straight, moved = (tiny_spec(run, questions(queue.folder), 30) | fields for run in ("whole", "shards"))
+    one = {"options": {"run_env": {"OMP_NUM_THREADS": "1"}}, "nodes": 2, "cores": 1}
+    expected = queue.add_run(straight, **one)
+    expected.wait_phase("finished", 400)
+    run = queue.add_run(moved, **one, priority="low")
+    queue.take(run.wait_step(8, 400))
+    run.wait_phase("finished", 400)
+    attempts = run.state()["attempts"]
+    assert [attempt["order"] for attempt in attempts] == [75, 10], run.log()
+    assert set(attempts[0]["hosts"]) != set(attempts[1]["hosts"]) and "copied the checkpoint step-" in run.log()
+    for result in map(run.result, run.on()):
+        assert result["loss_last"] == pytest.approx(expected.result(expected.on()[0])["loss_last"], abs=1e-6)
+
+
 def test_script_is_preempted_and_continues_elsewhere(queue: QueueLab) -> None:
-    """The ranks of a script sum up their steps: a lost or repeated one shows. Its checkpoint moves with it."""
+    """The ranks of a script add up their steps, so a lost or repeated step changes the sum. Its checkpoint moves with
+    it."""
     spec = {"run": "script", "script": str(SUMMING), "max_steps": 400, "checkpoint_interval": 100}
     run = queue.add_run(spec, cores=1, priority="low", hosts=["node2", "node3"])
     first = run.wait_step(10, 300)
@@ -143,6 +195,17 @@ def test_run_of_a_lost_host_continues_elsewhere(queue: QueueLab) -> None:
     assert "copied the checkpoint step-" in run.log()
 
 
+def test_a_run_ends_at_its_time_limit_with_a_checkpoint(queue: QueueLab) -> None:
+    lab = queue.lab
+    run = queue.add("timed", 1_000_000, hosts=["node2"], cores=1, counting=True, time_limit=2)
+    host = run.wait_step(6, 120)
+    run.wait_phase("failed", 180)
+    state = run.state()
+    assert (state["exit"]["reason"], len(state["attempts"])) == ("its time limit", 1), run.log()
+    assert "step-" in lab.inside(host, f"ls {DATA_DIR}/runs/timed/checkpoints")
+    lab.wait(lambda: lab.inside(run.head, f"squeue -h -j {run.job} || :").strip() == "", "the job waits", 60)
+
+
 def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: QueueLab) -> None:
     lab = queue.lab
     wrong = queue.add("wrong", 5, hosts=["node2"], options={"master_port": 22})
@@ -161,19 +224,19 @@ def remembered(lab: Lab) -> Iterator[str]:
 
     The command does what SIGKILL does in the first seconds after the release: slurmctld saves its state every 6 s.
     """
-    head, state, program = lab.hosts[0], "/var/lib/slurm/slurmctld/job_state", "/usr/local/bin/scontrol"
+    head, program = lab.hosts[0], "/usr/local/bin/scontrol"
     slow = '#!/bin/sh\n[ "$1" != release ] || { touch /tmp/submitted; sleep 10; }\nexec /usr/bin/scontrol "$@"'
-    keep = f"until [ -e /tmp/submitted ]; do sleep 0.2; done; sleep 8; cp -p {state} /root/job_state"
+    keep = f"until [ -e /tmp/submitted ]; do sleep 0.2; done; sleep 8; cp -p {JOB_STATE} /root/job_state"
     lab.inside(head, f"rm -f /tmp/submitted; cat >{program} <<'_END_'\n{slow}\n_END_\nchmod 755 {program}")
     lab.inside(head, f"nohup sh -c '{keep}' >/dev/null 2>&1 &")
     try:
-        yield f"systemctl stop slurmctld && cp -p /root/job_state {state} && systemctl start slurmctld"
+        yield RESTORE
     finally:
         lab.inside(head, f"rm {program}")
 
 
 def test_a_crash_of_slurmctld_that_forgets_jobs_and_their_release(queue: QueueLab) -> None:
-    """Once after the end of a run, while the job of a later run is forgotten, too; and once while the run has its host."""
+    """Once after the end of a run, when the job of a later run is lost, too; and once while the run has its host."""
     lab, head = queue.lab, queue.lab.hosts[0]
     with remembered(lab) as forget:
         ended = queue.add("forgotten", 20, gpus=1, counting=True)

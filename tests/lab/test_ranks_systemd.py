@@ -39,10 +39,13 @@ class Site:
     def stage(self, environment: str = "") -> None:
         """Stage the run: copy the trainer to each host; the user of the hosts owns the files."""
         archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w") as content:
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as content:
             content.writestr("trainer/__init__.py", "")
             for source in sorted((TOP / "trainer/supervise").glob("*.py")):
                 content.write(source, f"trainer/supervise/{source.name}")
+            content.writestr("trainer/distributed/__init__.py", "")
+            for name in ("standby", "torchrun"):
+                content.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
         files = {"trainer.zip": archive.getvalue(), "fake_rank.py": FAKE_RANK.read_bytes(), "env": environment.encode()}
         script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]
         script += [f"base64 -d > {name} <<'.'\n{base64.encodebytes(data).decode()}." for name, data in files.items()]
@@ -225,9 +228,11 @@ def test_controller_reattaches(lab: Lab, site: Site) -> None:
     site.check_no_processes()
 
 
-@pytest.mark.parametrize("fault", ["cut", "pause"])
-def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) -> None:
-    playbook = site.run(site.plan())
+@pytest.mark.parametrize(("fault", "options", "silence"), [("cut", {}, r"\d+"), ("pause", {"lost_limit": 10}, r"1\d")])
+def test_unreachable_host_ends_the_playbook(
+    lab: Lab, site: Site, fault: str, options: dict[str, Any], silence: str
+) -> None:
+    playbook = site.run(site.plan(), **options)
     lost = lab.hosts[1]
     site.at_step(1)
     began = time.monotonic()
@@ -236,7 +241,7 @@ def test_unreachable_host_ends_the_playbook(lab: Lab, site: Site, fault: str) ->
     seconds = time.monotonic() - began
     print(f"{fault} to the end of the playbook:", round(seconds, 2), "s")
     assert seconds < 15
-    assert re.match(r"error: node2 has not answered for 1\d s", site.error())
+    assert re.match(f"error: node2 has not answered for {silence} s", site.error())
     site.check_no_processes([lab.hosts[0], lab.hosts[2]])
     faults.FAULTS[fault].undo(lab, lost)
     assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()
@@ -250,7 +255,7 @@ def test_power_loss_of_a_host_ends_the_playbook(lab: Lab, site: Site) -> None:
     faults.FAULTS["crash"].inject(lab, lab.hosts[2])
     assert playbook.wait(60) == 2
     assert time.monotonic() - began < 15
-    assert site.error().startswith("error: node3 has not answered for 1")
+    assert site.error().startswith("error: node3 has not answered for ")
     faults.FAULTS["crash"].undo(lab, lab.hosts[2])
     assert site.play("playbooks/status.yml").wait(60) == 0
     row = next(line.split() for line in site.read_output().splitlines() if line.startswith("r  ") and "node3" in line)
@@ -271,13 +276,58 @@ def test_end_of_a_supervisor_ends_its_unit(lab: Lab, site: Site) -> None:
     site.at_step(1)
     lab.inside(lab.hosts[1], f"kill -9 {site.read(lab.hosts[1], 'node')['pid']}")
     assert playbook.wait(30) == 2
-    assert site.error().startswith("error: the supervisor on node2 is gone")
+    assert site.error().startswith("error: the supervisor on node2 has exited")
     site.check_no_processes()
     again = site.run(site.plan(steps=3))  # a failed unit does not prevent the next start
     assert again.wait(60) == 0, site.read_output()
 
 
-# What code in a rank may do: it prints the outcome of each attempt.
+def test_a_restart_from_the_standby_process_stays_in_its_unit(lab: Lab, site: Site) -> None:
+    """Also that another property of the unit needs another unit, and that no unit is left after a stop."""
+    host, launcher = lab.hosts[0], [sys.executable, "-m", "trainer.distributed.torchrun", "2000", "0.05"]
+    site.stage(f"FAKE_RANK={RUN_DIR}/fake_rank.py\n")
+
+    def ask(verb: str, **request: Any) -> dict[str, Any]:
+        text = json.dumps({"run_dir": RUN_DIR} | request)
+        environment = f"PYTHONPATH={RUN_DIR}/trainer.zip"
+        code = f"{environment} {sys.executable} -P -m trainer.supervise {verb} <<'.'\n{text}\n."
+        return json.loads(as_user(lab, host, code))
+
+    def start(**more: Any) -> tuple[int, str]:
+        answer = ask("start", **{"command": launcher, "standby": 60.0, "properties": ["CPUWeight=50"]} | more)
+        site.at_step(0)
+        return answer["pid"], show(answer["unit"], "InvocationID")
+
+    def show(unit: str, name: str) -> str:
+        return lab.inside(host, f"systemctl show --value --property={name} {unit}").strip()
+
+    def fail() -> None:
+        lab.inside(host, f"kill -9 {site.read(host, 'rank0')['pid']}")
+        until(lambda: site.read(host, "standby"), 10, what="the wait for the next start")
+
+    first = start(reachable=["10.9.0.1", "10.9.0.2"])
+    unit = site.read(host, "node")["unit"]
+    fail()
+    assert show(unit, "ActiveState") == "active" and ask("status")["status"] == "failed"
+    assert len(site.processes(host).split()) == 2
+    assert start(reachable=["10.9.0.1"]) == first
+    assert "10.9.0.2" in show(unit, "IPAddressAllow"), "the unit keeps its limit, which has hosts of the run only"
+    fail()
+    second = start(reachable=["10.9.0.1", "10.9.0.3"])
+    assert (
+        second != first
+        and "10.9.0.3" in show(unit, "IPAddressAllow")
+        and "10.9.0.2" not in show(unit, "IPAddressAllow")
+    )
+    fail()
+    third = start(properties=["CPUWeight=60"])
+    assert third[1] != second[1] and show(unit, "CPUWeight") == "60" and not show(unit, "IPAddressAllow")
+    fail()
+    ask("stop", wanted=True)
+    assert show(unit, "ActiveState") == "inactive" and not site.processes(host)
+
+
+# Permissions of code in a rank: it prints the outcome of each attempt.
 PROBE = """
 import json, pathlib, socket, subprocess, sys
 

@@ -24,7 +24,8 @@ def trial(provisioned: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pyte
 
 
 def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> None:
-    """A rank dies, the head is disconnected, and the terminal of the controller closes; the result is that of an undisturbed run."""
+    """A rank fails, the head is disconnected, and the terminal of the controller closes; the result is that of an
+    undisturbed run."""
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
     first = trial.inject("kill", lab.hosts[1], head=False)

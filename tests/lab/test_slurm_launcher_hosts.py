@@ -16,6 +16,9 @@ from fault_trial import questions
 from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
 from testbed.root import USER
 
+from trainer.__main__ import main
+from trainyard.run.trainer_archive import trainer_archive
+
 pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
 OWNER = "researcher"  # has no sudo
@@ -113,7 +116,8 @@ def train(inventory: Path, said: dict[str, Any]) -> Played:
 
 
 def test_a_run_resumes_exactly_after_requeues(cluster: tuple[Lab, Path], tmp_path: Path) -> None:
-    """One run is left alone. The other is asked for a checkpoint as at the end of its time limit, and then requeued."""
+    """One run is undisturbed. The other receives a request for a checkpoint as at the end of its time limit, and is
+    then requeued."""
     lab, inventory = cluster
     head = lab.hosts[0]
     straight = train(inventory, variables("straight", tmp_path) | {"collect_to": str(tmp_path / "out")})
@@ -179,3 +183,26 @@ def test_what_the_cluster_would_not_run_is_refused(cluster: tuple[Lab, Path], tm
         refused = train(used, variables("refused", tmp_path) | said)
         assert refused.rc != 0 and why in " ".join(refused.stdout.split()), refused.stdout
     assert "refused" not in lab.inside(lab.hosts[0], f"squeue --states=all --noheader; ls {SHARED}/trainyard/runs")
+
+
+def test_sbatch_runs_the_script_of_config(
+    cluster: tuple[Lab, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`trainer config slurm` on two nodes, from a folder that they share, without trainyard."""
+    lab, head, folder = cluster[0], cluster[0].hosts[0], f"{SHARED}/config"
+    data = questions(tmp_path)
+    flags = ["--model=tiny", f"--dataset={data.name}", "--run=r", "--max-steps=2", "--loggers=none", "--seq-length=64"]
+    flags += ["--total-batch-size=4", "--batch-size=2", "--time=10", "--env=GLOO_LOG_LEVEL=INFO"]
+    assert main(["config", "slurm", "--hosts=2", "--no-gpu", *flags]) == 0
+    files = {"it.sbatch": capsys.readouterr().out.encode(), data.name: data.read_bytes()}
+    files["trainer.zip"] = trainer_archive(tmp_path).read_bytes()
+    lab.inside(head, f"install -d -o {OWNER} {folder}")
+    for name, content in files.items():
+        subprocess.run([*lab.ssh(head), f"sudo tee {folder}/{name} > /dev/null"], input=content, check=True)
+    start = f"cd {folder} && export PATH={VENV}/bin:$PATH PYTHONPATH={folder}/trainer.zip"
+    submit = "sbatch --test-only it.sbatch && sbatch --wait it.sbatch || cat *.out"
+    said = lab.inside(head, f"su {OWNER} -c '{start}; {submit}' 2>&1")
+    paths = [f"{folder}/{place}runs/r/result.json" for place in ("", "runs/r/nodes/1/")]
+    results = [json.loads(lab.inside(head, f"cat {path} || echo {{}}")) for path in paths]
+    assert [each.get("step") for each in results] == [2, 2], said
+    assert results[0]["adapter_sha256"] == results[1]["adapter_sha256"]

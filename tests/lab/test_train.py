@@ -91,7 +91,7 @@ def test_closed_firewall_is_reported_before_a_rank_starts(
 def test_auto_uses_the_measured_link_speed(
     provisioned: Lab, hosts: list[Host], variables: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The driver of the NIC does not know a slow link behind the switch."""
+    """The driver of the NIC does not detect a slow link behind the switch."""
     fields = variables | {"strategy": "auto", "lora_r": 0, "hosts": "node1,node2", "render_only": True}
     fields["render_to"] = str(tmp_path / "out")
     faults.inject(provisioned, hosts[1], "shape", "10mbit")
@@ -99,12 +99,12 @@ def test_auto_uses_the_measured_link_speed(
         slow_link = run_playbook("train.yml", provisioned.inventory, fields)
     finally:
         faults.undo(provisioned, hosts[1], "shape")
-    # Which strategy is best on a slow link depends on the speed of the cores; ddp is not.
+    # The best strategy on a slow link depends on the speed of the cores; it is not ddp.
     assert slow_link.rc == 0 and re.search(r"auto selected (diloco|pipeline): ", slow_link.stdout), slow_link.stdout
     mbit = re.search(r"communication at ([\d.]+) Mbit/s.*\(link measured\)", slow_link.stdout)
     assert mbit and 5 <= float(mbit[1]) <= 12, slow_link.stdout
     fast_link = run_playbook("train.yml", provisioned.inventory, fields)
-    # Which strategy is best on the fast link depends on the speed of the cores.
+    # The best strategy on the fast link depends on the speed of the cores.
     mbit = re.search(r"at ([\d.]+) Mbit/s.*\(link measured\)", fast_link.stdout)
     ddp = "auto selected ddp: it fits, and " in fast_link.stdout
     assert fast_link.rc == 0 and (ddp or (mbit and float(mbit[1]) > 200)), fast_link.stdout
@@ -115,7 +115,7 @@ def losses(lab: Lab, host: Host, run: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-# On lab hosts ddp is enough for every day: the strategies run on processes in tests/integration/trainer.
+# On lab hosts, ddp is enough: tests/integration/trainer covers the other strategies on processes.
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "diloco", "averaging"])
 def test_strategy_trains_and_resumes_and_matches_ddp(

@@ -1,4 +1,4 @@
-"""What differs on Ubuntu, imitated on a lab host: the name of the distribution, and a package under another name.
+"""Differences of Ubuntu, simulated on a lab host: the name of the distribution, and a package under another name.
 
 The host is Debian 12 with /etc/os-release of Ubuntu 24.04, and with one repository, in which libtcmalloc-minimal4t64 provides
 libtcmalloc-minimal4. Debian's own packages are out of reach.

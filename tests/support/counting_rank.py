@@ -4,7 +4,8 @@
 
 It keeps to the contract of the run folder: heartbeat, `stop`, checkpoints with a manifest, result. It counts to `max_steps` of the spec,
 20 steps a second, and writes a checkpoint every `checkpoint_interval` steps and when it stops. The "loss" is the sum of all steps, so
-that a lost or repeated one shows. `samples.txt` lists the steps of a checkpoint's history. One rank on each host: the first one counts,
+that a lost or repeated step changes it. `samples.txt` lists the steps of a checkpoint's history. One rank on each host:
+the first one counts,
 and the others follow it over a connection, as the ranks of a real run wait for each other at every step.
 
 A rank locks a file for each of its GPUs. If another run has the lock, it writes a line to `<data directory>/overlaps`.
@@ -126,7 +127,7 @@ def asks_to_stop(peer):
 
 
 def follow(run_dir, state):
-    """Do what the first rank says; return the steps and how it ended."""
+    """Follow the first rank; return the steps and how it ended."""
     deadline = time.monotonic() + MEETING
     while True:
         try:

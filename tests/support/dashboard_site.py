@@ -15,6 +15,7 @@ from pathlib import Path
 
 from browser import screenshot, set_size
 from run_hosts import TOP, Bed, until
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 
@@ -57,7 +58,7 @@ class Dashboard:
             driver.get(self.url(f"/login?token={self.token}"))
             self.opened.add(driver.session_id or "")
         driver.get(self.url(path))
-        until(lambda: driver.find_element(By.ID, "live-state").text == "live", 20, "the live connection")
+        until(lambda: shown_text(driver, "#live-state") == "live", 20, "the live connection")
 
 
 def serve(inventory: Path, environment: Mapping[str, str] = ENVIRONMENT) -> tuple[subprocess.Popen[str], int, str]:
@@ -94,14 +95,44 @@ def ended_run(bed: Bed, name: str, started: float) -> None:
     (folder / "state/rank0.json").write_text(json.dumps(rank))
 
 
+def start_training(
+    bed: Bed, inventory: Path, dataset: str, run: str, steps: int, *more: str
+) -> subprocess.Popen[bytes]:
+    """Start `trainyard train` of the model tiny in the folder of the bed, to which the path of the dataset is relative; write the dataset.
+
+    Its output is in train.log there.
+    """
+    rows = [{"prompt": f"What follows {n}?", "completion": f"After {n} comes {n + 1}."} for n in range(200)]
+    (bed.folder / dataset).write_text("\n".join(map(json.dumps, rows)))
+    words = ["--model=tiny", f"--dataset={dataset}", f"--run={run}", "--epochs=100", f"--max-steps={steps}"]
+    words += ["--seq-length=64", "--total-batch-size=4", "--loggers=none", *more]
+    with (bed.folder / "train.log").open("wb") as log:
+        return subprocess.Popen(
+            [*PROGRAM, "train", "-i", str(inventory), *words],
+            cwd=bed.folder,
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
 def press(driver: WebDriver, button: str) -> None:
     """Press a button of the page in one step, because an update may replace it between two."""
     find = "[...document.querySelectorAll('main button')].find((one) => one.textContent === arguments[0])"
     until(lambda: driver.execute_script(f"const one = {find}; one?.click(); return Boolean(one)", button), 30, button)
 
 
+def shown_text(driver: WebDriver, selector: str) -> str:
+    """Return the visible text of an element; empty without it. An update or the next page may replace the element while it is read."""
+    while True:
+        with contextlib.suppress(StaleElementReferenceException):
+            found = driver.find_elements(By.CSS_SELECTOR, selector)
+            return found[0].text if found else ""
+
+
 def body(driver: WebDriver) -> str:
-    return driver.find_element(By.TAG_NAME, "main").text
+    """Return the visible text of the page."""
+    return shown_text(driver, "main")
 
 
 def check_accessible(driver: WebDriver, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A folder of datasets as people have them: all formats and shapes, and what each of them is read as or refused with."""
+"""A folder of realistic datasets in all formats and shapes, with the expected result or error of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
     """One dataset.
 
     Attributes:
-        name: of the file or folder.
+        name: name of the file or folder.
         write: writes it to a path.
         expect: the number of samples, or a part of the error message.
         columns: the mapping that reads a dataset which is refused without it; `expect` is then the message without it.
@@ -109,7 +109,7 @@ def _saved(splits: bool) -> Callable[[Path], Any]:
 
 
 def _folder(**files: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """A folder; in the names of its files, ``__`` stands for a dot and ``___`` for a slash."""
+    """A folder; in the names of its files, ``__`` represents a dot and ``___`` for a slash."""
 
     def write(path: Path) -> None:
         for name, write_file in files.items():
@@ -160,9 +160,9 @@ CASES = [
     Case("number.jsonl", _jsonl({"text": "T"}, {"text": 7}), "number.jsonl:2: 'text' is int, expected a string"),
     Case("surrogate.jsonl", _bytes(b'{"text": "\\ud83d"}'), "'text' has a lone surrogate at character 0"),
     Case("escapes.jsonl", _jsonl({"\x1b[2J\n": 1}), r"has the keys \x1b[2J\n; expected messages"),
-    Case("broken.jsonl", _bytes(b'{"text": "a"}\n{"text": \n'), "broken.jsonl:2: not JSON: Expecting value"),
+    Case("broken.jsonl", _bytes(b'{"text": "a"}\n{"text": \n'), "broken.jsonl:2: not JSON: Expecting value at column 9"),
     Case("latin.jsonl", _bytes(b'{"text": "\xe9"}\n'), "latin.jsonl:1: not JSON: not UTF-8 text"),
-    Case("pretty.jsonl", _bytes(b'[\n{"text": "a"}\n]'), "pretty.jsonl:1: not JSON: Expecting value (a file with one list needs"),
+    Case("pretty.jsonl", _bytes(b'[\n{"text": "a"}\n]'), "pretty.jsonl:1: not JSON: Expecting value at column 2 (a file with one list needs"),
     Case("empty.jsonl", _bytes(b""), "empty.jsonl is empty: expected one JSON object per line"),
     # Other platforms, compressed
     Case("bom-crlf.jsonl", _bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n'), 2),

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainyard.queue.lease import AGAIN, ASKED_FOR
+
 _SQUEUE = (
     'test -e "{folder}/down" && {{ echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; }}\n'
 )
@@ -78,7 +80,8 @@ class FakeSlurm:
 def attempt(begin: float, end: float | None, reason: str = "", **hosts: list[str]) -> dict[str, Any]:
     """Return a start as a driver records it: GPUs by host."""
     shown = {host: {"gpus": gpus, "cpus": []} for host, gpus in hosts.items()}
-    return {"restart": 0, "begin": begin, "end": end, "hosts": shown, "order": None, "reason": reason}
+    order = AGAIN if ASKED_FOR in reason else None
+    return {"restart": 0, "begin": begin, "end": end, "hosts": shown, "order": order, "reason": reason}
 
 
 def busy_queue(slurm: FakeSlurm) -> None:
@@ -101,7 +104,7 @@ def busy_queue(slurm: FakeSlurm) -> None:
     slurm.add_run("parked", priority="low")
     slurm.add_run("done", "finished", [attempt(now - 16_000, now - 9000, node1=["0"], node2=[])], gpus=1)
     two = [
-        attempt(now - 8000, now - 6000, "preempted by run done", node1=["1"]),
+        attempt(now - 8000, now - 6000, f"node1: {ASKED_FOR}", node1=["1"]),
         attempt(now - 5500, now - 4100, node1=["1"]),
     ]
     slurm.add_run("twice", "failed", two, gpus=1)

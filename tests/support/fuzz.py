@@ -42,10 +42,10 @@ from trainer.planner.model_shape import layer_class, read_shape, shape_of
 from trainer.strategy import STRATEGIES
 from trainer.supervise.environment import run_environment
 from trainyard import extra_vars
-from trainyard.addresses import address_errors
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.discovery import replies
 from trainyard.discovery.http import BadReply, get
+from trainyard.provision.addresses import address_errors
 from trainyard.run.errors import RunError
 from trainyard.run.options import OPTIONS, make_options, options_from_variables
 from trainyard.run.plan import Node, environment
@@ -70,7 +70,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Outcome:
-    """What the inputs of one target did."""
+    """The outcomes of the inputs of one target."""
 
     target: str
     seed: int
@@ -160,7 +160,7 @@ def fuzz_flags(rng: random.Random, folder: Path) -> None:
 
 
 def fuzz_dataset(rng: random.Random, folder: Path) -> None:
-    """Check a dataset file, or a path that is none."""
+    """Check a dataset file, or a path without one."""
     if rng.random() < 0.1:
         path = special_file(rng, folder)
         dataset_file(make_spec({"dataset": str(path)}, "the flags"), folder, lambda line: None)

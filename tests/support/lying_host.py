@@ -1,4 +1,4 @@
-"""A host that answers the controller's requests with what a test wants: a transport in this process, without a host."""
+"""A host that answers the controller's requests as a test defines: a transport in this process, without a host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LyingTransport:
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         verb = "begin" if command.startswith(": >") else shlex.split(command)[-1]
         request: dict[str, Any] = {}
-        if stdin and verb == "trainer.gguf_export":
+        if stdin and verb == "trainer.gguf.export":
             verb, request = "gguf_export", json.loads(stdin)
         elif stdin and verb != "start":
             size, _, rest = stdin.partition(b"\n")
@@ -127,7 +127,7 @@ def facts(host: Host, number: int) -> dict[str, Any]:
         "boot_id": host.name, "machine_id": host.name, "addresses": [host.address], "source": host.address,
         "interface": "eth0", "link_mbit": 1000, "route_error": "", "free_ports": [29500, 29501], "cpus": 4,
         "memory_mib": 8000, "gpus": [], "allocator": "", "compiler": True, "versions": {"torch": "2.13.0"},
-        "python_exists": True, "free_bytes": 10**12, "may_write": True, "spec": None, "result": None, "rows": [],
+        "python_exists": True, "free_bytes": 10**12, "staged": {"/d": [1, 2]}, "may_write": True, "spec": None, "result": None, "rows": [],
         "running": False, "part": None, "stop_wanted": False, "busy_with": "", "unreadable": [], "firewall": "ufw",
         "addresses_v6": ["fe80::1"],
     }  # fmt: skip
@@ -243,9 +243,10 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "ollama_remove": lambda: {"changed": True, "foreign": False},
         "queue_info": lambda: queue_info(request),
         "queue_add": lambda: {"job": 6},
+        "queue_again": lambda: {"job": 7},
         "queue_change": lambda: {"changed": [4], "refused": {}},
-        "checkpoints": lambda: {"steps": {STEP: {name: len(data) for name, data in CHECKPOINT.items()}}},
-        "lease": lambda: {"held": True, "restart": 0, "gpus": ["0"], "ending": False, "alive": False},
+        "checkpoints": lambda: {"steps": {STEP: {name: len(data) for name, data in CHECKPOINT.items()}}, "shards": {}},
+        "lease": lambda: {"held": True, "restart": 0, "gpus": ["0"], "ending": False, "time": NOW, "alive": False},
         "slurm_check": lambda: {"refused": "", "partitions": ["gpu"], "nodes": [["n0", True, "torch"]], "unseen": ""},
         "{}": dict,  # a command that answers with an empty object
         "start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},

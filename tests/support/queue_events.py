@@ -7,11 +7,13 @@ import time
 
 from lab_hosts import Host
 from queued_runs import LEFT, QueuedRun, QueueLab
+from testbed.machine import LabError
 from testbed.root import DATA_DIR
 
 from trainyard.remote.queue_phases import LIVE
 
-# What is killed with SIGKILL, by the command lines on a host. A pattern that is not anchored would match the shell that runs pgrep.
+# Targets of SIGKILL, by the command lines on a host. A pattern that is not anchored would match the shell that runs
+# pgrep.
 PROCESSES = {
     "rank": r"^[^ ]*/python /usr/local/bin/counting-python\.py ",
     "driver": r"^[^ ]*python[^ ]* -P -m trainyard\.queue\.driver ",
@@ -47,7 +49,10 @@ class EventTrial:
         """Let this number of events happen, each 2 to 6 s after the one before it, while runs train."""
         for number in range(count):
             self.fill_queue()
-            self.lab.wait(self.trains, "no run trains", ANSWER_LIMIT)
+            try:
+                self.lab.wait(self.trains, "no run trains", ANSWER_LIMIT)
+            except LabError as error:
+                raise LabError(f"{error}\n{self.queue_state()}") from None
             time.sleep(self.random.uniform(2.0, 6.0))
             kinds = self.random.sample(KINDS, len(KINDS))
             kind, where = next((kind, where) for kind in kinds if (where := self.event(kind)))
@@ -93,6 +98,12 @@ class EventTrial:
         """Return the runs that have not ended."""
         return [run for run in self.runs if run.state()["phase"] in LIVE]
 
+    def queue_state(self) -> str:
+        """Return what Slurm and the drivers know of the runs that have not ended."""
+        asked = "sinfo --Node --long; squeue --format='%i %j %T %r %S %N'"
+        logs = [f"{run.name}: {run.state()}\n{run.log()[-600:]}" for run in self.live()]
+        return "\n".join([self.lab.inside(self.lab.hosts[0], f"{asked} || :"), *logs])
+
     def trains(self) -> bool:
         """Return whether a host has ranks."""
         return any(self.queue.pids(host, PROCESSES["rank"]) for host in self.lab.hosts)
@@ -108,7 +119,7 @@ class EventTrial:
             time.sleep(1.0)
 
     def problems(self) -> list[str]:
-        """Return what is wrong at the end, one line each."""
+        """Return the errors at the end, one line each."""
         found = []
         for run in self.runs:
             state = run.state()
@@ -145,7 +156,7 @@ class EventTrial:
         return found
 
     def host_problems(self, host: Host) -> list[str]:
-        """Return what is wrong on a host: two runs had one GPU, or a process is left."""
+        """Return the errors on a host: two runs had one GPU, or a process is left."""
         overlaps = self.lab.inside(host, f"cat {DATA_DIR}/overlaps 2>/dev/null || :").splitlines()
         left = self.lab.inside(host, LEFT).split()
         return [f"{host.name}: {line}" for line in overlaps] + [f"{host.name}: {name} is left" for name in left]

@@ -1,4 +1,4 @@
-"""Runs in the queue of lab hosts: add one as a controller does, and look at it from the queue host."""
+"""Runs in the queue of lab hosts: add one as a controller does, and inspect it from the queue host."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class QueuedRun:
         return json.loads(self.lab.inside(host, f"cat {self.run_dir}/result.json"))
 
     def wait(self, condition: Callable[[dict[str, Any]], bool], what: str, seconds: float = 120) -> None:
-        """Wait until a condition of `state.json` holds. If it cannot any more, the log of the driver is in the error."""
+        """Wait until a condition of `state.json` holds. If it no longer can, the error contains the log of the driver."""
         deadline = time.monotonic() + seconds
         while not condition(state := self.state()):
             if time.monotonic() > deadline or state["phase"] in ("finished", "failed", "stopped", "cancelled"):
@@ -138,14 +138,7 @@ class QueueLab:
 
     def install_counting(self) -> None:
         """Put an interpreter on every host that runs counting_rank.py in the place of torchrun."""
-        rank = Path(__file__).with_name("counting_rank.py").read_text()
-        python = (
-            f'#!/bin/sh\ncase " $* " in *" trainer.distributed.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
-            f'*) exec {VENV}/bin/python "$@";; esac'
-        )
-        for host in self.lab.hosts:
-            put = f"cat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_"
-            self.lab.inside(host, f"{put}\nchmod 755 {COUNTING}")
+        install_counting(self.lab)
 
     def add(self, run: str, steps: int, **asked: Any) -> QueuedRun:
         """Add a run of the model `tiny` with one thread per rank; see `add_run`."""
@@ -159,13 +152,25 @@ class QueueLab:
         return add_run(self.lab, self.inventory, self.folder, spec, **asked)
 
     def take(self, host: Host, seconds: int = 30) -> None:
-        """Let a critical job of Slurm take a host for some seconds, at once: a run would have to be prepared first."""
+        """Let a critical job of Slurm occupy a host for some seconds; unlike a run, the job needs no preparation."""
         words = f"sbatch -p critical -w {host.name} --exclusive -o /dev/null --wrap 'sleep {seconds}'"
         self.lab.inside(self.lab.hosts[0], f"cd /; runuser -u {USER} -- {words}")
 
     def pids(self, host: Host, pattern: str) -> list[str]:
         """Return the processes of a host whose command line matches."""
         return self.lab.inside(host, f"pgrep -f '{pattern}' || :").split()
+
+
+def install_counting(lab: Lab) -> None:
+    """Put an interpreter on every host of a lab that runs counting_rank.py in the place of torchrun."""
+    rank = Path(__file__).with_name("counting_rank.py").read_text()
+    python = (
+        f'#!/bin/sh\ncase " $* " in *" trainer.distributed.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
+        f'*) exec {VENV}/bin/python "$@";; esac'
+    )
+    for host in lab.hosts:
+        put = f"cat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_"
+        lab.inside(host, f"{put}\nchmod 755 {COUNTING}")
 
 
 def tiny_spec(run: str, dataset: Path, steps: int, batch: int = 2) -> dict[str, Any]:

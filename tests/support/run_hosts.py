@@ -137,7 +137,7 @@ class Bed:
     def ranks(self, plan: list[dict[str, Any]], *arguments: str, **follow: Any) -> subprocess.Popen[str]:
         """Start a play that launches and follows `plan`."""
         follow = {"progress_interval": 0.2} | follow
-        steps = [
+        steps: list[dict[str, Any]] = [
             {"step": "launch", "session": {"plan": plan}},
             {"step": "follow", "session": {"plan": plan}, "options": follow},
         ]

@@ -38,7 +38,7 @@ class SmallSlurm:
         (self.folder / "hold").touch() if on else (self.folder / "hold").unlink(missing_ok=True)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Return all jobs, the first one first."""
+        """Return all jobs in the order of their submission."""
         return [json.loads(file.read_text()) for file in sorted(self.folder.glob("job-*.json"))]
 
     def signal(self, job: int, number: signal.Signals) -> None:

@@ -3,7 +3,7 @@
     spec_rank.py ... SPEC --run-dir=RUN_DIR ...
 
 It takes the place of torchrun, so that a test can make many short runs. The result is a result.json with `lrs`, the
-learning rates that it saw. The environment variable `lr_env` is what the file `env` says of it.
+learning rates that it saw. The environment variable `lr_env` has the value from the file `env`.
 """
 
 import ctypes

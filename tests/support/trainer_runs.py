@@ -250,6 +250,6 @@ class Cluster:
     def end(self) -> None:
         for launcher in self.started:
             if launcher.poll() is None:
-                # The ranks end with their launcher: trainer.worker_process requests that from the kernel.
+                # The ranks end with their launcher: trainer.distributed.worker_process requests that from the kernel.
                 launcher.kill()
                 launcher.wait()

@@ -1,7 +1,7 @@
 """torchruns that a warm process forks, so that tests of many short runs import torch, transformers and peft once.
 
-Each one runs trainer.distributed.torchrun, which forks its ranks as it does for users. What a cold start adds, the imports,
-is tested by the playbooks' tests and with `Cluster(..., cold=True)`.
+Each one runs trainer.distributed.torchrun, which forks its ranks as it does for users. The playbooks' tests and
+`Cluster(..., cold=True)` cover the imports of a cold start.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 TOP = Path(__file__).parents[2]
-_POLL = 0.01  # s between two looks at the children
+_POLL = 0.01  # s between two checks of the children
 
 
 class WarmTorchrun:

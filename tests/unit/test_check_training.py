@@ -1,4 +1,4 @@
-"""The comparison of hosts that each trained alone: the spec, the turns, the table and what it shows."""
+"""The comparison of hosts that each trained alone: the spec, the turns, and the contents of the table."""
 
 from __future__ import annotations
 

@@ -69,11 +69,11 @@ def test_words_without_a_flag() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "--lrr", "1"], "train: unknown flag --lrr; did you mean 'lr'?"),
-        (["stop", "--forse"], "stop: unknown flag --forse; did you mean 'force'?"),
+        (["train", "--lrr", "1"], "train: unknown flag --lrr; did you mean --lr?"),
+        (["stop", "--forse"], "stop: unknown flag --forse; did you mean --force?"),
         (
             ["train", "--cluster-gpus", "0"],
-            "train: unknown flag --cluster-gpus; set a variable of the inventory with -e cluster_gpus=VALUE",
+            "train: unknown flag --cluster-gpus; set a variable of the inventory with -e 'cluster_gpus=VALUE'",
         ),
         (["train", "--lr"], "train: --lr has no value: expected a number > 0"),
         (["train", "--lr", "--packing"], "train: --lr has no value"),
@@ -87,8 +87,8 @@ def test_words_without_a_flag() -> None:
         (["tran"], "unknown command 'tran'; did you mean 'train'?: train, plan, "),
         ([], "name a command: train, plan, "),
         (["queue", "ad"], "unknown command 'queue ad'; did you mean 'queue add'?"),
-        (["queue", "add", "--prioity", "low"], "queue add: unknown flag --prioity; did you mean 'priority'?"),
-        (["queue", "hold"], "queue: name the runs, as in do=hold run=NAME"),
+        (["queue", "add", "--prioity", "low"], "queue add: unknown flag --prioity; did you mean --priority?"),
+        (["queue", "hold"], "queue: name the runs, as in trainyard queue hold NAME"),
         (["queue", "list"], "the queue is not installed on node1: set queue_state: present"),
         (["completion", "tcsh"], "completion: shell: expected one of bash, zsh, got 'tcsh'"),
     ],

@@ -1,4 +1,5 @@
-"""What the dashboard remembers and measures: events that outlive it, energy, logs, progress, and how runs were started."""
+"""Data that the dashboard stores and measures: events that outlive it, energy, logs, progress, and how runs were
+started."""
 
 from __future__ import annotations
 
@@ -84,6 +85,16 @@ def test_the_file_of_events_is_bounded_and_survives_damage(tmp_path: Path, monke
     assert len(list(history.read())) == len(kept) + 1
 
 
+def test_one_host_does_not_fill_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "SOURCE_LIMIT", 10)
+    cluster = Cluster(hosts(), History(tmp_path, hosts()))
+    for number in range(30):
+        cluster.add_event("warning", f"warning {number}", host="node1")
+    cluster.add_event("lost", "node2 does not answer", host="node2")
+    kept = [record["text"] for record in History(tmp_path, hosts()).read()]
+    assert kept == [*(f"warning {number}" for number in range(10)), "node2 does not answer"]
+
+
 def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cluster = Cluster(hosts(), History(tmp_path / "file/folder", hosts()))
@@ -165,32 +176,33 @@ def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest
 # Progress ---------------------------------------------------------------------------------------------------------------
 
 
-def watch(cluster: Cluster, work: Path) -> Pages:
+def watch(cluster: Cluster, home: Path) -> Pages:
     pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
-    pages.progress = ProgressWatch(cluster, work)
-    asyncio.run(pages.progress.read())
+    pages.progress = ProgressWatch(cluster, Project(home))
+    asyncio.run(pages.progress.update())
     return pages
 
 
 def test_progress_is_shown_escaped_and_without_guesses(tmp_path: Path) -> None:
-    assert "trainyard distill --teacher" in (empty := watch(Cluster(hosts()), tmp_path).page("models"))
+    assert "trainyard distill <span>--teacher" in (empty := watch(Cluster(hosts()), tmp_path).page("models"))
     assert "trainyard deploy RUN" in empty
+    work = tmp_path / ".trainyard"
     node = {"name": "node1", "answers": 3, "tokens_per_second": 80.0, "in_flight": 1, "down": ""}
     numbers = {"answers": 3, "total": 10, "tokens_per_second": 80.0, "eta": 42.0, "nodes": [node], "before": 2}
-    record = ProgressRecord(tmp_path / f"answers/a{SUFFIX}", "distill", teacher=SCRIPT, **numbers)
+    record = ProgressRecord(work / f"answers/a{SUFFIX}", "distill", teacher=SCRIPT, **numbers)
     record.update()
-    (tmp_path / f"answers/b{SUFFIX}").write_text('{"kind": "distill", "state": "running", "answers": -1}')
-    (tmp_path / f"answers/c{SUFFIX}").write_text("{" * 5000)
+    (work / f"answers/b{SUFFIX}").write_text('{"kind": "distill", "state": "running", "answers": -1}')
+    (work / f"answers/c{SUFFIX}").write_text("{" * 5000)
     hosts_of = {"node1": {"state": "waiting"}, "node2": {"state": "waiting"}}
     with (
         pytest.raises(UserError),
-        ProgressRecord(tmp_path / f"deploy/d{SUFFIX}", "deploy", run="r", name="mine", hosts=hosts_of) as deploy,
+        ProgressRecord(work / f"deploy/d{SUFFIX}", "deploy", run="r", name="mine", hosts=hosts_of) as deploy,
     ):
         deploy.update_part("hosts", "node1", state="deployed", text="merged, f16: 20 of 20 answers as trained")
         raise UserError("node2 is full")
     html = watch(Cluster(hosts()), tmp_path).page("models")
     assert SCRIPT not in html and "&lt;script&gt;" in html
-    for text in ("3 <small>of 10; 2 from before", "80 tok/s", "0:42 min", "1 of 2 hosts", "node2 is full", "20 of 20"):
+    for text in ("3 <small>of 10; 2 from before", "80 tok/s", "42 s", "1 of 2 hosts", "node2 is full", "20 of 20"):
         assert text in html, text
 
 
@@ -214,7 +226,8 @@ def test_a_record_whose_process_is_gone_is_interrupted(tmp_path: Path) -> None:
 def keep(home: Path, **more: Any) -> None:
     spec = make_spec({"run": "r", "dataset": "data.jsonl", **more}, "the test")
     prepared = PreparedRun("r", spec.model_dump(mode="json") | {"rows_per_step": 4}, [], {})
-    options = LaunchOptions.model_validate({"max_restarts": 3, "run_env": {"HF_TOKEN": "secret"}, "head": "node2"})
+    given = {"max_restarts": 3, "run_env": {"HF_TOKEN": "secret"}, "head": "node2", "follow": False}
+    options = LaunchOptions.model_validate(given)
     keep_start(home, prepared, options, ["node1", "node2"])
 
 
@@ -234,6 +247,9 @@ def test_a_start_is_kept_without_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     options = record.options(LaunchOptions.model_validate({"stall_limit": 5.0, "max_restarts": 1}))
     assert (options.max_restarts, options.head, options.stall_limit) == (3, "node2", 5.0)
     assert record.hosts == ("node1", "node2") and record.spec.run == "r"
+    assert options.follow and record.variables == ("HF_TOKEN",), (
+        "the dashboard follows the run, and names what is missing"
+    )
     monkeypatch.chdir(tmp_path / "there")
     keep(tmp_path, script="work.py")
     monkeypatch.chdir(tmp_path)
@@ -264,3 +280,11 @@ def test_what_cannot_be_started_again_says_why(tmp_path: Path) -> None:
     assert "was not started from this project folder" in asyncio.run(act("unknown", hosts()))
     keep(tmp_path, dataset="ansible-docs")
     assert "was started on node2, which is not in this inventory" in asyncio.run(act("r", hosts(1)))
+    said: list[str] = []
+    Project(tmp_path).session_of("r", hosts(), connect, LaunchOptions(), report=said.append)
+    assert said == ["warning: HF_TOKEN of run_env is not set: values are not kept, set them in the inventory"]
+    known = LaunchOptions.model_validate({"run_env": {"HF_TOKEN": "x"}})
+    assert (
+        Project(tmp_path).session_of("r", hosts(), connect, known, report=said.append).options.run_env
+        and len(said) == 1
+    )

@@ -1,4 +1,4 @@
-"""The queue on the dashboard: what its page makes of an answer of the queue host, and when the host is asked."""
+"""The queue on the dashboard: how its page presents an answer of the queue host, and when it queries the host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +22,18 @@ from trainer.supervise.files import SupervisorError
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.dashboard import queue_watch, timeline
 from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch, make_view
-from trainyard.dashboard.state import Cluster
-from trainyard.dashboard.timeline import Timeline, make_timeline
+from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.timeline import Timeline
 from trainyard.dashboard.views import Pages
+from trainyard.queue.client import QueueClient, QueueState
 from trainyard.queue.history import list_queue
 from trainyard.queue.host import queue_host
+from trainyard.queue.manage import ChangeOptions, change_runs
 from trainyard.remote import queue as remote_queue
+from trainyard.remote import queue_job
 from trainyard.remote.sampler import Sampler
 from trainyard.replies import checked_reply
 from trainyard.run.options import LaunchOptions
@@ -72,6 +77,11 @@ def attempts(**runs: list[dict[str, Any]]) -> dict[str, Any]:
     return folders
 
 
+def make_timeline(queue: QueueState, found: Cluster | None = None, scale: str = "6 hours") -> Timeline:
+    """Return the timeline of a new answer of a cluster without hosts."""
+    return Allocation(found or Cluster([])).timeline(scale, queue, time.time())[1]
+
+
 def bars(found: Timeline) -> dict[str, list[str]]:
     return {row.label: [bar.span.run for bar in row.bars] for row in found.rows}
 
@@ -90,7 +100,7 @@ def test_the_page_has_the_words_of_list_and_the_runs_that_have_just_ended() -> N
 
 def page_after_answer(host: QueueHost) -> str:
     found = watch(host)
-    asyncio.run(found.ask())
+    asyncio.run(found.update())
     assert not found.error
     return page(found)
 
@@ -106,7 +116,7 @@ def test_the_timeline_has_gpus_of_the_drivers_and_the_jobs_of_slurm() -> None:
         "node1": ["busy"],
         "node2 GPU 0": ["busy", "busy"],
         "node2 GPU 1": ["busy"],
-        "node3, runs without a recorded GPU": ["small"],
+        "node3, no recorded GPU": ["small"],
         "node3 GPU 0": [],
     }
     running = [span for span in found.spans if span.running]
@@ -122,7 +132,7 @@ def test_the_drawing_moves_every_30_seconds_so_that_an_equal_answer_sends_nothin
     drawn = {}
     for later in (0, 3, 29, 31):
         found = watch(QueueHost(now=NOW // 30 * 30 + 60 + later, completed=[]))
-        asyncio.run(found.ask())
+        asyncio.run(found.update())
         pages = Pages(found._cluster, "token", found)
         drawn[later] = pages.regions("queue")["timeline"]
     assert drawn[0] == drawn[3] == drawn[29] != drawn[31]
@@ -136,7 +146,7 @@ def test_jobs_of_other_users_and_lists_of_hosts_are_in_the_timeline() -> None:
     )
     assert {label: runs for label, runs in bars(found).items() if runs} == {
         "node1": ["other"],
-        "node2, runs without a recorded GPU": ["other"],
+        "node2, no recorded GPU": ["other"],
     }
     assert found.spans[0].end - found.spans[0].begin == 2000
 
@@ -176,16 +186,16 @@ def test_hostile_answers_are_bounded_and_escaped(changed: dict[str, Any]) -> Non
 def test_a_queue_that_does_not_answer_says_since_when_and_keeps_its_last_answer() -> None:
     host = QueueHost()
     found = watch(host)
-    asyncio.run(found.ask())
+    asyncio.run(found.update())
     host.error = "squeue: Unable to contact slurm controller"
-    asyncio.run(found.ask())
+    asyncio.run(found.update())
     since = found.since
-    asyncio.run(found.ask())
+    asyncio.run(found.update())
     assert found.since == since > 0 and found.view and host.asked == 3
     html = page(found)
     assert "has not answered since" in html and "Unable to contact slurm controller" in html and "wantvram" in html
     host.error = ""
-    asyncio.run(found.ask())
+    asyncio.run(found.update())
     assert "has not answered since" not in page(found)
 
 
@@ -256,6 +266,116 @@ def test_an_action_changes_the_job_and_shows_its_lines() -> None:
     )
 
 
+class AgainConnection(SlurmConnection):
+    """The queue host with other states of runs."""
+
+    def __init__(self, **runs: str) -> None:
+        super().__init__()
+        folders = answer()["runs"]
+        for run, phase in runs.items():
+            folders[run]["state"] = json.dumps({"phase": phase, "attempts": []})
+        folders["later"]["request"] = json.dumps({"run": "later", "after": ["ok", "busy"]})
+        jobs = [line for line in answer()["jobs"] if not line.endswith(("|later", "|low"))]
+        self.told = answer(runs=folders, jobs=jobs, completed=[])
+
+    def call(self, verb: str, request: dict[str, Any], *, python: str = "") -> dict[str, Any]:
+        self.calls.append((verb, request))
+        return self.told if verb == "queue_info" else {"job": 30}
+
+
+def test_a_run_that_has_ended_is_added_again_after_the_runs_that_it_waits_for() -> None:
+    connection = AgainConnection(later="failed", ok="finished", low="cancelled", bad="stopped")
+    client = QueueClient(connection)
+    change = lambda *names, **how: change_runs(client, "again", ChangeOptions(run=names), **how)  # noqa: E731
+    assert change("later", check=True)["lines"] == ["run later, which had failed, would be added again"]
+    assert not [verb for verb, _ in connection.calls if verb == "queue_again"]
+    assert change("later", "ok")["lines"] == [
+        "run ok is finished: nothing to do",
+        "run later, which had failed, added again (job 30)",
+    ]
+    busy = client.state().jobs["busy"].number
+    assert connection.calls[-2] == ("queue_again", {"folder": "/data/queue/later", "after": [busy]})
+    with pytest.raises(UserError, match="run busy is running: only a run that has ended can be added again"):
+        change("busy")
+    with pytest.raises(UserError, match="has no run nobody"):
+        change("nobody")
+    connection.told = AgainConnection(later="failed", ok="failed").told
+    with pytest.raises(UserError, match="run later waits for run ok, which has failed: add that one again, too"):
+        change("later")
+    assert change("later", "ok")["lines"] == [
+        "run ok, which had failed, added again (job 30)",
+        "run later, which had failed, added again (job 30)",
+    ]
+    asked = [request["after"] for verb, request in connection.calls if verb == "queue_again"]
+    assert asked[-2:] == [[], [30, busy]]
+    html = page_of(connection)
+    assert html.count('action="/queue/later/again"') == 1 and 'action="/queue/ok/again"' in html
+
+
+def test_the_page_of_a_run_says_what_the_queue_can_do_with_it() -> None:
+    connection = AgainConnection(later="failed", low="failed")
+    found = watch(QueueHost(runs=connection.told["runs"], jobs=connection.told["jobs"], completed=[]))
+    pages = Pages(found._cluster, "token", found, can_start=lambda run: True)
+
+    def action(run: str) -> str:
+        state = found._cluster.runs[run] = RunState(run)
+        state.status = "failed"
+        found._cluster.change()
+        return pages.regions("run", run)["action"]["run-action"]
+
+    assert 'action="/runs/later/start"' in action("later"), "the queue has not answered yet"
+    asyncio.run(found.update())
+    assert 'action="/queue/later/again"' in action("later") and "/start" not in action("later")
+    assert "has a job in the queue" in action("busy") and "<form" not in action("busy")
+    assert 'action="/runs/other/start"' in action("other")
+
+
+def page_of(connection: AgainConnection) -> str:
+    folders = connection.told["runs"]
+    for run in ("later", "ok"):
+        folders[run]["state"] = json.dumps(
+            {"phase": "failed", "attempts": [{"begin": NOW - 60, "end": NOW - 9, "hosts": []}]}
+        )
+    found = watch(QueueHost(runs=folders, jobs=connection.told["jobs"], completed=[]))
+    asyncio.run(found.update())
+    return page(found)
+
+
+def test_the_queue_host_submits_the_last_request_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Sequence[str]] = []
+    jobs: list[str] = []
+
+    def command(words: Sequence[str], stdin: str = "") -> str:
+        said.append(words)
+        return "\n".join(jobs) if words[0] == "squeue" else "31" if words[0] == "sbatch" else ""
+
+    monkeypatch.setattr(remote_queue, "command", command)
+    monkeypatch.setattr(queue_job, "command", command)
+    folder = tmp_path / "queue/r"
+    folder.mkdir(parents=True)
+    again = lambda *after: remote_queue.again({"folder": str(folder), "after": after})  # noqa: E731
+    assert "is damaged: add the run again on the controller" in again()["error"]
+    before = {"job": 5, "phase": "running", "attempts": [], "exit": None, "submitted": 1.0}
+    before["arguments"] = ["--job-name=r", "--nodes=2", "--dependency=afterok:1:2"]
+    session = {"hosts": [{"name": "node1", "data_dir": "/data"}], "options": {"run_env": {"TOKEN": "secret"}}}
+    for name, value in {"state": before, "session": session, "request": {"run": "r", "submitted": 1.0}}.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    assert "is still ending" in again()["error"]
+    (folder / "state.json").write_text(json.dumps(before | {"phase": "failed", "trained": True}))
+    jobs.append("9")
+    assert again() == {"exists": 9}
+    jobs.clear()
+    assert again(7) == {"job": 31}
+    [words] = [words for words in said if words[0] == "sbatch"]
+    assert [word for word in words if word.startswith("--dependency")] == ["--dependency=afterok:7"]
+    assert "--nodes=2" in words and not any("secret" in word for words in said for word in words)
+    kept = json.loads((folder / "session.json").read_text())
+    assert kept == session | {"continues": True} and (folder / "session.json").stat().st_mode & 0o777 == 0o600
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["job"], state["phase"], "trained" in state) == (31, "waiting", False)
+    assert json.loads((folder / "request.json").read_text())["submitted"] > time.time() - 60
+
+
 def test_a_hanging_slurm_blocks_neither_the_sampler_nor_the_next_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,5 +425,73 @@ def test_recent_runs_are_those_with_a_job_and_the_newest_others(
     assert set(remote_queue.info(asked | {"recent": 1})["runs"]) == {"waits", "new"}
     assert set(remote_queue.info(asked)["runs"]) == {"waits", "old", "new"}
     hosts = checked_reply("query queue", remote_queue.info(asked | {"recent": 1}))["hosts"]
-    assert hosts == {"a,b": ["a", "b"], "c,d": ["c", "d"]}  # and what is no list is not expanded
+    assert hosts == {"a,b": ["a", "b"], "c,d": ["c", "d"]}  # and what is not a list is not expanded
     assert remote_queue.info(asked)["hosts"] == {"a,b": ["a", "b"]}
+
+
+def run_of(host: str, run: str, begin: float, end: float | None, devices: Sequence[str] = (), **first: Any) -> Any:
+    """Return a line of a host's sampler about a run that began and ended then."""
+    status = "running" if end is None else "finished"
+    node = {"run": run, "node_rank": 0, "ranks": [0], "hosts": [host], "attempt": 1, "started": begin, "ended": end}
+    node |= {"status": status, "failures": [], "devices": list(devices)}
+    ranks = {"0": {"rank": 0, "status": "training", "step": 7, "steps": 40, "time": begin + 5, **first}}
+    state = {"status": status, "alive": end is None, "now": begin + 5, "run_dir": "/x", "node": node, "ranks": ranks}
+    return "run", {"kind": "run", "name": run, "state": state, "checkpoints": [], "result": None}
+
+
+def test_without_a_queue_the_run_folders_say_who_had_which_gpu() -> None:
+    hosts = [Host(name, "127.0.0.1", "/data", "/usr/bin/python3") for name in ("node1", "node2")]
+    found, now = Cluster(hosts), time.time()
+    found.hosts["node1"].sample = {"gpus": [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]}
+    for run in (
+        run_of("node1", "trains", now - 600, None, ["GPU-b"], eta=1200.0),
+        run_of("node1", "before", now - 4000, now - 700, ["GPU-a", "GPU-b"]),
+        run_of("node2", "cores", now - 20_000, now - 10_000),
+        run_of("node2", "yesterday", now - 90_000, now - 80_000),
+        run_of("node2", "future", now + 90_000, now + 91_000),
+    ):
+        found.receive("node2" if run[1]["name"] in ("cores", "yesterday", "future") else "node1", *run)
+    drawn = Allocation(found).timeline("6 hours", None, 0.0)[1]
+    assert bars(drawn) == {"node1 GPU 0": ["before"], "node1 GPU 1": ["before", "trains"], "node2": ["cores"]}
+    [running] = [span for span in drawn.spans if span.running]
+    assert running.until == pytest.approx(now + 1200, abs=5)
+    week = Allocation(found).timeline("7 days", None, 0.0)[1]
+    assert bars(week)["node2"] == ["yesterday", "cores"]
+    html = Pages(
+        found, "token", QueueWatch(found, {}, lambda: queue_host({"cluster": ["node1"]}, lambda *_: None))
+    ).page("queue", "7 days", queue=QueueWatch(found, {}, lambda: ""))
+    assert 'href="/runs/yesterday"' in html and "in the last 7 days" in html
+
+
+def test_a_run_of_the_queue_is_not_shown_twice_and_the_timeline_follows_new_runs() -> None:
+    found = Cluster([Host("node2", "127.0.0.1", "/data", "/usr/bin/python3")])
+    first = {"hosts": {"node2": {"gpus": ["0"]}}, "begin": NOW - 7200, "end": NOW - 3600, "reason": "", "order": 10}
+    queue = state(runs=attempts(busy=[first]), completed=[], jobs=[])
+    allocation = Allocation(found)
+    asked = time.time()
+    runs = lambda: [span.run for span in allocation.timeline("6 hours", queue, asked)[1].spans]  # noqa: E731
+    assert runs() == ["busy"]
+    found.receive("node2", *run_of("node2", "busy", NOW - 7199, NOW - 3601, ["GPU-a"]))
+    found.receive("node2", *run_of("node2", "by-hand", NOW - 500, NOW - 400, ["GPU-a"]))
+    assert runs() == ["by-hand", "busy"]
+
+
+def test_preemptions_and_lost_hosts_of_the_queue_are_events() -> None:
+    one = {"hosts": {"node1": {}}, "begin": NOW - 900, "end": NOW - 600, "order": 75}
+    ended = [
+        one | {"reason": "node1: Slurm has asked for the host"},
+        one | {"begin": NOW - 500, "end": NOW - 400, "reason": "node1: does not answer"},
+        one | {"begin": NOW - 300, "end": NOW - 200, "order": 1, "reason": SCRIPT},
+    ]
+    found = watch(QueueHost(runs=attempts(busy=ended)))
+    asyncio.run(found.update())
+    asyncio.run(found.update())
+    events = [(one.kind, one.text, one.run) for one in found._cluster.events.values() if one.run == "busy"]
+    assert events == [
+        ("preempted", "run busy returned to the queue: node1: Slurm has asked for the host", "busy"),
+        ("requeued", "run busy returned to the queue: node1: does not answer", "busy"),
+    ]
+    failed = [one for one in found._cluster.events.values() if one.kind == "failed"]
+    assert {one.run for one in failed} >= {"bad"}
+    html = Pages(found._cluster, "token", found).page("events")
+    assert "Slurm has asked for the host" in html and "<script>alert" not in html

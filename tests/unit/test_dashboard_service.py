@@ -1,4 +1,4 @@
-"""What the role dashboard installs: the settings of the service, and the program."""
+"""The files that the role dashboard installs: the settings of the service, and the program."""
 
 from __future__ import annotations
 
@@ -60,3 +60,11 @@ def test_the_packed_program_runs_without_the_project(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path / "program"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(words, cwd="/", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "config.json is unreadable" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_server_does_not_load_numpy() -> None:
+    """It would take 12 MB of its memory."""
+    modules = "trainyard.cli.commands, trainyard.dashboard.server, trainyard.dashboard.service"
+    check = f"import sys, {modules}; print([name for name in ('numpy', 'torch', 'tensorboard') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,23 +1,25 @@
-"""What the dashboard makes of the lines of hosts: bounded, and without a host's word for a path."""
+"""The dashboard's state from the lines of hosts: bounded, and without paths that a host chooses."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from trainyard.connection import Host, RemoteError
 from trainyard.dashboard import state as state_module
+from trainyard.dashboard import streams
 from trainyard.dashboard.formats import duration, number, rate, size
 from trainyard.dashboard.prometheus import exposition
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.state import Cluster
-from trainyard.dashboard.streams import _parse
+from trainyard.dashboard.streams import HostStream, _parse
 from trainyard.dashboard.views import Pages, spec_rows, spec_values
 from trainyard.remote import run_queries
 from trainyard.remote.sampler import Sampler
@@ -100,7 +102,7 @@ def test_a_failure_names_the_rank_that_caused_it() -> None:
     assert (run.status, run.cause) == ("failed", "rank 1 on node2 was killed by SIGKILL")
     assert [event.kind for event in cluster.events.values()] == ["started", "failed"]
     cluster.receive("node2", *parsed(failed))
-    assert len(cluster.events) == 2  # the same failure again is no further event
+    assert len(cluster.events) == 2  # a repeated failure is not a further event
 
 
 def test_a_lost_host_of_a_live_run_is_its_cause() -> None:
@@ -117,8 +119,25 @@ def test_events_and_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "RUNS", 3)
     cluster = cluster_with(*(("node1", run_line(name=f"r{place}")) for place in range(9)))
     for place in range(9):
-        cluster.add_event("warning", f"event {place}", at=2000.0 + place)
-    assert len(cluster.runs) == 3 and next(event.text for event in cluster.events.values()) == "event 4"
+        cluster.add_event("warning", f"event {place}", at=2000.0 + place, host="node2")
+    texts = [event.text for event in cluster.events.values()]
+    # The newest events of each host: a host that sends many does not displace those of others.
+    assert len(cluster.runs) == 3 and texts == ["run r1 started on 2 hosts", "run r2 started on 2 hosts", *_last(3)]
+
+
+def _last(count: int) -> list[str]:
+    return [f"event {place}" for place in range(9)][-count:]
+
+
+def test_runs_of_a_host_have_a_bound_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "RUN_BYTES", 1000)
+    stream = HostStream(hosts()[0], cast(Any, None), cast(Any, None), cast(Any, None))
+    take = lambda name, size: stream._counted("run", {"name": name}, size)[0]  # noqa: E731
+    assert [take("a", 400), take("b", 500), take("c", 200), take("a", 500), take("a", 501)] == [
+        *("run", "run", "invalid", "run", "invalid")
+    ]
+    stream._counted("gone", {"name": "b"}, 0)
+    assert take("c", 500) == "run"
 
 
 def test_a_job_that_waits_in_slurm_waits_with_its_reason() -> None:
@@ -189,6 +208,18 @@ def test_records_grow_and_begin_again_after_a_resume(tmp_path: Path, monkeypatch
     assert records.series(1)["columns"]["step"] == [2]
 
 
+def test_a_run_of_any_length_takes_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainyard.dashboard.records.STEPS", 100)
+    records = RunRecords("r")
+    for step in range(1, 10_001):
+        records._add_step({"step": step, "loss": float(step), "step_seconds": [0.1] * 1000})
+        assert len(records.columns["step"]) <= 100
+    steps = records.columns["step"]
+    assert steps[0] == 1 and {b - a for a, b in itertools.pairwise(steps)} == {128}
+    assert records.columns["loss"] == [float(step) for step in steps] and records.generation == 7
+    assert {len(ranks) for ranks in records.columns["step_seconds"]} == {64}
+
+
 def test_long_runs_are_thinned_out() -> None:
     records = RunRecords("r")
     for step in range(1, 10_001):
@@ -246,5 +277,5 @@ def test_specs_are_compared_by_field() -> None:
 
 def test_numbers_have_units() -> None:
     assert (size(3 << 30), size(12), size(None)) == ("3.0 GiB", "12 B", "–")
-    assert (duration(42), duration(3723), duration(None)) == ("0:42 min", "1:02:03 h", "–")
+    assert [duration(time) for time in (42, 102, 3723, None)] == ["42 s", "1:42 min", "1:02:03 h", "–"]
     assert (rate(1890.2), rate(None), number(5.30999), number(float("nan"))) == ("1.9k tok/s", "–", "5.31", "–")

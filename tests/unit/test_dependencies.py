@@ -1,4 +1,4 @@
-"""What the controller's code imports is in pyproject.toml."""
+"""pyproject.toml declares the imports of the controller's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOP = Path(__file__).resolve().parents[2]
 # The package that provides or requires a module, where the names differ.
 PACKAGES = {"ansible": "ansible-core", "yaml": "pyyaml", "pydantic_core": "pydantic", "typing_extensions": "pydantic"}
 PACKAGES |= {"sse_starlette": "sse-starlette", "prometheus_client": "prometheus-client"}
-# Programs for hosts use what is there; the environment of the nodes has these.
+# Programs for hosts use the installed packages; the environment of the nodes has these.
 ON_HOSTS = {"torch", "huggingface_hub"}
 # The dashboard says how to install TensorBoard, which requires werkzeug, where it is missing.
 OPTIONAL = {"tensorboard", "werkzeug"}

@@ -40,7 +40,7 @@ UNKNOWN_ON_PURPOSE = {"lerning_rate"}
 
 # Words of the project's former private language.
 PRIVATE_WORDS = re.compile(
-    r"\b(mend(s|ed)?|somebody|alike|comes? back|is away|goes? on|cannot be had|so many|crew|landing|judgement"
+    r"\b(men(d|ds|ded)|somebody|alike|comes? back|is away|goes? on|cannot be had|so many|crew|landing|judgement"
     r"|the others|meetings?|keepers|be told|puts? the fuse out|lets? go of)\b",
     re.IGNORECASE,
 )

@@ -166,7 +166,7 @@ def test_conda_as_one_word(tmp_path: Path) -> None:
 
 def conda_channel(folder: Path, without_digest: str = "") -> str:
     """Write a channel with two releases of Python and their dependencies to a folder; return its URL."""
-    packages = {
+    packages: dict[str, Any] = {
         "linux-64": [
             ("python", "3.12.8", ["libffi >=3", "tzdata", "__glibc >=2.17"]),
             ("python", "3.12.9", ["libffi >=4"]),

@@ -1,4 +1,4 @@
-"""Which failure a run is ended for, when hosts answer at different times. The hosts are objects of this process."""
+"""The reported failure of a run when hosts answer at different times. The hosts are objects of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainyard.run.follower import Follower
+from trainyard.run.answer_times import LONGEST, SHORTEST
+from trainyard.run.follower import SHORT_POLL, Follower
 from trainyard.run.monitor import Part, Progress
 from trainyard.run.options import LaunchOptions
 
@@ -17,13 +18,25 @@ LOST_PEER = {"type": "RuntimeError", "message": "Connection closed by peer", "tr
 
 
 class RunningHost:
-    """Answers a status request after the wait that it asks for; as soon as `dead` is set, not at all."""
+    """Answers a status request after the wait that it asks for; as soon as `dead` is set, not at all.
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.dead, self.failed = rank, threading.Event(), threading.Event()
+    `slow`: seconds that its Python takes to start; it answers a probe at once.
+    """
+
+    def __init__(self, rank: int, slow: float = 0.0) -> None:
+        self.rank, self.slow, self.probes = rank, slow, 0
+        self.dead, self.failed = threading.Event(), threading.Event()
+
+    def run(self, command: str, verb: str) -> dict[str, Any]:
+        assert command.startswith("date ") and verb == "begin"
+        self.probes += 1
+        if self.dead.is_set():
+            time.sleep(60)
+        return {"now": time.time()}
 
     def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
         assert verb == "run_status"
+        time.sleep(self.slow)
         wake = time.monotonic() + request["wait"]
         while time.monotonic() < wake and not self.failed.is_set():
             time.sleep(0.01)
@@ -76,3 +89,64 @@ def test_consequences_alone_end_a_run_once_every_host_answered() -> None:
     hosts["a"].failed.set()
     cause = follower.follow()
     assert cause and cause.text == "rank 0 on a: RuntimeError: Connection closed by peer"
+
+
+def follower_of(hosts: dict[str, RunningHost], options: LaunchOptions) -> Follower:
+    parts = [Part(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
+    return Follower(parts, lambda name: hosts[name], Progress(2, 1.0, 600.0), options, lambda line: None)
+
+
+@pytest.mark.slow
+def test_without_a_limit_a_lost_host_is_noticed_within_five_seconds() -> None:
+    hosts = {"a": RunningHost(0), "b": RunningHost(1)}
+    follower = follower_of(hosts, LaunchOptions())
+    lost: list[float] = []
+
+    def lose_power() -> None:
+        time.sleep(2.5)
+        hosts["b"].dead.set()
+        lost.append(time.monotonic())
+
+    threading.Thread(target=lose_power, daemon=True).start()
+    cause = follower.follow()
+    assert cause and cause.kind == "lost" and cause.host == "b"
+    assert SHORTEST < time.monotonic() - lost[0] < SHORT_POLL + SHORTEST + 0.5 < 5
+    assert hosts["b"].probes, "a host is probed before it counts as lost"
+
+
+def test_a_host_is_asked_more_often_once_its_ranks_train() -> None:
+    part = Part("a", "/runs/r", 0, [0])
+    adapts = follower_of({"a": RunningHost(0)}, LaunchOptions())
+    fixed = follower_of({"a": RunningHost(0)}, LaunchOptions(lost_limit=6))
+    assert adapts.delay(part) == fixed.delay(part) == fixed.wait > SHORT_POLL
+    part.answer = {"status": "running", "ranks": {"0": {"status": "starting"}}}
+    assert adapts.delay(part) > SHORT_POLL
+    part.answer = {"status": "running", "ranks": {"0": {"status": "training"}}}
+    assert (adapts.delay(part), fixed.delay(part)) == (SHORT_POLL, fixed.wait)
+
+
+@pytest.mark.slow
+def test_a_host_whose_status_takes_long_is_not_lost_while_it_shows_signs_of_life() -> None:
+    hosts = {"a": RunningHost(0), "b": RunningHost(1)}
+    follower = follower_of(hosts, LaunchOptions())
+    ended: list[object] = []
+    watch = threading.Thread(target=lambda: ended.append(follower.follow()), daemon=True)
+    watch.start()
+    time.sleep(2.0)
+    hosts["b"].slow = SHORTEST + 3.0  # load: longer than the limit so far
+    watch.join(9.0)
+    assert watch.is_alive() and hosts["b"].probes and not ended
+    hosts["b"].slow = 60.0  # alive, but it returns no status any more
+    began = time.monotonic()
+    watch.join(LONGEST + 2 * SHORT_POLL + 8.0)
+    assert not watch.is_alive() and time.monotonic() - began > 3.0
+    assert ended and "b has not answered" in str(ended[0])
+
+
+@pytest.mark.slow
+def test_an_explicit_limit_holds() -> None:
+    hosts = {"a": RunningHost(0), "b": RunningHost(1)}
+    follower = follower_of(hosts, LaunchOptions(lost_limit=1.0))
+    threading.Timer(1.0, hosts["b"].dead.set).start()
+    cause = follower.follow()
+    assert cause and cause.text.startswith("b has not answered for 1 s") and not hosts["b"].probes

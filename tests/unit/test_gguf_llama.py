@@ -16,14 +16,14 @@ from safetensors.numpy import load_file, save_file
 from trainer.data.shapes import Sample
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
-from trainer.gguf_llama import UnsupportedModelError, write_llama
+from trainer.gguf.llama import UnsupportedModelError, write_llama
 from trainyard.ollama import converter
 
 TOP = Path(__file__).resolve().parents[2]
 # In one process: the imports of torch and transformers take most of the time.
 CONVERT = """
 import json, sys
-from trainer.gguf_export import convert
+from trainer.gguf.export import convert
 folder, words = sys.argv[1], json.loads(sys.argv[2])
 if words["adapter"]:
     import torch
@@ -182,7 +182,7 @@ def test_other_adapters_are_left_to_peft(model: Path, tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(model: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; import trainer.gguf_export; from trainer.gguf_llama import write_llama; "
+        "import sys; from pathlib import Path; import trainer.gguf.export; from trainer.gguf.llama import write_llama; "
         "path = Path(sys.argv[1]); write_llama(path, path, None, Path(sys.argv[2]), 'f16'); "
         "print({'torch', 'transformers', 'peft', 'pydantic'} & set(sys.modules))"
     )

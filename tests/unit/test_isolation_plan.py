@@ -1,4 +1,4 @@
-"""Who may connect to the ranks of a run, and where the ranks may connect to."""
+"""The permitted connections to and from the ranks of a run."""
 
 from __future__ import annotations
 
@@ -216,22 +216,25 @@ def test_a_system_unit_keeps_what_a_run_writes_writable(home: Path) -> None:
     (home / "models").mkdir()
     env = {"HF_HOME": str(home / "models"), "OTHER": str(home / "missing"), "PATH": "/usr/bin"}
     run_dir = home / "trainyard/runs/r"
-    found = sandbox.unit_properties(run_dir, system=True, reachable=["10.0.0.1", "fe80::1%eth0"], env=env)
+    found = sandbox.unit_properties(run_dir, system=True, env=env)
     writable = [entry.partition("=")[2] for entry in found if entry.startswith("ReadWritePaths=")]
     assert f'"{home}/trainyard"' in writable and f'"-{home}/models"' in writable and f'"-{home}/.cache"' in writable
     assert not any("missing" in entry for entry in writable)
     assert (home / ".cache").is_dir()
     assert f'InaccessiblePaths="-{home}/.ssh"' in found and "NoNewPrivileges=yes" in found
-    assert found[-2:] == ["IPAddressDeny=any", "IPAddressAllow=127.0.0.0/8 ::1/128 10.0.0.1 fe80::1"]
+    assert sandbox.address_properties(["10.0.0.1", "fe80::1%eth0"]) == [
+        "IPAddressDeny=any",
+        "IPAddressAllow=127.0.0.0/8 ::1/128 10.0.0.1 fe80::1",
+    ]
     assert not any(entry.startswith(("PrivateTmp", "PrivateDevices", "PrivateNetwork", "IPC")) for entry in found)
 
 
 def test_a_run_that_needs_other_machines_has_no_filter_of_addresses(home: Path) -> None:
-    found = sandbox.unit_properties(home / "trainyard/runs/r", system=True, reachable=[], env={})
-    assert not any(entry.startswith("IPAddress") for entry in found)
+    found = sandbox.unit_properties(home / "trainyard/runs/r", system=True, env={})
+    assert not any(entry.startswith("IPAddress") for entry in found) and sandbox.address_properties([]) == []
 
 
 def test_a_unit_of_a_user_has_only_what_needs_no_privileges(home: Path) -> None:
-    found = sandbox.unit_properties(home / "trainyard/runs/r", system=False, reachable=["10.0.0.1"], env={})
+    found = sandbox.unit_properties(home / "trainyard/runs/r", system=False, env={})
     assert found == list(sandbox.ANY_UNIT) and "NoNewPrivileges=yes" in found
     assert not (home / ".cache").exists()

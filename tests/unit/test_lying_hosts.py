@@ -93,7 +93,11 @@ def followed(cluster: Cluster, folder: Path) -> list[str]:
 
 def stage(cluster: Cluster, folder: Path) -> list[str]:
     entries = cluster.entries()
-    return [line for paths in stage_files(entries, PREPARED, cluster.connect, {}, "t").values() for line in paths]
+    return [
+        line
+        for paths in stage_files(entries, PREPARED, cluster.connect, {}, "t", transfer="auto").values()
+        for line in paths
+    ]
 
 
 def described(cluster: Cluster, folder: Path) -> list[str]:

@@ -117,20 +117,21 @@ def truth_of(name: str, cluster: Cluster) -> dict[str, Any]:
 
 
 def honest_but(name: str, cluster: Cluster, verb: str = "", answer: bytes = b"") -> Lie:
-    """Return what node2 answers: what an operation needs, but for one verb."""
+    """Return the answers of node2, which suit an operation except for one verb."""
 
     def lie(asked: str, request: dict[str, Any], truth: dict[str, Any]) -> Any:
         if asked == verb:
             return answer
         if name == "carry" and request.get("run_dir", "").startswith(cluster.hosts[0].data_dir):
-            return {"steps": {}}
+            return {"steps": {}, "shards": {}}
         return truth_of(name, cluster) if asked == "run_list" else truth
 
     return lie
 
 
 def attempt(name: str, cluster: Cluster, folder: Path, context: object) -> str:
-    """Carry out an operation; check its lines, its time and what it asked of the hosts; return its error or an empty string."""
+    """Carry out an operation; check its lines, its time and its requests to the hosts; return its error or an empty
+    string."""
     for transport in cluster.transports.values():
         transport.asked.clear()
     cluster.transports["node1"].lie = honest_but(name, cluster)
@@ -204,7 +205,7 @@ def test_a_checkpoint_that_is_not_what_the_host_said_replaces_no_copy(
     liar = cluster.transports["node2"]
     sizes = {"manifest.json": len(manifest), "state.pt": 7}
     liar.content |= {"manifest.json": manifest}
-    liar.lie = lying("checkpoints", encode({"steps": {"step-00000009": sizes}}))
+    liar.lie = lying("checkpoints", encode({"steps": {"step-00000009": sizes}, "shards": {}}))
     with pytest.raises(RemoteError, match="node2: the copy of its checkpoint step-00000009 is not complete"):
         carried(cluster, tmp_path)
     assert [path.name for path in (tmp_path / "out" / RUN / "checkpoint").iterdir()] == [STEP]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_hosts import free_port
 
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
@@ -29,12 +31,8 @@ NAMES = {"node1": "127.0.13.1", "node2": "127.0.13.2"}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free on both addresses now."""
-    held = [socket.create_server(("127.0.13.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in held]
-    for server in held:
-        server.close()
-    return ports
+    """Return free ports, below those that the kernel gives to connections of other tests."""
+    return [free_port() for _ in range(count)]
 
 
 def pair(
@@ -242,7 +240,7 @@ def test_health_of_this_machine(tmp_path: Path) -> None:
     good = b'{"text": "x"}\n'
     store = tmp_path / "store/datasets"
     store.mkdir(parents=True)
-    name = health.hashlib.sha256(good).hexdigest()[:16]
+    name = hashlib.sha256(good).hexdigest()[:16]
     (store / f"{name}.jsonl").write_bytes(good)
     (store / "0123456789abcdef.jsonl").write_bytes(good)
     answer = health.gather(

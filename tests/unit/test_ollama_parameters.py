@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hostile import HOSTILE_STRINGS
 
-from trainyard.ollama_parameters import ollama_problems
+from trainyard.ollama.parameters import ollama_problems
 
 VALID: dict[str, Any] = {
     "version": "0.12.11",

@@ -1,6 +1,6 @@
 """Python 3.10, which Ubuntu 22.04 has: the code that runs with the Python of a host's distribution needs nothing newer.
 
-That are Ansible modules, their utilities, and the remote programs of preflight. A run itself needs Python 3.11.
+These are Ansible modules, their utilities, and the remote programs of preflight. A run itself needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_the_remote_programs_run_with_the_python_of_a_distribution(version: str,
     assert connection.call("health", health)["hardware"]["cores"] >= 1
     assert connection.call("mesh", mesh | {"device": "lo", "token": "x", "data_dir": ""})["taken"] == []
     assert connection.call("run_list", {"data_dir": str(tmp_path)})["runs"] == []
-    # Every module of the archive can be imported, whatever the verb.
+    # Every module of the archive can be imported for every verb.
     (tmp_path / "archive.zip").write_bytes(remote_archive())
     names = [
         f"{path.parent.parent.name}.{path.parent.name}.{path.stem}"

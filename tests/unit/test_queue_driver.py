@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from trainyard.connection import Host, Login
 from trainyard.queue import driver as module
-from trainyard.queue.lease import AGAIN, FAILED, FINISHED, Job
+from trainyard.queue.lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
+from trainyard.queue.never_starts import LOST_LIMIT
 from trainyard.queue.run_folder import Session
-from trainyard.run.errors import RunError
+from trainyard.run.errors import HostUnreachableError, LaunchError, RunError
 from trainyard.run.options import LaunchOptions
 
 
@@ -20,9 +22,9 @@ class World:
     """Slurm and the hosts of one run.
 
     Attributes:
-        jobs: what Slurm says next; the last answer is repeated.
-        lost: what the leases say after the session.
-        outcome: what the session does: the status of the run, or an error.
+        jobs: next answers of Slurm; the last one is repeated.
+        lost: state of the leases after the session.
+        outcome: result of the session: the status of the run, or an error.
         orders: exit codes with which leases were ended.
         commands: commands for Slurm.
     """
@@ -100,6 +102,35 @@ def test_the_run_ends(world: World, tmp_path: Path, outcome: str | Exception, or
     assert state["attempts"][0]["order"] == order and len(state["attempts"]) == 1
     if phase == "failed":
         assert state["exit"]["reason"] == "no such model"
+
+
+@pytest.mark.parametrize("reaches", [lambda place: 7, lambda place: place])
+def test_a_run_that_loses_a_host_every_time_fails_unless_it_makes_progress(
+    world: World, tmp_path: Path, reaches: Callable[[int], int]
+) -> None:
+    for place in range(LOST_LIMIT):
+        waits = Job(5, "PENDING", place + 1)
+        hosts = {"node1": {"ranks": {"0": {"step": reaches(place)}}}}
+        world.outcome = [HostUnreachableError("node1 does not answer", hosts=hosts)]
+        world.jobs = [running(place), waits, waits, waits]
+        if place == LOST_LIMIT - 1 and reaches(0):
+            world.jobs.append(ended("CANCELLED", LOST_LIMIT))
+        state = drive(tmp_path)
+        assert state["phase"] == "waiting" or place == LOST_LIMIT - 1
+    if reaches(0):
+        assert state["phase"] == "failed" and world.commands == [["scancel", "5"]]
+        assert state["exit"]["reason"].startswith("10 attempts in a row lost a host and made no progress")
+    else:
+        assert state["phase"] == "waiting" and state["attempts"][-1]["reached"] == LOST_LIMIT - 1
+
+
+@pytest.mark.parametrize("after", ["PENDING", "FAILED"])
+def test_a_run_fails_at_its_time_limit_and_is_not_started_again(world: World, tmp_path: Path, after: str) -> None:
+    world.jobs = [running(), Job(5, after, int(after == "PENDING"), ("node1",))]
+    world.outcome, world.lost = ["stopped"], {"node1": TIME_LIMIT}
+    state = drive(tmp_path)
+    assert (state["phase"], state["exit"]["reason"], world.orders) == ("failed", TIME_LIMIT, [FAILED])
+    assert world.commands == ([["scancel", "5"]] if after == "PENDING" else [])
 
 
 def test_a_job_that_slurm_starts_again_after_the_end_of_its_run_ends_again(world: World, tmp_path: Path) -> None:
@@ -223,3 +254,74 @@ def test_a_job_on_a_host_that_left_the_run_fails(world: World, tmp_path: Path) -
     world.jobs = [Job(5, "RUNNING", 0, ("node1", "new")), ended("FAILED")]
     state = drive(tmp_path)
     assert state["phase"] == "failed" and state["exit"]["reason"].startswith("new is not a host of the run")
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "again"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_the_copy_of_an_earlier_run_is_used_only_where_it_continues(
+    before: bool, resume: str, world: World, tmp_path: Path
+) -> None:
+    """`before`: hosts had a folder of the run when it was added."""
+    content = json.loads((tmp_path / "session.json").read_text()) | {"continues": before}
+    content["state"]["prepared"]["spec"]["resume"] = resume
+    (tmp_path / "session.json").write_text(json.dumps(content))
+    (tmp_path / "checkpoint/step-00000005").mkdir(parents=True)
+    world.jobs, world.outcome = [running(), ended("COMPLETED")], ["finished"]
+    assert drive(tmp_path)["phase"] == "finished"
+    assert (tmp_path / "checkpoint").exists() == (before and resume == "auto")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "lost", "phase"),
+    [
+        ("finished", {}, "finished"),
+        ("stopped", {"node1": "the lease has ended"}, "waiting"),
+        (RunError("no"), {}, "failed"),
+    ],
+)
+def test_a_job_whose_end_slurm_has_forgotten_is_not_cancelled(
+    outcome: str | Exception,
+    lost: dict[str, str],
+    phase: str,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """slurmctld was killed after the end of the steps, and shows the job as running, for ever."""
+    monkeypatch.setattr(module, "END_LIMIT", 0.0)
+    world.lost, world.outcome = lost, [outcome]
+
+    def command(words: list[str]) -> str:
+        world.commands.append(words)
+        world.jobs = [Job(5, "PENDING", 1)]
+        return ""
+
+    monkeypatch.setattr(module, "command", command)
+    requeued: list[Job | None] = [Job(5, "PENDING", 1)] * 2 if lost else []
+    world.jobs = [running(), *requeued, running()]
+    state = drive(tmp_path)
+    assert world.commands == [["scontrol", "requeue", "5"]] and state["phase"] == phase
+    if phase != "waiting":  # the job has hosts again, and ends as its run did
+        order = world.orders[-1]
+        world.jobs = [running(1), running(1), running(1), ended("COMPLETED", 1)]
+        drive(tmp_path)
+        assert world.orders == [order, order]
+
+
+@pytest.mark.parametrize(
+    ("error", "order"),
+    [
+        (RunError("node1 has not answered for 10 s", cause={"kind": "lost"}, lost=["node1"]), AGAIN),
+        (HostUnreachableError("node1: unreachable"), AGAIN),
+        (RunError("rank 0 was killed by SIGKILL", cause={"kind": "exit"}), FAILED),
+        (LaunchError("node1: port 22 is in use", lost=["node1"]), FAILED),
+    ],
+)
+def test_a_host_that_answers_again_has_not_failed_the_run(
+    error: RunError, order: int, world: World, tmp_path: Path
+) -> None:
+    """The host kept its lease. Only what a new start would not change ends the run."""
+    world.jobs, world.outcome = [running(), running(), running(), Job(5, "PENDING", 1)], [error]
+    state = drive(tmp_path)
+    assert world.orders == [order] and state["attempts"][0]["reason"] == str(error)
+    assert state["phase"] == ("waiting" if order == AGAIN else "failed")

@@ -1,4 +1,4 @@
-"""What the queue host says, as Slurm 22.05 of Debian 12 printed it on a lab host, and the reasons in words."""
+"""The state of the queue host, as Slurm 22.05 of Debian 12 printed it on a lab host, and the reasons as text."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_reasons_are_in_words() -> None:
     assert reason("held") == "is held: release it with do=release run=held"
     assert reason("after") == "waits for the end of runs busy and small"
     queue = state()
-    queue.jobs["after"] = replace(queue.jobs["after"], reason="None")  # Slurm has not looked at it yet
+    queue.jobs["after"] = replace(queue.jobs["after"], reason="None")  # Slurm has not examined it yet
     assert reason("after", queue) == "waits for the end of runs busy and small"
     assert reason("never").startswith("never starts, because run lost did not finish")
     assert reason("later") == "starts again at about 11:35"
@@ -133,6 +133,8 @@ def test_the_tables_show_order_reason_and_end() -> None:
     rows = {line.split()[0]: line for line in past["lines"][1:]}
     assert "finished" in rows["ok"] and "2:00" in rows["ok"] and "node[1-2]" in rows["ok"]
     assert len(past["runs"]) == len(REQUESTS)
+    gone = next(run for run in past["runs"] if run["run"] == "gone")  # cancelled while it waited, with another priority
+    assert gone["start"] == 0 and gone["priority"] == "high" and rows["gone"].split()[-2] == "-"
     assert list_queue(state(jobs=[]))["lines"][0] == "no run waits or runs"
 
 
@@ -146,7 +148,15 @@ def test_the_record_of_the_driver_takes_precedence_over_slurms() -> None:
     runs["ok"]["state"] = json.dumps({"job": 14, "phase": "failed", "attempts": attempts[:1]})
     runs["bad"]["state"] = json.dumps({"phase": ["x"], "attempts": attempts})
     runs["gone"]["state"] = "{"
+    runs["after"]["state"] = json.dumps(
+        {"phase": "cancelled", "attempts": attempts[:1], "exit": {"code": 11, "reason": "it was cancelled"}}
+    )
+    runs["never"]["state"] = json.dumps({"phase": "failed", "attempts": attempts[:1], "exit": {"reason": "given up"}})
     found = {run["run"]: run for run in list_history(state(runs=runs))["runs"]}
+    without = [line for line in JOBS if not line.endswith(("|after", "|never"))]
+    others = {run["run"]: run for run in list_history(state(runs=runs, jobs=without))["runs"]}
+    assert (others["after"]["reason"], others["never"]["reason"]) == ("", "given up")
+    assert found["ok"]["hosts"] == ["node1"]  # Slurm's log has node[1-2]
     assert found["ok"]["state"] == "failed" and found["ok"]["start"] == NOW - 90
     assert found["ok"]["reason"] == "preempted\\x1b[2J" or "\x1b" not in found["ok"]["reason"]
     assert found["bad"]["state"] == "failed" and found["gone"]["state"] == "cancelled"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from trainer.supervise.lease import check_lease
 from trainer.supervise.processes import LEASE_VARIABLE, is_running
 from trainer.supervise.start import check_idle
 from trainyard.connection import Host, Login
-from trainyard.queue import lease, service
+from trainyard.queue import lease, node_release, service
 from trainyard.queue.run_folder import Session, program_archive, read_session
 from trainyard.remote import lease as remote_lease
 from trainyard.remote.queue_job import submit
@@ -31,7 +32,7 @@ REPO = Path(__file__).resolve().parents[2]
 # Slurm 22.05 on three lab hosts, with names that a user chose.
 RUNNING = (
     "JobId=7 JobName=a=b UserId=tester(1000) GroupId=tester(1000) MCS_label=N/A Priority=1 Partition=low Requeue=1 "
-    "Restarts=2 BatchFlag=1 JobState=RUNNING Reason=None Dependency=(null) ExitCode=0:0 ReqNodeList=(null) "
+    "Restarts=2 BatchFlag=1 TimeLimit=1-02:30:00 StartTime=2026-11-25T07:10:00 EndTime=2026-11-25T07:10:30 JobState=RUNNING Reason=None Dependency=(null) ExitCode=0:0 ReqNodeList=(null) "
     "ExcNodeList=node9 NodeList=node[1-2] BatchHost=node1 NumNodes=2 NumCPUs=3 CPUs/Task=1 OverSubscribe=OK "
     "Nodes=node1 CPU_IDs=0-1 Mem=100 GRES=gpu:standingpu:1(IDX:0) Nodes=node2 CPU_IDs=1 Mem=100 GRES= Comment=x"
 )
@@ -54,7 +55,30 @@ def test_a_job_is_read() -> None:
     waits = lease.parse_job(
         "JobId=8 JobState=PENDING Reason=Resources NodeList=(null) OverSubscribe=NO Restarts=0", names
     )
+    # A preempted job: its EndTime is the end of the grace time.
+    assert job.end - time.mktime((2026, 11, 25, 7, 10, 0, 0, 0, -1)) == 26.5 * 3600 and waits.end == math.inf
+    assert lease.parse_job(RUNNING.replace("1-02:30:00", "UNLIMITED"), names).end == math.inf
     assert waits.hosts == () and waits.whole and waits.reason == "Resources"
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"held": True, "restart": 2, "ending": False}, ""),
+        ({"held": True, "restart": 2, "ending": True}, lease.ASKED_FOR),
+        ({"held": True, "restart": 2, "ending": True, "time": 904.0}, lease.ASKED_FOR),
+        ({"held": True, "restart": 2, "ending": True, "time": 906.0}, lease.TIME_LIMIT),
+        # The step of a preempted run often ends before its driver asks.
+        ({"held": False, "restart": 2, "ending": True}, lease.ASKED_FOR),
+        ({"held": False, "restart": 2, "ending": False}, "the lease has ended"),
+        ({"held": False, "restart": 1, "ending": True}, "the lease has ended"),
+    ],
+)
+def test_a_lost_lease_has_a_reason(told: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(lease.parse_job(RUNNING, names), hosts=("node1",), end=1000.0)
+    leases = lease.Leases([host("node1")], "r", job, lambda name: None)  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(leases, "ask", lambda: {"node1": {"time": 0.0, **told}})
+    assert leases.lost() == ({"node1": why} if why else {})
 
 
 @pytest.mark.parametrize("text", ["a", "3-1", "-1", "0-99999999", ""])
@@ -103,7 +127,8 @@ def ask(folder: Path, **more: object) -> dict[str, object]:
 
 def test_the_driver_ends_a_lease_with_its_exit_code(step: subprocess.Popen[bytes], tmp_path: Path) -> None:
     found = {"held": True, "restart": 3, "gpus": ["1", "0"], "ending": False, "alive": False}
-    assert ask(tmp_path) == found
+    told = ask(tmp_path)
+    assert abs(float(str(told.pop("time"))) - time.time()) < 60 and told == found
     check_lease(str(tmp_path / "leases/7"))
     ask(tmp_path, end=lease.FINISHED, restart=2)  # an order for an earlier allocation has no effect
     ask(
@@ -291,24 +316,35 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
     one = service.Service(tmp_path / "queue")
     started: list[str] = []
     monkeypatch.setattr(one, "start", lambda run, pause=0.0: started.append(run))
-    one.look()
+    one.start_due()
     asked, *then = (tmp_path / "log").read_text().splitlines()
     released = [list(jobs)[int(line.removeprefix("release ")) - 1] for line in then]
     assert asked == "asked" and sorted(started) == ["after-a-failed-run", "again", "lost"]
     assert sorted(released) == ["forgotten", "held-after-its-end", "returned-after-its-end", "slurm-holds"]
     for name in phases:
         write_json(tmp_path / f"queue/{name}/state.json", {"job": 99, "phase": "cancelled"})
-    one.look()
+    one.start_due()
     assert (tmp_path / "log").read_text().count("asked") == 1, "without live runs, Slurm is asked less often"
 
 
-@pytest.mark.parametrize(("reason", "resumed"), [("Duplicate jobid", True), ("Kill task failed", False), ("", False)])
+@pytest.mark.parametrize(
+    ("reason", "left", "resumed"),
+    [
+        ("Duplicate jobid", {7}, True),
+        ("Kill task failed", set(), True),
+        ("Kill task failed", {7}, False),
+        ("Low RealMemory", set(), False),
+        ("", set(), False),
+    ],
+)
 def test_the_health_check_resumes_a_host_that_is_drained_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, resumed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, left: set[int], resumed: bool
 ) -> None:
+    """`left`: processes that outlive their lease. Other tests on this machine have some, so they are not looked for here."""
     slurm(tmp_path, monkeypatch, sinfo=f"echo '{reason}'", scontrol=f'echo "$@" >>{tmp_path}/log')
-    words = [sys.executable, "-S", "-m", "trainyard.queue.node_release", "health", "node3"]
-    assert subprocess.run(words, timeout=30, check=False).returncode == 0
+    monkeypatch.setattr(node_release, "stale", lambda job: left)
+    monkeypatch.setattr(sys, "argv", ["node_release", "health", "node3"])
+    assert node_release.main() == 0
     log = tmp_path / "log"
     assert (log.read_text() if log.exists() else "") == ("update NodeName=node3 State=RESUME\n" if resumed else "")
 

@@ -1,4 +1,4 @@
-"""Reading the runs that a user adds, and their time limits, before any host is asked."""
+"""Reading the runs that a user adds, and their time limits, before any host receives a request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_sweep_is_read_in_the_order_in_which_its_runs_wait(tmp_path: Path) -> 
         ({"run": "r", "after": "r"}, "after: run r cannot wait for itself"),
         ({"collect_to": "x"}, "collect_to: cannot be set for the queue: the queue host follows the run"),
         ({"render_only": True}, "render_only: cannot be set for the queue"),
-        ({"prioritty": "low"}, "unknown name"),
+        ({"prioritty": "low"}, "-e prioritty: unknown name; did you mean 'priority'?"),
         ({"lr": "x"}, "lr: expected a number"),
         ({"file": "no/such.yml"}, "file: cannot read"),
         ({"_raw_params": "x y"}, "takes NAME=VALUE"),
@@ -155,7 +155,7 @@ def test_after_names_a_grid_of_the_queue(tmp_path: Path) -> None:
     assert " after g;" in would_add(FakeQueue(**{"g": "waiting", "g-1": "waiting"}), tmp_path, after="g")[0]
     with pytest.raises(UserError, match="after: the queue has no run and no grid gg; did you mean 'g'"):
         would_add(queue, tmp_path, after="gg")
-    with pytest.raises(UserError, match="after: run g-2 is failed, so run r would never start"):
+    with pytest.raises(UserError, match="after: run g-2 has failed, so run r would never start"):
         would_add(FakeQueue(**{"g-1": "finished", "g-2": "failed"}), tmp_path, run="r", after="g")
 
 

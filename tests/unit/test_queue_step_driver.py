@@ -33,7 +33,7 @@ class Steps:
     """Scripted steps.
 
     Attributes:
-        done: what was called, in order.
+        done: calls in their order.
         fail: errors that a step raises, by step; each once.
         has_model: whether a host has the trained model already.
     """
@@ -118,7 +118,7 @@ def test_a_step_that_fails_ends_the_run(world: World, steps: Steps, tmp_path: Pa
 def test_a_run_that_loses_its_hosts_while_teachers_answer_waits_again(
     world: World, steps: Steps, tmp_path: Path
 ) -> None:
-    """Also if the lease looks well again: the answers so far are kept, and the rest is asked in the next allocation."""
+    """Also if the lease is valid again: the answers so far are kept, and the next allocation requests the rest."""
     steps.fail["answers"] = [LeaseLostError("node1: Slurm has asked for the host")]
     world.jobs = [running(), Job(5, "PENDING", 1)]
     state = drive(tmp_path)

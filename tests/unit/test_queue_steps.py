@@ -279,7 +279,7 @@ def test_servers_are_looked_up_only_for_runs_that_need_them(
 
 
 def test_addresses_of_servers_come_from_the_inventory(folder: Path, tmp_path: Path, staged: Any) -> None:
-    variables = {
+    variables: dict[str, dict[str, Any]] = {
         "node1": {"cluster_address": "10.0.0.1", "ollama_port": 5000},
         "found": {"discovered_url": "http://10.0.0.9:11434"},
     }

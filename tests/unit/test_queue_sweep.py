@@ -43,6 +43,14 @@ def test_listed_runs_have_their_own_values_and_grids() -> None:
     assert [run["lora_r"] for run in found] == [8, 16, 8, 8] and found[1]["after"] == "first"
 
 
+def test_another_name_of_a_field_is_that_field() -> None:
+    assert runs("{run: a, learning_rate: 1e-4}", lr="1e-3") == [{"run": "a", "lr": "1e-3"}]
+    common = "{learning_rate: 1e-4, runs: [{run: a, lr: 3e-4}, {run: b}]}"
+    assert runs(common) == [{"run": "a", "lr": "3e-4"}, {"run": "b", "learning_rate": "1e-4"}]
+    with pytest.raises(UserError, match="learning_rate is in the file and given"):
+        runs("{grid: {learning_rate: [1e-4, 3e-4]}}", lr="1e-3")
+
+
 def test_every_run_of_a_grid_knows_its_name() -> None:
     text = f"""
         runs:

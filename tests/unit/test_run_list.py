@@ -15,7 +15,7 @@ OPTIONS = make_options({"lost_limit": 10.0})
 
 
 def states(count: int, alive: str) -> list[dict[str, Any]]:
-    """Return `count` ended runs, run0 being the oldest, but for the one that is alive."""
+    """Return `count` ended runs, run0 being the oldest, except for the live one."""
     return [
         {
             "run_dir": f"/data/runs/run{n}",
@@ -50,7 +50,7 @@ def test_old_runs_are_listed_on_request(tmp_path: Path, count: int, every: bool,
 
 
 def test_a_job_that_waits_in_slurm_is_listed_with_its_reason(tmp_path: Path) -> None:
-    """A waiting job has one row, whatever the number of its ranks; a job whose ranks import torch says where it runs."""
+    """A waiting job has one row for any number of ranks; the row of a job whose ranks import torch shows its hosts."""
     cluster = Cluster(tmp_path)
     waits, runs = states(2, "")
     alive = {"alive": True, "status": "starting"}

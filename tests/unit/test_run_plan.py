@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -26,11 +27,12 @@ from trainyard.preflight.host_state import HostState
 from trainyard.remote.digests import Digests
 from trainyard.remote.receive import receive
 from trainyard.run.errors import PlanError
+from trainyard.run.gather import _space_needed
 from trainyard.run.isolation import Isolation
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.options import make_options
 from trainyard.run.plan import Node, choose_port, environment, head_first, plan_nodes
-from trainyard.run.planning import check_torchft
+from trainyard.run.planning import check_layers, check_torchft, surplus
 from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.spec_files import PreparedRun
 from trainyard.run.teacher_host import check_teacher_host, staged_groups
@@ -93,7 +95,7 @@ def test_the_host_of_the_teacher_is_the_last_node_and_trains_nothing() -> None:
     nodes = plan_nodes(train, run="r", port=29500, isolation=Isolation(), teacher=teacher)
     assert [node.ranks for node in nodes] == [[0, 1], [2], [3]] and [node.teaches for node in nodes] == [0, 0, 1]
     assert all("--nnodes=2" in node.command for node in nodes[:2])
-    assert nodes[2].command[1:3] == ["-m", "trainer.teacher_server"] and "--rank=3" in nodes[2].command
+    assert nodes[2].command[1:3] == ["-m", "trainer.distillation.teacher_server"] and "--rank=3" in nodes[2].command
     assert nodes[2].devices == [teacher.gpus[0]["uuid"]] and nodes[2].interface == "ccc0"
     for node in nodes:
         assert node.teacher == "10.0.0.3:29501" and "\nTRAINYARD_TEACHER=10.0.0.3:29501\n" in environment(node, {})
@@ -127,11 +129,14 @@ def test_a_host_that_cannot_teach_is_named_before_any_contact(name: str, options
 
 def test_the_teacher_is_copied_to_its_host_alone() -> None:
     files = [
-        {"kind": kind, "bytes": size} for kind, size in (("model", 1), ("teacher", 2), ("dataset", 4), ("trainer", 8))
+        {"kind": kind, "bytes": size, "dest": kind}
+        for kind, size in (("model", 1), ("teacher", 2), ("dataset", 4), ("trainer", 8))
     ]
-    prepared = PreparedRun("r", {"teacher_host": "b"}, files, {})
-    assert (prepared.size_on("a"), prepared.size_on("b")) == (13, 10)
-    assert PreparedRun("r", {"teacher_host": ""}, files, {}).size_on("a") == 15
+    states, sizes = [host("a"), host("b")], {"a": 13, "b": 10}
+    prepared = PreparedRun("r", {"teacher_host": "b", "pipeline_hosts": 0}, files, {})
+    assert _space_needed(states, prepared, "a", 1, "ddp") == sizes
+    prepared = PreparedRun("r", {"teacher_host": "", "pipeline_hosts": 0}, files, {})
+    assert _space_needed(states, prepared, "a", 2, "ddp") == {"a": 15, "b": 15}
     groups = staged_groups([{"host": "a"}, {"host": "b", "teaches": True}], files)
     assert [[entry["host"] for entry in entries] for entries, _ in groups] == [["a"], ["b"]]
     assert [[file["kind"] for file in each] for _, each in groups] == [
@@ -399,6 +404,24 @@ def test_torchft_with_ipv6_is_refused_before_a_start() -> None:
         check_torchft(hosts, make_options({}))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"strategy": "pipeline", "pipeline_hosts": 2},
+        {"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2},
+    ],
+)
+def test_hosts_beyond_equal_pipelines_are_left_out(fields: dict[str, Any]) -> None:
+    spec = make_spec({"model": "x"} | fields, "here").model_dump(mode="json")
+    assert surplus(["a", "b", "c", "d"], spec, 2) == surplus(["a"], spec, 1) == {}
+    assert surplus(["a", "b", "c"], spec, 2) == {"c": "every pipeline has 2 hosts"}
+    for min_nodes in (0, 3):
+        with pytest.raises(PlanError, match="_hosts: 3 hosts cannot form pipelines of 2 hosts each: set "):
+            surplus(["a", "b", "c"], spec, min_nodes)
+    assert surplus(["a", "b", "c"], spec | {"strategy": "ddp"}, 0) == {}
+    assert surplus(["a", "b", "c"], spec | {"pipeline_hosts": 0, "replica_hosts": 1}, 0) == {}
+
+
 def test_runs_that_start_together_have_different_ports() -> None:
     """They see the same free ports. The choice for a run is always the same; the queue's jobs take one after the other."""
     free = list(range(29500, 29600))
@@ -412,3 +435,29 @@ def test_runs_that_start_together_have_different_ports() -> None:
         choose_port(29501, [29500], "node1", "r")
     with pytest.raises(PlanError, match="no port from 29500 to 29599 is free on the head node1"):
         choose_port(None, [], "node1", "r")
+
+
+@pytest.mark.parametrize(
+    ("fields", "processes", "why"),
+    [
+        ({"pipeline_layers": "2,1,1"}, [1, 1], "pipeline_layers: 2,1,1 has 3 ranks and 4 layers, but the run has 2 ranks"),
+        ({"pipeline_layers": "2,1"}, [1, 1], "the model has 4 layers: give one number per rank with the sum 4"),
+        ({"pipeline_layers": "2,2", "pipeline_hosts": 3}, [1] * 6, "but the run has 3 ranks"),
+        ({}, [1, 4], "strategy: pipeline has 5 ranks, but the model has 4 layers: use at most 4 ranks"),
+        ({"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2, "pipeline_layers": "2,1,1"},
+         [1] * 4, "but the run has 2 ranks"),
+        ({"pipeline_layers": "2,2", "pipeline_hosts": 2}, [1] * 4, ""),
+        ({"strategy": "ddp", "pipeline_layers": "2,1,1"}, [1, 1], ""),
+        ({}, [1, 1], ""),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_suit_the_ranks_are_found_in_the_plan(
+    fields: dict[str, Any], processes: list[int], why: str, tmp_path: Path
+) -> None:
+    """Such as after the loss of a host, when `pipeline_layers` has more ranks than are left."""
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config |= {"vocab_size": 16, "intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = make_spec({"model": str(tmp_path), "strategy": "pipeline"} | fields, "the test")
+    with pytest.raises(PlanError, match=re.escape(why)) if why else contextlib.nullcontext():
+        check_layers(spec, processes)

@@ -1,4 +1,4 @@
-"""A script in the place of the trainer: what the controller refuses, what it stages, and what becomes of progress and result."""
+"""A script in place of the trainer: errors that the controller reports, staged files, progress and result."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_queued_script_has_no_estimate(tmp_path: Path) -> None:
     run = NewRun(QueueOptions(), spec, LaunchOptions())
     assert time_limit(run, prepare(spec, tmp_path / "work", lambda line: None), no_queue) == (
         0,
-        "no time limit, because the plan knows nothing of a script: set time_limit=MINUTES",
+        "no time limit, because the plan cannot estimate a script: set time_limit=MINUTES",
     )
 
 

@@ -24,7 +24,7 @@ from ansible.plugins.loader import filter_loader, init_plugin_loader, lookup_loa
 from ansible.template import Templar, trust_as_template
 from hostile import HOSTILE_STRINGS
 
-from trainyard.config_syntax import config_line, config_string, config_word, exports_path, systemd_quote
+from trainyard.provision.config_syntax import config_line, config_string, config_word, exports_path, systemd_quote
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = sorted(ROOT.glob("roles/*/templates/*"))
@@ -54,7 +54,7 @@ INJECTIONS = [
 ]
 ODD = [text for text in HOSTILE_STRINGS if len(text) < 600]
 
-# What the module queue_info returns.
+# The result of the module queue_info.
 QUEUE_INFO: dict[str, Any] = {
     "hostname": "node1",
     "cpus": 8,
@@ -65,7 +65,8 @@ QUEUE_INFO: dict[str, Any] = {
     "recorded": [],
     "foreign": False,
 }
-# What an inventory, and tasks that have run, add to the defaults of the roles. No host uses port 22, which some templates omit.
+# Variables that an inventory and earlier tasks add to the defaults of the roles. No host uses port 22, which some
+# templates omit.
 INVENTORY: dict[str, Any] = {
     "inventory_hostname": "node1",
     "groups": {"cluster": ["node1", "node2"], "head": ["node1"], "workers": ["node2"]},
@@ -277,7 +278,7 @@ def test_an_unusual_value_never_becomes_a_directive(path: Path, host: str) -> No
 
 
 def test_the_suite_finds_an_injection(tmp_path: Path) -> None:
-    """The suite fails for a template without a filter, so that a passed suite says something."""
+    """The suite fails for a template without a filter, so that a pass is meaningful."""
     template = tmp_path / "role/templates/a.service.j2"
     template.parent.mkdir(parents=True)
     template.write_text('[Service]\nEnvironment="A={{ ansible_user }}"\n')
@@ -295,7 +296,7 @@ def test_values_that_are_only_unusual_are_written() -> None:
 
 
 def test_python_makes_no_other_unit_files() -> None:
-    """Text of units comes from templates, which the suite covers."""
+    """The text of units is rendered from templates, which the suite covers."""
     for folder in ("trainyard", "trainer", "plugins"):
         for path in (ROOT / folder).rglob("*.py"):
             assert not re.search(r"\[(Service|Unit|Mount|Timer)\]\\?n?", path.read_text()), path

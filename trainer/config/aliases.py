@@ -221,7 +221,7 @@ def _convert(name: str, value: Any, where: str) -> Setting:
 
 
 def _note(name: str, value: Any, setting: Setting) -> list[str]:
-    """Return what a converted name means, if that is not what it says."""
+    """Return the meaning of a converted name, if it differs from the name."""
     difference = CONVERSIONS[plain_name(name)].difference
     meaning = " ".join(f"{target}={_plain_value(converted)}" for target, converted in setting.values.items())
     if not difference and all(_equal(_plain_value(converted), value) for converted in setting.values.values()):
@@ -250,7 +250,7 @@ def _accumulation(name: str, value: Any, where: str, ranks: int | None) -> int:
 
 
 def _count(value: Any) -> int:
-    """Return a value as a number of rows or micro-batches, or 0 if it is none."""
+    """Return a value as a number of rows or micro-batches, or 0 if it is not a number."""
     try:
         number = 0 if isinstance(value, bool) else int(value)
     except (ValueError, TypeError, OverflowError):

@@ -12,7 +12,7 @@ Converter = Callable[[Any], "Setting"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a value of another tool's name means.
+    """The meaning of a value of another tool's name.
 
     Attributes:
         values: values by field of the run spec; empty if the value is what a run does anyway.
@@ -25,7 +25,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How the value of another tool's name becomes values of fields.
+    """The conversion of a value of another tool's name to values of fields.
 
     Attributes:
         field: the field that the name sets.

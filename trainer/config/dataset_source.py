@@ -36,7 +36,7 @@ def _structure(value: Any) -> Any:
 
 
 def _pairs(value: Any) -> Any:
-    """Return a mapping that is given as such, as its text, or as ``prompt=question,completion=answer``."""
+    """Return a mapping from a mapping, from its text, or from ``prompt=question,completion=answer``."""
     value = _structure(value)
     if isinstance(value, str):
         parts = [part.partition("=") for part in value.split(",") if part.strip()]

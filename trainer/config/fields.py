@@ -74,7 +74,8 @@ def check_input(value: Any, field: FieldInfo) -> Any:
     """Return the value of a field before pydantic validates it.
 
     Raises:
-        ValueError: a boolean for a field that is no switch, a number that Python cannot print, or text that is too long
+        ValueError: a boolean for a field that is not a switch, a number that Python cannot print, or text that is too
+        long
             or has control characters.
     """
     if isinstance(value, bool) and not is_switch(field):

@@ -29,7 +29,7 @@ def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
     """Build a spec from `values`; error messages name their `source`.
 
     Raises:
-        UserError: an unknown name (with the closest known one), or an invalid value (with what is expected).
+        UserError: an unknown name (with the closest known one), or an invalid value (with the expected one).
     """
     values, _ = resolve_aliases(values, source=source)
     unknown = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in values if name not in FIELDS]

@@ -26,13 +26,16 @@ _LATER_FIELDS = (
     "gkd_beta",
     "averaging_rank",
     "pipeline_comm_dtype",
+    "diloco_fragments",
+    "diloco_delay",
+    "diloco_mixing",
 )
 
 
 def spec_digest(spec: RunSpec) -> str:
     """Return 6 hex digits that identify all fields of a spec that a resumed run must not change."""
     fields = type(spec).model_fields
-    # Fields keep their former names here, for the same reason.
+    # Fields keep their former names here for the same reason.
     fixed = {
         next(iter(metadata(fields[name])["deprecated_names"]), name): value
         for name, value in spec.model_dump(mode="json").items()

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from trainer.config import diloco_fields
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
 from trainer.config.fields import MAX_COUNT, MAX_NUMBER, MAX_SECONDS, MAX_TEXT, Words, check_input, declare, split_words
@@ -280,6 +281,12 @@ class RunSpec(BaseModel):
         "all",
         "fsdp: shard over all ranks; gradients: as all, but layers stay gathered from the forward to the backward pass; host: one model per host, over its ranks",
     )
+    fsdp_offload: bool = declare(
+        False,
+        "fsdp: keep weights, gradients and optimizer state in host memory; every pass copies layers to the GPU",
+        mutable=True,
+        aliases=["fsdp_cpu_offload", "fsdp_offload_params"],
+    )
     deepspeed_stage: int = declare(
         2,
         "deepspeed: ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights",
@@ -302,35 +309,14 @@ class RunSpec(BaseModel):
         aliases=["deepspeed"],
         expected="the path of a JSON file, or options of DeepSpeed as a mapping",
     )
-    local_steps: int = declare(
-        10,
-        "diloco: inner steps between two synchronizations of the replicas",
-        ge=1,
-        le=100_000,
-        unit="steps",
-        aliases=["hv.local_steps", "inner_steps", "sync_every"],
-    )
-    outer_lr: float = declare(
-        0.7,
-        "diloco: learning rate of the outer optimizer",
-        gt=0,
-        le=MAX_NUMBER,
-        aliases=["hv.outer_lr", "outer_learning_rate"],
-    )
+    local_steps: int = diloco_fields.LOCAL_STEPS
+    outer_lr: float = diloco_fields.OUTER_LR
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
-    diloco_comm_dtype: DilocoCommDtype = declare(
-        "bf16",
-        "diloco: data type of the pseudo-gradients that replicas exchange; int4 keeps what rounding lost for the next exchange",
-        deprecated_names=["diloco_wire"],
-        aliases=["hv.hivemind_compression", "hivemind_compression"],
-    )
-    diloco_membership: Literal["fixed", "torchft"] = declare(
-        "fixed",
-        "diloco: fixed: the same replicas for the duration of a start; torchft: replicas may leave and rejoin (requires the torchft extra)",
-        mutable=True,
-        deprecated_names=["diloco_members"],
-        aliases=["fault_tolerance", "hv.fail_rank_drop", "hv.all_reduce_strategy"],
-    )
+    diloco_comm_dtype: DilocoCommDtype = diloco_fields.COMM_DTYPE
+    diloco_fragments: int = diloco_fields.FRAGMENTS
+    diloco_delay: int = diloco_fields.DELAY
+    diloco_mixing: float = diloco_fields.MIXING
+    diloco_membership: Literal["fixed", "torchft"] = diloco_fields.MEMBERSHIP
     replica_hosts: int = declare(
         1, "diloco, averaging: number of consecutive hosts that form one replica", ge=1, le=4096, unit="hosts"
     )
@@ -340,8 +326,8 @@ class RunSpec(BaseModel):
         ge=0,
         le=4096,
     )
-    replica_strategy: Literal["ddp", "fsdp"] = declare(
-        "ddp", "diloco: strategy within a replica; fsdp shards the model"
+    replica_strategy: Literal["ddp", "fsdp", "pipeline"] = declare(
+        "ddp", "diloco: strategy within a replica; fsdp shards the model, pipeline divides its layers"
     )
     gradient_comm_dtype: CommDtype = declare(
         "32",
@@ -356,6 +342,13 @@ class RunSpec(BaseModel):
         max_length=MAX_TEXT,
         pattern=r"^([0-9]{1,4}(,[0-9]{1,4})*)?$",
         expected="numbers separated by commas, such as 10,6",
+    )
+    pipeline_hosts: int = declare(
+        0,
+        "pipeline: hosts of one pipeline; further hosts form pipelines with the same layers, which share the rows of a step; 0: all hosts",
+        mutable=True,
+        ge=0,
+        le=1000,
     )
     pipeline_comm_dtype: CommDtype = declare(
         "32",

@@ -36,7 +36,7 @@ def format_of(path: Path) -> str:
 
 
 def data_suffix(path: Path) -> str:
-    """Return the part of a file's name that tells how to read it, as in `.jsonl.gz`; any other suffix as it is."""
+    """Return the part of a file's name that determines its format, as in `.jsonl.gz`; any other suffix as it is."""
     last = path.suffix
     return Path(path.stem).suffix + last if last.lower() in COMPRESSED else last
 
@@ -55,7 +55,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def has_card(folder: Path) -> bool:
-    """Return whether the folder has a README that names the files of its configurations, as a copy from the hub."""
+    """Return whether the folder has a README that names the files of its configurations, as a copy from the hub has."""
     readme = folder / "README.md"
     if path_kind(readme) != "file":
         return False

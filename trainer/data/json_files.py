@@ -86,7 +86,7 @@ def _list_or_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
         if error.msg == "Extra data" and data.removeprefix(_BOM).lstrip()[:1] == b"{":
             yield from _lines(io.BytesIO(data), path)
             return
-        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        raise UserError(f"{path}:{error.lineno}: not JSON: {_reason(error)}") from None
     except ValueError as error:
         raise UserError(f"{path}:1: not JSON: {_reason(error)}") from None
     except RecursionError:
@@ -116,7 +116,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
+            yield number, json.loads(line.rstrip().decode("utf-8-sig"))
         except ValueError as error:
             hint = " (a file with one list needs the suffix .json)" if number == 1 and line.strip() == b"[" else ""
             raise UserError(f"{path}:{number}: not JSON: {_reason(error)}{hint}") from None
@@ -125,4 +125,6 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _reason(error: ValueError) -> str:
-    return "not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "msg", str(error))
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "not UTF-8 text" if isinstance(error, UnicodeError) else str(error)

@@ -166,7 +166,7 @@ class LogprobReader:
 
 
 def _logprob(value: Any, where: str) -> float:
-    """Return a log-probability. Raises ValueError if it is none."""
+    """Return a log-probability. Raises ValueError for another value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where} has a log-probability that is {type(value).__name__}, expected a number")
     if (isinstance(value, float) and not math.isfinite(value)) or value > _ROUNDING:
@@ -204,7 +204,7 @@ class Vocabulary:
         added = set(getattr(tokenizer, "added_tokens_encoder", {}) or {})
         known: Mapping[str, int] = tokenizer.get_vocab()
         texts = {number: self._decode(text, text in added) for text, number in known.items()}
-        # Of tokens with equal bytes, a piece of text takes precedence over the token of a single byte.
+        # If tokens have equal bytes, a piece of text takes precedence over the token of a single byte.
         names = {number: text for text, number in known.items()}
         self._ids: dict[bytes, int] = {}
         for number in sorted(texts, key=lambda number: (bool(_BYTE_TOKEN.fullmatch(names[number])), number)):

@@ -1,4 +1,4 @@
-"""Several datasets in one run: which samples an epoch has, and which are held out, as the weights of the datasets say."""
+"""Several datasets in one run: the samples of an epoch, and the held-out ones, by the weights of the datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples are in which step: a pure function of (seed, epoch, position), so a sampler has no state to save."""
+"""The samples of each step: a pure function of (seed, epoch, position), so a sampler has no state to save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HELD_OUT_KEY = 0xE7A1  # separates the permutation for the evaluation split fro
 def held_out(spec: RunSpec, samples: int, sources: np.ndarray | None = None) -> list[int]:
     """Return the indices of the samples that are reserved for evaluation; they depend only on the seed and the counts.
 
-    They are the fraction `eval_split` of all samples. Of a dataset with a weight below 1 they are the fraction of the
+    They are the fraction `eval_split` of all samples. For a dataset with a weight below 1, they are the fraction of the
     samples that an epoch uses.
 
     Args:

@@ -18,7 +18,6 @@ from trainer.data.files import (
     needs_library,
 )
 from trainer.data.json_files import json_records
-from trainer.data.logprobs import LogprobReader
 from trainer.data.shapes import SHAPE_NAMES, Sample, to_sample
 from trainer.data.tables import card_files, csv_records, has_library, hub_records, saved_records, table_records
 from trainer.errors import UserError
@@ -53,16 +52,21 @@ def read_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample
 
 
 def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sample]:
-    """Yield the samples of a dataset in their order; arguments and errors as of `read_source`, but it may be empty."""
+    """Yield the samples of a dataset in their order; arguments and errors as for `read_source`, but it may be empty."""
     if source.path == EMBEDDED_DATASET:
         raise UserError(
             f"dataset: only ansible-playbook train.yml can generate {EMBEDDED_DATASET}: set dataset to a JSONL file"
         )
-    read_logprobs = LogprobReader()
+    read_logprobs = None
+    if logprobs:
+        # Imports numpy, which a program on the controller does not need.
+        from trainer.data.logprobs import LogprobReader
+
+        read_logprobs = LogprobReader()
     for where, record in read_records(source):
         try:
             sample = to_sample(record, source.columns)
-            yield replace(sample, logprobs=read_logprobs(record)) if logprobs else sample
+            yield replace(sample, logprobs=read_logprobs(record)) if read_logprobs else sample
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
 

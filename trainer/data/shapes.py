@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
-from trainer.data.logprobs import Logprobs
 from trainer.formats import printable, quoted
+
+if TYPE_CHECKING:
+    from trainer.data.logprobs import Logprobs  # imports numpy, which the controller does not need
 
 SHAPE_NAMES = (
     "messages; conversations; instruction and output (input if any); prompt and completion; text"  # in error messages
@@ -56,7 +58,7 @@ class Sample:
     messages: tuple[Mapping[str, Any], ...] = ()
     pieces: tuple[tuple[str, bool], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
-    logprobs: Logprobs | None = None
+    logprobs: "Logprobs | None" = None
 
 
 def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS) -> Sample:

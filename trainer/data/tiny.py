@@ -130,8 +130,8 @@ def make_tiny(samples: Iterable[Sample], folder: Path, seed: int) -> None:
 def ensure_tiny_model(store: Path, dataset: Path | None, seed: int, samples: Callable[[], Sequence[Sample]]) -> Path:
     """Return the folder of the tiny model below `store`/models; create it if it does not exist.
 
-    The folder's name contains the digest of the dataset, the seed and the digest of this module, so a model that was made
-    from another dataset or by another version is never reused.
+    The folder's name contains the digest of the dataset, the seed and the digest of this module, so a model from
+    another dataset or version is never reused.
 
     Args:
         dataset: the file that `samples` reads; None if the samples have no file (their text is hashed instead).

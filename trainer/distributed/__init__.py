@@ -2,4 +2,4 @@
 
 SHARED_GPUS = "TRAINYARD_SHARED_GPUS"  # 1 if ranks of several hosts, which are one machine, use the same GPU
 TEACHER_ADDRESS = "TRAINYARD_TEACHER"  # ADDRESS:PORT of the teacher on another host
-TEACHER_TOKEN = "TRAINYARD_TEACHER_TOKEN"  # the secret with which ranks and teacher know each other
+TEACHER_TOKEN = "TRAINYARD_TEACHER_TOKEN"  # the secret with which ranks and teacher authenticate each other

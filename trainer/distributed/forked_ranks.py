@@ -1,7 +1,8 @@
 """Ranks that torchrun forks from itself, so that a host imports torch, transformers and peft once for all of its ranks.
 
 These imports take about 7 s of a core, ten times as long as the rest of the start of a small run. torchrun itself needs
-torch, which is a third of them. An elastic torchrun, which restarts its ranks, restarts them without any import.
+torch, which is a third of them. An elastic torchrun, which restarts its ranks, restarts them without any import. A standby
+process (see standby.py) imports before it forks torchrun itself.
 
 No CUDA context survives a fork. Therefore torch counts the GPUs through NVML while torchrun imports, and if a library has
 initialized CUDA all the same, torchrun starts the ranks as separate programs.
@@ -31,6 +32,7 @@ from trainer.errors import UserError
 
 RANK_COMMAND = ("-u", "-m", "trainer")  # what torchrun passes to Python for `-m trainer`
 _INITIALIZED = {"/dev/nvidia-uvm", "/dev/kfd"}  # CUDA and ROCm open them when they are initialized, NVML does not
+NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # count GPUs without initializing CUDA
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
 
 
@@ -38,19 +40,11 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
     """Import what the ranks need, and let torchrun fork them. Return whether it does.
 
     Args:
-        arguments: of torchrun.
+        arguments: arguments of torchrun.
     """
-    try:
-        rest = list(arguments[arguments.index("trainer") + 1 :])
-        rest = rest[1:] if rest[:1] == ["train"] else rest
-        take_places(rest)
-        spec = take_spec(rest, None, quiet=True)
-    except (UserError, ValueError):
-        return False  # the ranks report it
-    # A user's script may not need torch.
-    if spec.script or needs_bitsandbytes(spec) or unsloth_backend.may_use(spec):
+    if not may_fork(arguments):
         return False
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.update(NVML_CHECK)
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # see trainer.__main__.train
     try:
         importlib.import_module(
@@ -59,11 +53,29 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
         importlib.import_module("trainer.train")
     except Exception:
         return False  # the ranks report it
-    if torch.cuda.is_initialized() or _INITIALIZED & set(_open_files().values()):
+    if has_initialized_cuda():
         return False
     gc.freeze()  # the collector does not touch these objects: their pages stay shared
     api.get_subprocess_handler = _Handler
     return True
+
+
+def may_fork(arguments: Sequence[str]) -> bool:
+    """Return whether ranks with these arguments of torchrun may be forked, as far as their spec determines it."""
+    try:
+        rest = list(arguments[arguments.index("trainer") + 1 :])
+        rest = rest[1:] if rest[:1] == ["train"] else rest
+        take_places(rest)
+        spec = take_spec(rest, None, quiet=True)
+    except (UserError, ValueError):
+        return False  # the ranks report it
+    # A user's script may not need torch.
+    return not (spec.script or needs_bitsandbytes(spec) or unsloth_backend.may_use(spec))
+
+
+def has_initialized_cuda() -> bool:
+    """Return whether this process has initialized CUDA or ROCm, so that no process that it forks can use a GPU."""
+    return torch.cuda.is_initialized() or bool(_INITIALIZED & set(_open_files().values()))
 
 
 class _Handler(SubprocessHandler):
@@ -78,7 +90,7 @@ class _Handler(SubprocessHandler):
 class _ForkedRank:
     """A forked process with the methods of subprocess.Popen that torchrun calls.
 
-    A rank that loses its peer fails within milliseconds after it. torchrun looks every 0.1 s and takes the lowest rank
+    A rank that loses its peer fails within milliseconds after it. torchrun checks every 0.1 s and takes the lowest rank
     of those that have ended for the first failure. Therefore a rank counts as ended only after those that ended before it.
     """
 
@@ -134,7 +146,7 @@ def _run_rank(arguments: Sequence[str], env: dict[str, str]) -> NoReturn:
         os.setsid()
         for number in _HANDLED:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
-        _release_files()
+        release_files()
         os.environ.clear()
         os.environ.update(env)
         # OpenMP and torch have read these variables in torchrun.
@@ -154,7 +166,7 @@ def _run_rank(arguments: Sequence[str], env: dict[str, str]) -> NoReturn:
         leave(code)
 
 
-def _release_files() -> None:
+def release_files() -> None:
     """Point every file but the standard streams to /dev/null: the store's sockets must close with torchrun.
 
     The numbers stay in use, so that no object of torchrun can close a file that the rank opens.

@@ -16,7 +16,7 @@ HEARTBEAT_TIMEOUT = 3000  # ms without a heartbeat after which a replica is lost
 def main(bind: str) -> None:
     """Serve at `bind` (HOST:PORT) until SIGTERM or SIGINT. Exits with an error if the address is unavailable."""
     from trainer.distributed.listeners import restrict_listeners
-    from trainer.worker_process import die_with_launcher
+    from trainer.distributed.worker_process import die_with_launcher
 
     die_with_launcher()
     os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every request

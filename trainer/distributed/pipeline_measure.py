@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import statistics
 import time
 from typing import Any
 
@@ -12,31 +13,41 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import RunSpec
 from trainer.distributed.pipeline_stage import Division, parts_of
-from trainer.distributed.world import World
+from trainer.distributed.pipelines import Pipelines
 from trainer.model import base_dtype
 from trainer.planner.cost import micro_batches
 from trainer.planner.hosts import available_bytes
 from trainer.planner.model_shape import shape_of
 from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, given_layers
 
-_PASSES = 4  # the first one is not counted
+_PASSES = 4  # at least; the first one is not counted
+_SECONDS = 1.5  # of all passes: long beside the slices in which a quota divides a core
+_MANY = 40  # passes after which a shorter time is enough
+_SHORT = 0.5  # seconds: five slices of a quota of the usual 100 ms
 _PLACES = 512  # maximum tokens of a pass; beyond that, time is proportional
 
 
-def divide_model(spec: RunSpec, world: World, costs: LayerCosts) -> Division:
-    """Return the layers of every rank: as the spec says, or by speed and free memory. Every rank calls it.
+def divide_model(spec: RunSpec, pipelines: Pipelines, costs: LayerCosts) -> Division:
+    """Return the layers of every stage: as the spec says, or by speed and free memory. Every rank calls it.
+
+    All pipelines have the same division. The slowest rank of a stage, and the one with least memory, determine it.
 
     Raises:
         UserError: the ranks have too little memory, or the numbers of the spec do not match the model.
     """
-    layers = shape_of(spec).layers
+    layers, world, stages = shape_of(spec).layers, pipelines.world, pipelines.stages
     if spec.pipeline_layers:
-        return Division(tuple(given_layers(spec.pipeline_layers, world.size, layers)), world.rank)
+        return Division(tuple(given_layers(spec.pipeline_layers, stages.size, layers)), stages.rank)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     seconds = layer_seconds(spec, world.device) if spec.balance == "auto" and world.size > 1 else 0.0
     room = available_bytes(world.device.type, processes)
-    facts = [RankFacts(float(speed), float(free)) for speed, free in world.gather([seconds, room])]
-    return Division(tuple(divide_layers(layers, facts, costs, micro_batches(spec, 1))), world.rank)
+    measured = world.gather([seconds, room])
+    facts = []
+    for ranks in zip(*pipelines.ranks, strict=True):
+        speeds, rooms = zip(*(measured[rank] for rank in ranks), strict=True)
+        facts.append(RankFacts(max(map(float, speeds)) if all(speeds) else 0.0, min(map(float, rooms))))
+    micro = micro_batches(spec, len(pipelines.ranks))
+    return Division(tuple(divide_layers(layers, facts, costs, micro)), stages.rank)
 
 
 def layer_seconds(spec: RunSpec, device: torch.device) -> float:
@@ -54,8 +65,8 @@ def layer_seconds(spec: RunSpec, device: torch.device) -> float:
     ids = torch.zeros(max(1, min(spec.batch_size, _PLACES // places)), places, dtype=torch.int64, device=device)
     embedding = getattr(decoder, parts.embedding)
     embedding.register_forward_hook(lambda _module, _input, output: output.detach().requires_grad_())
-    times = []
-    for _ in range(_PASSES):
+    times: list[float] = []
+    while len(times) < _PASSES or sum(times[1:]) < (_SECONDS if len(times) < _MANY else _SHORT):
         begin = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=spec.precision == "bf16-mixed"):
             output = decoder(input_ids=ids, use_cache=False).last_hidden_state
@@ -63,4 +74,4 @@ def layer_seconds(spec: RunSpec, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    return statistics.fmean(times[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from trainer.distributed.world import World
+    from trainer.distributed.pipelines import Pipelines
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
@@ -40,17 +39,17 @@ def operations(rank: int, ranks: int, micro: int) -> list[Operation]:
     return order + [Operation(False, number) for number in range(micro - ahead, micro)]
 
 
-class Link:
+class StageLink:
     """One direction between this rank and a neighbour: tensors arrive in the order in which they are sent."""
 
     def __init__(self, peer: int, group: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         """Create the end of a link.
 
         Args:
-            peer: rank of the neighbour.
+            peer: rank of the neighbour in the group.
             group: process group of this direction; each direction has its own, so that NCCL cannot block one by the other.
-            device: of the model's tensors.
-            dtypes: of the model's tensors, and in transit.
+            device: device of the model's tensors.
+            dtypes: data types of the model's tensors, in memory and in transit.
         """
         self._peer, self._group, self._device = peer, group, device
         self._native, self._transit = dtypes
@@ -62,7 +61,7 @@ class Link:
     def send(self, value: torch.Tensor, pending: int) -> None:
         """Send a tensor without waiting, unless more than `pending` tensors are on their way."""
         buffer = value.detach().to(self._buffers, self._transit).contiguous()
-        self._sent.append((dist.isend(buffer, self._peer, group=self._group), buffer))
+        self._sent.append((dist.isend(buffer, group=self._group, group_dst=self._peer), buffer))
         self.flush(pending)
 
     def flush(self, pending: int = 0) -> None:
@@ -73,7 +72,7 @@ class Link:
     def post(self, shape: Sequence[int]) -> None:
         """Prepare to receive the next tensor."""
         buffer = torch.empty(*shape, dtype=self._transit, device=self._buffers)
-        self._posted.append((dist.irecv(buffer, self._peer, group=self._group), buffer))
+        self._posted.append((dist.irecv(buffer, group=self._group, group_src=self._peer), buffer))
 
     def receive(self) -> torch.Tensor:
         """Return the next tensor of those that `post` prepared, once it has arrived."""
@@ -85,7 +84,7 @@ class Link:
 class Neighbours:
     """The links of this rank to the ranks before and after it in the pipeline."""
 
-    def __init__(self, world: World, native: torch.dtype, transit: torch.dtype, timeout: float) -> None:
+    def __init__(self, pipelines: Pipelines, native: torch.dtype, transit: torch.dtype, timeout: float) -> None:
         """Create the links. Every rank calls it.
 
         Args:
@@ -93,23 +92,20 @@ class Neighbours:
             transit: data type between ranks.
             timeout: seconds after which a send or a receive fails.
         """
-        from trainer.distributed.listeners import restrict_listeners
-
+        world = pipelines.stages
         self._rank, self._ranks = world.rank, world.size
         self.first, self.last = world.rank == 0, world.rank == world.size - 1
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, StageLink] = {}
         if world.size == 1:
             return
-        limit = datetime.timedelta(seconds=timeout)
-        forward, backward = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
-        restrict_listeners()
+        forward, backward = pipelines.own(timeout).group, pipelines.own(timeout).group
         dtypes, device = (native, transit), world.device
         if not self.first:
-            self._links["previous activations"] = Link(world.rank - 1, forward, device, dtypes)
-            self._links["previous gradients"] = Link(world.rank - 1, backward, device, dtypes)
+            self._links["previous activations"] = StageLink(world.rank - 1, forward, device, dtypes)
+            self._links["previous gradients"] = StageLink(world.rank - 1, backward, device, dtypes)
         if not self.last:
-            self._links["next activations"] = Link(world.rank + 1, forward, device, dtypes)
-            self._links["next gradients"] = Link(world.rank + 1, backward, device, dtypes)
+            self._links["next activations"] = StageLink(world.rank + 1, forward, device, dtypes)
+            self._links["next gradients"] = StageLink(world.rank + 1, backward, device, dtypes)
 
     def forward(
         self, shape: Sequence[int], compute: Callable[[torch.Tensor | None], torch.Tensor], *, posted: bool = False
@@ -117,7 +113,7 @@ class Neighbours:
         """Receive the input of a forward pass, compute, send the output unless this rank is the last, and return it.
 
         Args:
-            shape: of the hidden states, [rows, T, hidden].
+            shape: shape of the hidden states, [rows, T, hidden].
             compute: takes the received hidden states, or None on the first rank.
             posted: the receive is already posted.
         """
@@ -141,7 +137,7 @@ class Neighbours:
         """Run all passes of a step. Every rank calls it with the same shapes.
 
         Args:
-            shapes: of the hidden states of every micro-batch, [rows, T, hidden].
+            shapes: shapes of the hidden states of every micro-batch, [rows, T, hidden].
             forward: computes a micro-batch from the hidden states of the rank before (None on the first rank).
             backward: takes the gradient of its output (None on the last rank) and returns that of its input.
         """

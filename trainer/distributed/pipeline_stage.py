@@ -1,31 +1,28 @@
-"""One rank's stage of a pipeline: the model without the layers of other ranks, and its weights read by name from the model's files."""
+"""One rank's stage of a pipeline: the model without the layers of other ranks, with its own weights."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import cached_file
 
 from trainer.config import RunSpec
-from trainer.distillation import Divergence
+from trainer.distillation.loss import Divergence
+from trainer.distributed.pipeline_weights import StageWeights
+from trainer.distributed.pipelines import Pipelines
+from trainer.distributed.world import World
 from trainer.errors import UserError, first_line
-from trainer.inputs import path_kind
 from trainer.model import TokenLoss, add_lora, base_dtype, check_positions
+from trainer.quantized import Quantizer
 from trainer.strategy.base import Batch
 from trainer.strategy.pipeline_split import PIPELINE_KINDS, check_ranks
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class Division:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A trained weight of the whole model. `owner`: the rank that writes it; `holders`: all ranks that hold it."""
+    """A trained weight of the whole model. `owner`: the stage that writes it; `holders`: all stages that hold it."""
 
     owner: int
     holders: tuple[int, ...]
@@ -144,6 +141,7 @@ class StageLoss(TokenLoss):
     ) -> None:
         super().__init__(model, divergence=divergence)
         self.division, self.trained_weights, self.held = division, trained, held
+        self.pipelines: Pipelines | None = None  # set once the model is loaded
         self._parts = parts
 
     @property
@@ -178,58 +176,6 @@ class StageLoss(TokenLoss):
                 received.value = None
 
 
-class WeightFiles:
-    """The safetensors files of a model, in a folder or in the cache of the hub. A tensor is read only when it is asked for."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        """Read the index. Raises UserError if the model has no safetensors files."""
-        self._model = spec.model
-        index = self._path(_INDEX, required=False)
-        if index:
-            self._file_of: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-            return
-        single = self._path(_SINGLE)
-        assert single
-        with safe_open(single, "pt") as file:  # type: ignore[no-untyped-call]
-            self._file_of = dict.fromkeys(file.keys(), _SINGLE)
-
-    def _path(self, name: str, *, required: bool = True) -> Path | None:
-        folder = Path(self._model).expanduser()
-        if path_kind(folder) == "folder":
-            # An index comes from outside: it names files of this folder only.
-            found = folder / Path(name).name
-            path = found if found.is_file() else None
-        else:
-            try:
-                cached = cached_file(self._model, Path(name).name, _raise_exceptions_for_missing_entries=required)
-            except Exception as error:
-                raise UserError(f"model: cannot load {name} of {self._model}: {first_line(error)}") from None
-            path = Path(cached) if cached else None
-        if path is None and required:
-            raise UserError(f"model: {self._model} has no {name}, which strategy=pipeline needs: set another strategy")
-        return path
-
-    def read(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor in host memory) for every name in `wanted`, file by file.
-
-        Args:
-            wanted: {name: the names that the tensor can have in the files}.
-
-        Raises:
-            UserError: the files lack a tensor.
-        """
-        by_file: dict[str, list[tuple[str, str]]] = {}
-        for name, candidates in wanted.items():
-            stored = next((candidate for candidate in candidates if candidate in self._file_of), None)
-            if stored is None:
-                raise UserError(f"model: the files of {self._model} have no {name}: set another strategy")
-            by_file.setdefault(self._file_of[stored], []).append((name, stored))
-        for file_name, entries in by_file.items():
-            with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
-                for name, stored in entries:
-                    yield name, file.get_tensor(stored)
-
-
 def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     """Return the spec's model without memory for its weights, and the names of its parts.
 
@@ -250,10 +196,11 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     return model, parts
 
 
-def load_stage(spec: RunSpec, division: Division, device: torch.device) -> StageLoss:
-    """Load this rank's part of the model on `device`. Only its tensors are read from the model's files. Every rank calls it.
+def load_stage(spec: RunSpec, division: Division, world: World) -> StageLoss:
+    """Load this rank's part of the model on its device. Every rank of `world` calls it.
 
-    Adapters are drawn as for a complete model: those of all ranks together are the adapters of strategy=ddp.
+    Only its tensors are read from the model's files, or received from a host that has them. Adapters are drawn as for a
+    complete model: those of all ranks together are the adapters of strategy=ddp.
 
     Raises:
         UserError: the model cannot be loaded, or has fewer layers than the run has ranks.
@@ -262,15 +209,23 @@ def load_stage(spec: RunSpec, division: Division, device: torch.device) -> Stage
     model, parts = empty_model(spec)
     layers = getattr(getattr(model, parts.decoder), parts.layers)
     check_ranks(len(division.layers), len(layers))
-    mine = _mine(model, parts, division)
-    _read_weights(spec, model, parts, mine)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
+    _read_weights(spec, model, parts, _mine(model, parts, division), StageWeights(spec, world, shapes), quantizer)
+    if quantizer:
+        model = quantizer.finish(model)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     whole = add_lora(spec, model) if spec.lora_r else model
     trained, held = _trained_weights(whole, model, parts, division)
-    _drop_others(model, parts, division, base_dtype(spec))
-    whole.to(device).train()
+    _drop_others(model, parts, division, hidden_dtype(spec))
+    whole.to(world.device).train()
     return StageLoss(whole, division, parts, trained, held, Divergence.of(spec))
+
+
+def hidden_dtype(spec: RunSpec) -> torch.dtype:
+    """Return the data type of the hidden states between two layers."""
+    return torch.float32 if spec.quantize == "nf4" else base_dtype(spec)
 
 
 def whole_model(spec: RunSpec) -> nn.Module:
@@ -291,8 +246,15 @@ def _mine(model: Any, parts: Parts, division: Division) -> list[nn.Module]:
     return found
 
 
-def _read_weights(spec: RunSpec, model: Any, parts: Parts, mine: Iterable[nn.Module]) -> None:
-    """Replace the parameters of the modules `mine` by those of the model's files."""
+def _read_weights(
+    spec: RunSpec,
+    model: Any,
+    parts: Parts,
+    mine: Iterable[nn.Module],
+    weights: StageWeights,
+    quantizer: Quantizer | None,
+) -> None:
+    """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for root in mine:
         for module in root.modules():
@@ -308,14 +270,9 @@ def _read_weights(spec: RunSpec, model: Any, parts: Parts, mine: Iterable[nn.Mod
     }
     keys = {names[key][0]: key for key in places}
     dtype = base_dtype(spec)
-    for name, value in WeightFiles(spec).read(wanted):
-        expected = model.get_parameter(name).shape
-        if value.shape != expected:
-            raise UserError(
-                f"model: {name} of {spec.model} has the shape {list(value.shape)}, expected {list(expected)}: "
-                "the files do not match config.json"
-            )
-        fresh = nn.Parameter(value.to(dtype, copy=True))
+    for name, value in weights.read(wanted):
+        value = value.to(dtype, copy=True)
+        fresh = quantizer.parameter(model, name, value, weights.device) if quantizer else nn.Parameter(value)
         for module, leaf in places[keys[name]]:
             setattr(module, leaf, fresh)
 

@@ -13,9 +13,14 @@ from trainer.distributed.store import RunStore
 
 def main(arguments: Sequence[str]) -> None:
     """Run torchrun with the stores of this package; its ranks are forked where that is possible."""
+    import_for_ranks(arguments)
+    run_torchrun(arguments)
+
+
+def run_torchrun(arguments: Sequence[str]) -> None:
+    """Run torchrun with the stores of this package, in a process that has imported what its ranks need."""
     for module in (torch.distributed, static_tcp_rendezvous, c10d_rendezvous_backend):
         vars(module)["TCPStore"] = RunStore
-    import_for_ranks(arguments)
     run.main(list(arguments))
 
 

@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from trainer.errors import UserError
 T = TypeVar("T")
 
 _POLL_INTERVAL = 0.002  # seconds between polls of a collective without a timeout
+_FEW_RANKS = 4  # up to which an all-gather of a few values has fewer messages than an all-reduce
 _NO_TIMEOUT = datetime.timedelta(days=30)  # a process group needs a timeout; this one is longer than any run
 
 
@@ -95,9 +97,21 @@ class World:
         Args:
             timeout: seconds after which a collective of the group fails.
         """
+        return self._subgroup(groups, datetime.timedelta(seconds=timeout), None)
+
+    def gloo_subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
+        """Return what `subgroup` returns, with gloo also on GPUs. Every rank calls it."""
+        return self._subgroup(groups, datetime.timedelta(seconds=timeout), "gloo")
+
+    def untimed_subgroup(self, groups: Sequence[Sequence[int]]) -> "World":
+        """Return what `gloo_subgroup` returns, without a timeout. Every rank calls it."""
+        found = self._subgroup(groups, _NO_TIMEOUT, "gloo")
+        return replace(found, untimed_group=found.group)
+
+    def _subgroup(self, groups: Sequence[Sequence[int]], limit: datetime.timedelta, backend: str | None) -> "World":
         found = next((tuple(sorted(ranks)) for ranks in groups if self.rank in ranks), (self.rank,))
-        limit = datetime.timedelta(seconds=timeout)
-        group, _ = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in groups], timeout=limit)
+        lists = [sorted(ranks) for ranks in groups]
+        group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit, backend=backend)
         restrict_listeners()
         return replace(self, rank=found.index(self.rank), size=len(found), ranks=found, group=group)
 
@@ -120,25 +134,19 @@ class World:
         return self.local_rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Return `values` summed over all ranks in float64: one small all-reduce. Every rank calls it."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor.tolist()
+        """Return `values` summed over all ranks in float64: one small collective. Every rank calls it."""
+        summed, _ = _start_sum(torch.tensor(values, dtype=torch.float64, device=self.device), self.size, self.group)
+        return summed()
 
     def sum_without_timeout(self, values: list[float], waiting: Callable[[], object]) -> list[float]:
-        """Return what `sum` returns, however long the slowest rank needs; call `waiting` at intervals until then.
+        """Return the result of `sum`, without a timeout for the slowest rank; call `waiting` at intervals until then.
 
         The failure of a peer raises an error immediately, because its connection closes.
         """
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            work = dist.all_reduce(tensor, group=self.untimed_group, async_op=True)
-            while not work.is_completed():
-                waiting()
-                time.sleep(_POLL_INTERVAL)
-            work.wait()
-        return tensor.tolist()
+        summed, work = _start_sum(torch.tensor(values, dtype=torch.float64), self.size, self.untimed_group)
+        if work:
+            wait_for(work, waiting)
+        return summed()
 
     def gather(self, value: T) -> list[T]:
         """Return the `value` of every rank, in rank order. Every rank calls it.
@@ -171,6 +179,72 @@ class World:
         result = work() if self.is_host_leader else None
         self.barrier()
         return result if result is not None else work()
+
+
+def _start_sum(values: torch.Tensor, size: int, group: Any) -> tuple[Callable[[], list[float]], Any]:
+    """Start to sum `values` over the ranks of a group; return what waits for the sum and returns it, and the collective."""
+    parts, work = [values], None
+    if size > _FEW_RANKS:
+        work = dist.all_reduce(values, group=group, async_op=True)
+    elif size > 1:
+        parts = [torch.empty_like(values) for _ in range(size)]
+        work = dist.all_gather(parts, values, group=group, async_op=True)
+
+    def summed() -> list[float]:
+        if work:
+            work.wait()
+        total: list[float] = torch.stack(parts).sum(0).tolist()
+        return total
+
+    return summed, work
+
+
+class Transfers:
+    """Messages between two ranks each that gloo sends and receives in the background; used like the work of a collective."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._error: Exception | None = None
+        # gloo's own work is never completed before a wait for it.
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:  # raised by `wait`
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Return whether all messages have arrived, or one has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for all messages. Raises the error of the first that failed."""
+        self._thread.join()
+        if self._error:
+            raise self._error
+
+
+def start_exchange(values: torch.Tensor, world: World) -> tuple[list[torch.Tensor], Transfers]:
+    """Start to send `values` to every other rank of a world whose group is gloo; return those of all ranks, and the transfers.
+
+    Every rank announces all receives before it sends: gloo's all-gather, which sends halves around a ring, reaches only a part of
+    the speed of a slow link, and sends more messages.
+    """
+    parts = [values if rank == world.rank else torch.empty_like(values) for rank in range(world.size)]
+    peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
+    receives = [dist.irecv(parts[peer], group=world.group, group_src=peer) for peer in reversed(peers)]
+    return parts, Transfers(receives + [dist.isend(values, group=world.group, group_dst=peer) for peer in peers])
+
+
+def wait_for(work: Any, waiting: Callable[[], object]) -> None:
+    """Wait for a collective in progress, and call `waiting` at intervals until then. Raises the error of the collective."""
+    while not work.is_completed():
+        waiting()
+        time.sleep(_POLL_INTERVAL)
+    work.wait()
 
 
 def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> RunStore:

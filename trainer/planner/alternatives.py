@@ -23,7 +23,7 @@ class Alternative:
 
     Attributes:
         fields: values of fields of the run spec.
-        cost: what the change costs in exactness or speed, in words; empty if nothing.
+        cost: description of the loss of exactness or speed; empty if there is none.
         gain: how many times faster the plan must be than one without the change. The cost model counts speed; `gain` counts
             what it does not: exactness, packages, and the use of a device.
     """
@@ -111,7 +111,7 @@ class Variant:
 
     @property
     def costs(self) -> list[str]:
-        """What the alternatives cost, in words."""
+        """A description of the costs of the alternatives."""
         return [alternative.cost for alternative in self.alternatives if alternative.cost]
 
 

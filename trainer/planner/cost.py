@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks are placed on hosts.
+    """The placement of ranks on hosts.
 
     Attributes:
         processes: number of ranks of every host, in rank order.
         rooms: bytes that every rank has for tensors, in rank order; None: unknown. Empty: unknown for all.
-        host_rooms: the same of host memory, for ranks on GPUs.
+        host_rooms: the same for host memory, for ranks on GPUs.
     """
 
     processes: tuple[int, ...]
@@ -130,11 +130,22 @@ def full_state(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> State:
 
 
 def _base_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
+    rest = shape.parameters - shape.layers * shape.layer_parameters
+    return shape.layers * layer_bytes(spec, shape, bytes_per_weight) + rest * edge_bytes(spec, bytes_per_weight)
+
+
+def layer_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
+    """Return the bytes of the weights of one layer, without adapters."""
     if spec.quantize == "nf4":
         # Half a byte per weight, 8-bit scales of blocks of 64, and float32 scales of 256 of those. The rest is float32.
-        packed = shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear)
-        return round(packed * (0.5 + 1 / 64 + 4 / 64 / 256)) + 4 * (shape.parameters - packed)
-    return shape.parameters * bytes_per_weight
+        packed = sum(matrix.into * matrix.out for matrix in shape.linear)
+        return round(packed * (0.5 + 1 / 64 + 4 / 64 / 256)) + 4 * (shape.layer_parameters - packed)
+    return shape.layer_parameters * bytes_per_weight
+
+
+def edge_bytes(spec: RunSpec, bytes_per_weight: int) -> int:
+    """Return the bytes of one weight outside of the layers."""
+    return 4 if spec.quantize == "nf4" else bytes_per_weight
 
 
 def autocast_bytes(spec: RunSpec, shape: Shape) -> int:
@@ -185,6 +196,24 @@ def root_bytes(shape: Shape, bytes_per_weight: int) -> int:
 def micro_batches(spec: RunSpec, ranks: int) -> int:
     """Return the number of micro-batches in a step of the rank that has the most."""
     return -(-spec.rows_per_step // (ranks * spec.batch_size))
+
+
+PCI_EXPRESS = 12e9  # bytes per second between a GPU and its host: 16 lanes of version 3
+_HOST_MEMORY = 10e9  # bytes per second of AdamW on a CPU, which reads and writes 28 bytes of every weight
+
+
+def offloaded_step(weights: float) -> float:
+    """Return the seconds of an optimizer step in host memory: gradients travel there, and updated weights back."""
+    return weights * 8 / PCI_EXPRESS + weights * 28 / _HOST_MEMORY
+
+
+EXPORT_PART = 2 << 30  # bytes of weights in one file of a model that is written from shards
+
+
+def exported_bytes(spec: RunSpec, shape: Shape) -> int:
+    """Return the bytes of the trained weights that are in memory while they are written from shards: a part of full weights."""
+    trained = shape.trained(spec) * 4
+    return trained if spec.lora_r else min(trained, EXPORT_PART + 4 * shape.head_parameters)
 
 
 def gradient_bytes_per_number(spec: RunSpec) -> int:

@@ -86,7 +86,7 @@ def layout_of(hosts: Sequence[dict[str, Any]], device: str) -> Layout:
 
 
 def _assumed(rooms: list[float | None]) -> tuple[float | None, ...]:
-    """Return the memory of every rank, where that of the smallest known one stands for unknown ones."""
+    """Return the memory of every rank, where unknown ones get that of the smallest known one."""
     least = min((room for room in rooms if room is not None), default=None)
     return tuple(least if room is None else room for room in rooms)
 
@@ -104,7 +104,7 @@ def own_memory_mib(device: str) -> float:
 def available_bytes(device: str, processes: int) -> float:
     """Return the bytes that this process can still use for tensors: of its current GPU, or its share of host memory.
 
-    Limits of the process's cgroups (version 2) count. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    Limits of the process's cgroups count, of both versions. https://docs.kernel.org/admin-guide/cgroup-v2.html
 
     Args:
         processes: number of processes that share the memory of this host.
@@ -115,15 +115,28 @@ def available_bytes(device: str, processes: int) -> float:
         return torch.cuda.mem_get_info()[0] * _USABLE
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
     free = [float(meminfo["MemAvailable"].split()[0]) * 1024]
-    own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "")
-    folder = Path("/sys/fs/cgroup", own.lstrip("/"))
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controllers == "":
+            free += _below_limits(Path("/sys/fs/cgroup", own.lstrip("/")), "max", "current", "file")
+        elif "memory" in controllers.split(","):
+            group = Path("/sys/fs/cgroup/memory", own.lstrip("/"))
+            free += _below_limits(group, "limit_in_bytes", "usage_in_bytes", "total_cache")
+    return min(free) * _USABLE / processes
+
+
+def _below_limits(folder: Path, limit: str, used: str, cached: str) -> list[float]:
+    """Return the free bytes of a cgroup and of those that contain it. The others: names of the kernel's files and counter."""
+    free = []
     for group in (folder, *folder.parents):
         try:
-            limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-            cached = next(
-                line.split()[1] for line in (group / "memory.stat").read_text().splitlines() if line.startswith("file ")
+            most, now = (int((group / f"memory.{name}").read_text()) for name in (limit, used))
+            pages = next(
+                int(line.split()[1])
+                for line in (group / "memory.stat").read_text().splitlines()
+                if line.startswith(f"{cached} ")
             )
-            free.append(int(limit) - int(used) + int(cached))  # the kernel reclaims pages of files
+            free.append(float(most - now + pages))  # the kernel reclaims pages of files
         except (OSError, ValueError, StopIteration):
             continue  # no limit here
-    return min(free) * _USABLE / processes
+    return free

@@ -1,4 +1,4 @@
-"""Whether rows will be packed, as far as the architecture of the model tells. No torch: the plan of a run says it."""
+"""Whether rows will be packed, as far as the architecture of the model determines it. No torch: the plan of a run says it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def packing_text(spec: RunSpec) -> str:
     if spec.packing is False:
         return "not packed: packing=false"
     if spec.packing is True:
-        return "packed"
+        return _packed(spec)
     try:
         kind = model_type(spec)
     except UserError:
@@ -33,6 +33,10 @@ def packing_text(spec: RunSpec) -> str:
     if kind in MIXES:
         return f"not packed: {kind} mixes the samples of a packed row"
     if kind in KEEPS_APART:
-        return "packed"
+        return _packed(spec)
     name = printable(kind, 80) or "this model"
     return f"packed if {name} keeps the samples of a row apart, which the ranks test"
+
+
+def _packed(spec: RunSpec) -> str:
+    return f"packed (several samples share a row of {spec.seq_length} tokens)"

@@ -1,7 +1,7 @@
 """Compare the strategies for a run, and recommend one. No torch: the controller resolves `strategy=auto` with it.
 
 `options` compares the strategies for a spec as it is, `plans` with the alternatives of each strategy. Both are compared by the same
-score: tokens per second, divided by how many times faster a plan must be to justify what it costs besides.
+score: tokens per second, divided by how many times faster a plan must be to justify its other costs.
 """
 
 import math
@@ -68,7 +68,7 @@ class Option:
         host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
         gain: how many times faster the plan must be to justify its strategy and alternatives; 0: never recommended.
         fields: values of the spec that the alternatives change.
-        costs: what strategy and alternatives cost besides, in words.
+        costs: description of other costs of strategy and alternatives.
     """
 
     strategy: str
@@ -103,7 +103,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the cost of a run depends on besides its spec.
+    """The inputs of a run's cost besides its spec.
 
     Attributes:
         link: Mbit/s between hosts; ignored for one host.
@@ -206,7 +206,7 @@ def _best(found: Sequence[Option]) -> Option | None:
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended strategy, the reason in one line, other fields to set, and what they cost in words."""
+    """The recommended strategy, the reason in one line, other fields to set, and a description of their costs."""
 
     strategy: str
     why: str
@@ -221,10 +221,10 @@ class Advice:
 
 
 def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advice:
-    """Recommend the fastest plan that fits and is worth what it costs besides.
+    """Recommend the fastest plan that fits and whose gain justifies its other costs.
 
     Args:
-        found: what `options` or `plans` returned.
+        found: result of `options` or `plans`.
 
     Raises:
         UserError: none fits in memory.
@@ -354,7 +354,7 @@ def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: in
 
     Args:
         hosts: as for `choose`.
-        samples: of the dataset. A row holds one sample at least.
+        samples: samples of the dataset. A row holds one sample at least.
 
     Raises:
         UserError: the planner does not know the model, or no strategy fits in memory.

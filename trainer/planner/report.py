@@ -65,7 +65,7 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
 
 
 def _with_packing(spec: RunSpec) -> RunSpec:
-    """Replace `packing: auto` by what a run would choose."""
+    """Replace `packing: auto` by the value that a run would choose."""
     if spec.packing != "auto":
         return spec
     from trainer.planner.measure import keeps_samples_apart
@@ -237,7 +237,7 @@ def _plan_lines(planned: Sequence[Option]) -> list[str]:
 
 
 def _advice_lines(advice: Advice, chosen: Option) -> list[str]:
-    """Return the recommendation, what it costs, and how to apply it."""
+    """Return the recommendation, its costs, and how to apply it."""
     costs = [f"costs: {'; '.join(advice.costs)}"] if advice.costs else []
     if chosen.host_memory:
         costs.append(f"host memory of a process, besides Python: {mib(chosen.host_memory)} MiB")

@@ -1,4 +1,4 @@
-"""What a teacher model costs beside the student: its weights and logits in memory, and its forward pass. No torch."""
+"""The cost of a teacher model next to the student: its weights and logits in memory, and its forward pass. No torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def teacher_process_memory(spec: RunSpec, shape: Shape) -> int:
     Every place of the micro-batch counts as one with loss.
 
     Args:
-        shape: of the teacher.
+        shape: shape of the teacher.
     """
     places = spec.batch_size * spec.seq_length
     logits = places * shape.vocabulary * _bytes_per_number(spec)
@@ -68,8 +68,8 @@ def teacher_memory(spec: RunSpec, vocabulary: int, rows: Rows) -> int:
     """Return the bytes that learning from probabilities needs on a process, beyond learning from text.
 
     Args:
-        vocabulary: of the student.
-        rows: of the dataset.
+        vocabulary: vocabulary of the student.
+        rows: rows of the dataset.
     """
     if not spec.distill_alpha:
         return 0

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
-_STOP_INTERVAL = 1.0  # seconds between two checks whether another worker was asked to stop
+_STOP_INTERVAL = 1.0  # seconds between two checks for a stop request of another worker
 _STOP = "averaging/stop"
 
 

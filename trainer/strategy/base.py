@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
-    from trainer.distillation import Teacher
+    from trainer.distillation.loss import Teacher
     from trainer.distributed.world import World
     from trainer.model import TokenLoss
 else:
@@ -29,7 +30,7 @@ _AUTOCAST_DTYPES = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 class Batch(NamedTuple):
     """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.packing.collate`).
 
-    `teacher`: what a teacher says about it, if the loss compares student and teacher.
+    `teacher`: the teacher's probabilities for it, if the loss compares student and teacher.
     """
 
     ids: torch.Tensor
@@ -97,8 +98,12 @@ class Strategy(ABC):
     rows: Sequence[int] = ()
     # Every forward and backward pass is a collective: all ranks must run the same number of micro-batches.
     lockstep = False
+    # All rows of a replica pass through all of its ranks.
+    staged = False
     # Every rank writes its own shard of a checkpoint while training continues (see `save`).
     sharded_checkpoint = False
+    # Returns the tokens with loss of rows; set by the loop.
+    count_tokens: Callable[[Rows], int]
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         """`world`: all ranks. `self.world`: the ranks that share steps, records and checkpoints."""
@@ -116,8 +121,13 @@ class Strategy(ABC):
         """Return this rank's part of `rows`."""
         return Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])
 
+    def divide_among(self, rows: Rows, group: World) -> Update:
+        """Return this rank's part of the rows of the ranks in `group`, one replica."""
+        return Update(rows, rows[share(len(rows), [1] * group.size, group.rank)])
+
     def is_sync_step(self, step: int) -> bool:
-        """Return whether ranks synchronize after step number `step` (from 1). They always do after the last step."""
+        """Return whether ranks synchronize after step number `step` (from 1). They always synchronize after the last
+        step."""
         return True
 
     def join(
@@ -227,16 +237,22 @@ class Strategy(ABC):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a micro-batch without gradients, for evaluation; 0 on a rank without the output head."""
 
+    @contextlib.contextmanager
+    def synchronized(self) -> Iterator[None]:
+        """Within the block, `plain` has weights that are equal on all ranks. Every rank enters it after `sync`."""
+        yield
+
     def weights_finite(self) -> bool:
         """Return whether the trained weights that this rank holds are finite."""
         from trainer.finite import all_finite
 
         return all_finite(parameter for parameter in self.plain.parameters() if parameter.requires_grad)
 
-    def weights(self) -> dict[str, torch.Tensor] | None:
-        """Return the trained weights by name in host memory, or None if `plain` holds them. Every rank calls it.
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
+        """Return (name, trained weight in host memory), or None if `plain` holds them. Every rank calls it, and iterates.
 
-        Only the first rank of every host uses the return value.
+        Sharded weights are assembled one at a time while a rank iterates, so that no host needs memory for all of them. Only
+        the first rank of every host receives them.
         """
         return None
 

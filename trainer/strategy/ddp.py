@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from trainer.planner.alternatives import Alternatives, gradient_alternatives, wh
 from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.strategy.base import Batch, Rows, Strategy, Update, check_norm
 from trainer.strategy.lazy import LazyModule
+from trainer.strategy.loss_scale import MIN_SCALE
 from trainer.strategy.plan import StrategyPlan
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
-# The gradient scaler skips a step that overflows and halves its scale. Below this scale the gradients themselves overflow.
-_MIN_LOSS_SCALE = 1e-4
 # Bytes of gradients in the first bucket, and in every further one (bucket_cap_mb).
 _BUCKETS = (2**20, 25 * 2**20)
 
@@ -227,7 +226,7 @@ class DDP(Strategy):
             group["lr"] = lr
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if not math.isfinite(norm) and self.scaler.get_scale() < _MIN_LOSS_SCALE:
+        if not math.isfinite(norm) and self.scaler.get_scale() < MIN_SCALE:
             check_norm(norm)
         # DDP rebuilds its buckets after the first backward pass. Gradients that are views into the old buckets would keep
         # them alive. From the second step on, gradients stay in the new buckets.
@@ -243,10 +242,18 @@ class DDP(Strategy):
         """Return the trained weights by name."""
         return {name: parameter.detach() for name, parameter in self.trained.items()}
 
-    def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
-        """Set the trained weights to those of the first rank of every host. `host`: the ranks of this host."""
+    def set_params(
+        self, values: Mapping[str, torch.Tensor] | None, host: World, names: Iterable[str] | None = None
+    ) -> None:
+        """Set the trained weights to those of the first rank of every host.
+
+        Args:
+            host: the ranks of this host.
+            names: the weights to set, if not all.
+        """
         with torch.no_grad():
-            for name, parameter in self.trained.items():
+            for name in self.trained if names is None else names:
+                parameter = self.trained[name]
                 if values:
                     parameter.copy_(values[name])
                 if host.size > 1:

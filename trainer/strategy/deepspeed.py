@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.planner.cost import (
+    PCI_EXPRESS,
     Layout,
     Memory,
     Rows,
@@ -26,6 +28,7 @@ from trainer.planner.cost import (
     activation_bytes,
     gradient_bytes_per_number,
     micro_batches,
+    offloaded_step,
     ring_fraction,
 )
 from trainer.planner.model_shape import shape_of
@@ -51,8 +54,6 @@ _BUCKET = 8_000_000  # numbers per bucket; DeepSpeed's default of 500 M allocate
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses of a weight below which it stays gathered
 _SMALL = 1e5  # numbers of a parameter below which stage 3 keeps it on every rank
 _LINK_EFFICIENCY = 0.7  # fraction of a link that gloo's gathers use
-_PCI_EXPRESS = 12e9  # bytes per second between a GPU and its host: 16 lanes of version 3
-_HOST_MEMORY = 10e9  # bytes per second of AdamW on a CPU, which reads and writes 28 bytes of every weight
 _STAGES = {
     1: "",
     2: "gradients are reduced after every micro-batch",
@@ -95,9 +96,6 @@ class DeepSpeedPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return spec.deepspeed_stage == 3
 
-    def reads_own_shard(self, spec: RunSpec) -> bool:
-        return False
-
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         # Stage 3 takes the model from host memory, where the kernels cannot be tested with packed samples.
         return not self.sharded_weights(spec)
@@ -115,25 +113,18 @@ class DeepSpeedPlan(StrategyPlan):
         return [*super().alternatives(spec), stages, *gradient_alternatives(spec)]
 
     def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
-        if spec.deepspeed_offload == "none" and not self.sharded_weights(spec):
-            return 0
         state = self.state(spec, shape, layout, cuda=False)
-        optimizer = state.optimizer if spec.deepspeed_offload != "none" else 0
-        if not self.sharded_weights(spec):
-            return optimizer
-        # Every rank reads the full model in host memory before it keeps its shard.
         weights = state.base if spec.deepspeed_offload == "all" else 0
-        return max(optimizer + weights, shape.parameters * self.bytes_per_weight(spec) + weights)
+        return weights + (state.optimizer if spec.deepspeed_offload != "none" else 0)
 
     def offload_seconds(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
         if spec.deepspeed_offload == "none":
             return 0.0
         own = shape.trained(spec) / layout.world
-        # Gradients travel to the host, and updated weights back.
-        seconds = own * 8 / _PCI_EXPRESS + own * 28 / _HOST_MEMORY
+        seconds = offloaded_step(own)
         if spec.deepspeed_offload == "all":
             copied = 2 * shape.parameters * self.bytes_per_weight(spec) / layout.world
-            seconds += copied * micro_batches(spec, layout.world) / _PCI_EXPRESS
+            seconds += copied * micro_batches(spec, layout.world) / PCI_EXPRESS
         return seconds
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
@@ -173,10 +164,9 @@ class DeepSpeedPlan(StrategyPlan):
         if not self.sharded_weights(spec):
             return 0
         stored = shape.parameters * self.bytes_per_weight(spec)
-        # Every rank reads the full model and keeps its shard. Later, gathered weights of different sizes leave gaps in the
-        # heap of malloc of about this size.
+        # Gathered weights of different sizes leave gaps in the heap of malloc of about this size.
         fragments = round(0.7 * stored)
-        return max(stored + stored // layout.world, state.held + state.gathered + state.gradients + fragments)
+        return state.held + state.gathered + state.gradients + fragments
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         if layout.world == 1:
@@ -396,10 +386,15 @@ class DeepSpeedZeRO(Strategy):
 
         optimizer = make_optimizer(self.spec, self.trained.values())
         numbers = [sum(p.numel() for p in each) for each in (self.trained.values(), self.plain.parameters())]
+        config = engine_config(self.spec, *numbers)
+        if self._sharded_weights:
+            from trainer.strategy.deepspeed_weights import shard
+
+            shard(self.deepspeed, self.plain, config, self.world, full=not self.spec.lora_r)
         engine, *_ = self.deepspeed.initialize(
             model=with_autocast(self, self.plain),
             optimizer=optimizer,
-            config=engine_config(self.spec, *numbers),
+            config=config,
             dist_init_required=False,
         )
         return engine
@@ -430,18 +425,22 @@ class DeepSpeedZeRO(Strategy):
 
         return all_finite(self.engine.optimizer.fp32_partitioned_groups_flat)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._gather_full("trained") | persistent_buffers(self.plain.model)
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._full("trained")
+        yield from persistent_buffers(self.plain.model).items()
 
     def save(self, folder: Path) -> None:
         for kind in KINDS:
-            write_full(folder, kind, self._gather_full(kind))
+            write_full(folder, kind, dict(self._full(kind)))
 
     def load(self, folder: Path) -> None:
         kept = read_full(folder, "trained")
         with torch.no_grad():
             for name, parameter in self.trained.items():
-                parameter.copy_(kept[name])
+                if self._sharded_weights:
+                    parameter.data = kept[name]  # the engine reads only its shard
+                else:
+                    parameter.copy_(kept[name])
         optimizer = self.engine.optimizer
         step = torch.tensor(float(step_of(folder)))
         shards = (
@@ -475,9 +474,9 @@ class DeepSpeedZeRO(Strategy):
         padded[: value.numel()] = value.flatten()
         utils.safe_set_local_optimizer_state(parameter, padded[size * self.world.rank :][:size], kind)
 
-    def _gather_full(self, kind: str) -> dict[str, torch.Tensor]:
-        """Assemble the trained weights, or one of their moments. The first rank of every host keeps them."""
-        utils, full = self.deepspeed.utils, {}
+    def _full(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Assemble the trained weights, or one of their moments, one at a time. Only the first rank of every host receives them."""
+        utils = self.deepspeed.utils
         if kind in MOMENTS and not self._sharded_weights:
             # DeepSpeed links the moments of all parameter groups at the first step of the first group, when other groups have none.
             self.engine.optimizer._hp_optimizer_states_linked = False
@@ -488,5 +487,4 @@ class DeepSpeedZeRO(Strategy):
             else:
                 value = utils.safe_get_full_optimizer_state(parameter, kind)
             if self.world.is_host_leader:
-                full[name] = value.detach().to("cpu", copy=True)
-        return full
+                yield name, value.detach().to("cpu", copy=True)

@@ -1,4 +1,5 @@
-"""A user's own configuration of DeepSpeed: what of it a run takes, and what the fields of the run spec already say. No torch.
+"""A user's own configuration of DeepSpeed: the options that a run takes, and those that fields of the run spec set. No
+torch.
 
 https://www.deepspeed.ai/docs/config-json/
 """
@@ -70,7 +71,7 @@ def _owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of nested mappings. Raises ValueError if they are too deep."""
+    """Yield (dotted name, value) of nested mappings. Raises ValueError if they are nested too deeply."""
     for name, value in config.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -119,7 +120,7 @@ def free_options(spec: RunSpec) -> dict[str, Any]:
 
 
 def merge(config: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with options by dotted name. An option of an offload that is off is left out."""
+    """Return a configuration with options by dotted name. Options of a disabled offload are left out."""
     for name, value in options.items():
         *parents, leaf = name.split(".")
         place: dict[str, Any] | None = config

@@ -8,7 +8,7 @@ sent over the network, once every `local_steps` steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,14 @@ from trainer.planner.alternatives import (
     quantize_alternatives,
     switch,
 )
-from trainer.planner.cost import Layout, State, micro_batches
+from trainer.planner.cost import Layout, Memory, State, micro_batches
 from trainer.strategy import four_bits
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state
 from trainer.strategy.full_state_dict import MOMENTS
 from trainer.strategy.lazy import LazyModule
+from trainer.strategy.pipeline import Pipeline, PipelinePlan, check_stages
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 from trainer.strategy.replicas import Replicas, by_speed, deal
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
     from trainer.model import TokenLoss
+    from trainer.planner.cost import Rows as MeanRows
     from trainer.planner.model_shape import Shape
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
@@ -52,8 +54,17 @@ _ROUNDS = {20: 1.05, 50: 1.1, 100: 1.2, 200: 1.3, 500: 1.5}
 _NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed
 
 # Values of `replica_strategy`.
-_INNER: dict[str, type[DDP] | type[FSDP]] = {"ddp": DDP, "fsdp": FSDP}
-_INNER_PLANS: dict[str, DDPPlan | FSDPPlan] = {"ddp": DDPPlan(), "fsdp": FSDPPlan()}
+_INNER: dict[str, type[DDP] | type[FSDP] | type[Pipeline]] = {"ddp": DDP, "fsdp": FSDP, "pipeline": Pipeline}
+_INNER_PLANS: dict[str, DDPPlan | FSDPPlan | PipelinePlan] = {
+    "ddp": DDPPlan(),
+    "fsdp": FSDPPlan(),
+    "pipeline": PipelinePlan(),
+}
+
+
+def _as_pipeline(spec: RunSpec) -> RunSpec:
+    """Return the spec of pipelines that are the replicas."""
+    return spec.model_copy(update={"pipeline_hosts": spec.replica_hosts})
 
 
 class DiLoCoPlan(StrategyPlan):
@@ -66,6 +77,10 @@ class DiLoCoPlan(StrategyPlan):
     has_replicas = True
 
     def strategy_class(self, spec: RunSpec) -> type[DiLoCo]:
+        if spec.diloco_fragments > 1:
+            from trainer.strategy.diloco_fragments import DiLoCoFragments
+
+            return DiLoCoFragments
         if not self.separate_launchers(spec):
             return DiLoCo
         from trainer.strategy.diloco_torchft import DiLoCoTorchFT  # requires the torchft extra
@@ -77,13 +92,34 @@ class DiLoCoPlan(StrategyPlan):
             raise ValueError(
                 "diloco_comm_dtype: int4 requires diloco_membership fixed, got torchft: set diloco_comm_dtype=bf16"
             )
+        if spec.diloco_fragments > 1:
+            self._validate_fragments(spec)
         if not self.sharded_weights(spec):
             return
-        reject_unshardable(spec, "replica_strategy")
+        reject_unshardable(spec, "replica_strategy", possible=("quantize",) if self._staged(spec) else ())
+        if self._staged(spec) and not spec.lora_r:
+            raise ValueError(
+                "replica_strategy: pipeline requires LoRA, got lora_r 0: the outer optimizer of every host holds all trained "
+                "weights, set lora_r=16, or strategy=pipeline"
+            )
+        if self._staged(spec):
+            check_stages(spec, "replica_strategy")
         reject_generation(spec, "replica_strategy")
         if self.separate_launchers(spec):
             raise ValueError(
                 f"diloco_membership: torchft requires replica_strategy ddp, got replica_strategy {spec.replica_strategy}"
+            )
+
+    def _validate_fragments(self, spec: RunSpec) -> None:
+        for name, value in (("diloco_membership", "fixed"), ("replica_strategy", "ddp")):
+            if (found := getattr(spec, name)) != value:
+                raise ValueError(
+                    f"diloco_fragments: {spec.diloco_fragments} requires {name} {value}, got {found}: set diloco_fragments=1"
+                )
+        if spec.diloco_delay > (most := spec.local_steps // spec.diloco_fragments):
+            raise ValueError(
+                f"diloco_delay: {spec.diloco_fragments} fragments in {spec.local_steps} local_steps allow {most} steps at "
+                f"most, got {spec.diloco_delay}: set fewer diloco_fragments or more local_steps"
             )
 
     def needs_packages(self, spec: RunSpec) -> dict[str, str]:
@@ -93,7 +129,20 @@ class DiLoCoPlan(StrategyPlan):
         return spec.diloco_membership == "torchft"
 
     def sharded_weights(self, spec: RunSpec) -> bool:
-        return spec.replica_strategy == "fsdp"
+        return spec.replica_strategy != "ddp"
+
+    def pipeline_field(self, spec: RunSpec) -> str:
+        return "replica_hosts" if self._staged(spec) else ""
+
+    def _staged(self, spec: RunSpec) -> bool:
+        """Return whether every replica is a pipeline."""
+        return spec.replica_strategy == "pipeline"
+
+    def supports_fast_kernels(self, spec: RunSpec) -> bool:
+        return not self._staged(spec)
+
+    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
+        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         rounds = [Alternative()]
@@ -101,10 +150,15 @@ class DiLoCoPlan(StrategyPlan):
             if steps > spec.local_steps:
                 cost = "replicas differ more between synchronizations"
                 rounds.append(Alternative({"local_steps": steps}, cost, gain / _ROUNDS.get(spec.local_steps, 1.0)))
-        shards = switch(spec, "replica_strategy", "fsdp", "every pass within a replica sends the weights of all layers")
+        shards: Alternatives = [Alternative()]
+        if not self._staged(spec):
+            cost = "every pass within a replica sends the weights of all layers"
+            shards = switch(spec, "replica_strategy", "fsdp", cost)
         return [*super().alternatives(spec), quantize_alternatives(spec), *optimizer_alternatives(spec), shards, rounds]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
+        if self._staged(spec) and not _INNER_PLANS["pipeline"].runs_on(_as_pipeline(spec), shape, layout):
+            return False
         return -(-len(layout.processes) // spec.replica_hosts) <= spec.rows_per_step
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
@@ -115,20 +169,55 @@ class DiLoCoPlan(StrategyPlan):
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])
             state = replace(state, gradients=state.gradients * gradient_copies(spec, ranks, layout.world))
-        # The outer optimizer's copy of the weights, its momentum and the residual of 4-bit values are in host memory.
-        outer = 0 if cuda else shape.trained(spec) * (12 if spec.diloco_comm_dtype == "int4" else 8)
+        outer = 0 if cuda else self._outer_bytes(spec, shape)  # in host memory
         return replace(state, optimizer=state.optimizer + outer)
+
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool = False) -> Memory:
+        if not self._staged(spec):
+            return super().memory(spec, shape, layout, rows, cuda=cuda)
+        memory = _INNER_PLANS["pipeline"].memory(_as_pipeline(spec), shape, layout, rows, cuda=cuda)
+        if cuda:
+            return memory
+        outer = self._outer_bytes(spec, shape)
+        trained = shape.trained(spec) * 4
+        outside = memory.outside_step + outer + trained + 2 * min(trained, 4 * CHUNK)
+        return replace(memory, optimizer=memory.optimizer + outer, outside_step=outside)
+
+    def _outer_bytes(self, spec: RunSpec, shape: Shape) -> int:
+        """Return the bytes of the outer optimizer: a copy of the weights, its momentum and the residual of 4-bit values."""
+        return shape.trained(spec) * (12 if spec.diloco_comm_dtype == "int4" else 8)
+
+    def step_seconds(
+        self,
+        spec: RunSpec,
+        shape: Shape,
+        layout: Layout,
+        rows: MeanRows,
+        part: float,
+        optimizer: float,
+        communication: float,
+    ) -> tuple[float, float]:
+        if self._staged(spec):
+            inner = _INNER_PLANS["pipeline"]
+            compute, _ = inner.step_seconds(_as_pipeline(spec), shape, layout, rows, part, optimizer, 0.0)
+            return compute, communication
+        compute, exposed = super().step_seconds(spec, shape, layout, rows, part, optimizer, communication)
+        if spec.diloco_fragments > 1:
+            # `diloco_delay` steps hide the exchange of a fragment.
+            per_fragment = exposed * spec.local_steps / spec.diloco_fragments
+            exposed *= max(0.0, 1 - spec.diloco_delay * compute / per_fragment) if per_fragment else 1.0
+        return compute, exposed
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
         trained = shape.trained(spec) * 4
-        # The pseudo-gradient, and a chunk of it in transit.
-        return state.held + trained + 2 * min(trained, 4 * CHUNK)
+        # The pseudo-gradient, and a chunk of it in transit; with fragments, the local weights during an evaluation.
+        return state.held + trained + 2 * min(trained, 4 * CHUNK) + (trained if spec.diloco_fragments > 1 else 0)
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         if layout.world == 1:
             return 0.0
         replicas = -(-len(layout.processes) // spec.replica_hosts)
-        if spec.diloco_comm_dtype == "int4":  # an all-gather
+        if spec.diloco_comm_dtype == "int4":  # to every other replica
             outer = (replicas - 1) * shape.trained(spec) * four_bits.BYTES_PER_VALUE / spec.local_steps
         else:
             number = 2 if spec.diloco_comm_dtype == "bf16" else 4
@@ -165,7 +254,8 @@ class DiLoCo(Strategy):
         self.lockstep = self.inside.lockstep
         leaders = [rank for rank, first in enumerate(world.gather(world.is_host_leader)) if first]
         # The first ranks of all replicas; the first ranks of all hosts of this replica; all ranks of this host.
-        self.replica_leaders = world.subgroup([[ranks[0] for ranks in groups]], timeout)
+        make_group = world.gloo_subgroup if spec.diloco_comm_dtype == "int4" else world.subgroup
+        self.replica_leaders = make_group([[ranks[0] for ranks in groups]], timeout)
         self.host_leaders = world.subgroup([[rank for rank in ranks if rank in leaders] for ranks in groups], timeout)
         nodes = world.gather(world.node_rank)
         self.host = world.subgroup(
@@ -184,7 +274,7 @@ class DiLoCo(Strategy):
             self.outer_optimizer = torch.optim.SGD(
                 self.outer.values(), lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0
             )
-            # What rounding to 4 bits lost, in the order of `outer`.
+            # The rounding errors of the 4-bit values, in the order of `outer`.
             numbers = sum(value.numel() for value in initial.values()) if spec.diloco_comm_dtype == "int4" else 0
             self.residual = torch.zeros(numbers)
 
@@ -211,17 +301,27 @@ class DiLoCo(Strategy):
     def updates(self, step: int, rows: Rows) -> list[Update]:
         """Split the rows of the step into equal portions, and return those of this replica, one inner step each."""
         self._step = step
-        count, place = len(self.sizes), step % self.spec.local_steps
-        if place == 0 or not self.owners:
-            self.owners = self.assign(count * self.spec.local_steps)
+        if step % self.spec.local_steps == 0 or not self.owners:
+            self.owners = self.assign(len(self.sizes) * self.spec.local_steps)
         self._began = time.perf_counter()
         assigned = []
-        for number in range(count):
-            portion = rows[share(len(rows), [1] * count, number)]
-            if portion and self.owners[place * count + number] == self.mine:
-                group = self.replica_group
-                assigned.append(Update(portion, portion[share(len(portion), [1] * group.size, group.rank)]))
+        for owner, portion in self.portions(step, rows):
+            if portion and owner == self.mine:
+                assigned.append(self.inside.divide_among(portion, self.replica_group))
         return assigned
+
+    def portions(self, step: int, rows: Rows) -> Iterator[tuple[int, Rows]]:
+        """Yield the portions of the rows of `step` with the replicas that train on them."""
+        count = len(self.sizes)
+        first = step % self.spec.local_steps * count
+        for number in range(count):
+            yield self.owners[first + number], rows[share(len(rows), [1] * count, number)]
+
+    def divide(self, rows: Rows) -> Update:
+        if not self.inside.staged:
+            return super().divide(rows)
+        own = rows[share(len(rows), [1] * len(self.sizes), self.mine)]
+        return self.inside.divide_among(own, self.replica_group)
 
     def assign(self, turns: int) -> list[int]:
         """Return the replica of each of the `turns` portions of a round."""
@@ -240,8 +340,11 @@ class DiLoCo(Strategy):
     def rounds(self, rows: int) -> int:
         return self.inside.rounds(rows)
 
-    def weights(self) -> dict[str, torch.Tensor] | None:
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
         return self.inside.weights()
+
+    def model_to_save(self) -> nn.Module:
+        return self.inside.model_to_save()
 
     def _speeds(self, even: list[float], costs: list[float]) -> list[float]:
         """Return the relative speed of the replicas: `even` by their ranks, or measured if that shortens a round."""
@@ -262,17 +365,10 @@ class DiLoCo(Strategy):
         Raises:
             NonFiniteError: the weights of a rank are not finite; all ranks raise it.
         """
-        count, mine = len(self.sizes), self.mine
-        numbers = [0.0] * (2 * count)
-        numbers[mine], numbers[count + mine] = (value / self.replica_group.size for value in self.round_counts())
-        numbers.append(float(not self.weights_finite()))
-        *numbers, not_finite = self.world.sum_without_timeout(numbers, waiting)
-        self.reject_not_finite(not_finite)
-        tokens = numbers[:count]
-        self.end_round(numbers[count:])
+        tokens = self.exchange_counts(waiting)
         self.local_params = self.inside.full_params()
         if self.world.is_host_leader:
-            weight, begin = tokens[mine] / max(1.0, sum(tokens)), 0
+            weight, begin = tokens[self.mine] / max(1.0, sum(tokens)), 0
             for names in self.chunks(CHUNK):
                 if self.spec.diloco_comm_dtype == "int4":
                     gradient = self._sum_in_four_bits(names, weight, begin)
@@ -283,6 +379,17 @@ class DiLoCo(Strategy):
                         dist.all_reduce(gradient, group=self.replica_leaders.group)
                 self.broadcast_gradient(names, gradient)
         self.outer_step()
+
+    def exchange_counts(self, waiting: Callable[[], bool]) -> list[float]:
+        """End the round: exchange the replicas' tokens, which are returned, and speeds. Raises NonFiniteError as `sync` does."""
+        count, mine = len(self.sizes), self.mine
+        numbers = [0.0] * (2 * count)
+        numbers[mine], numbers[count + mine] = (value / self.replica_group.size for value in self.round_counts())
+        numbers.append(float(not self.weights_finite()))
+        *numbers, not_finite = self.world.sum_without_timeout(numbers, waiting)
+        self.reject_not_finite(not_finite)
+        self.end_round(numbers[count:])
+        return numbers[:count]
 
     def reject_not_finite(self, ranks: float) -> None:
         """Raise NonFiniteError if the weights of any of the `ranks` are not finite: the outer step would pass them on to all."""
@@ -311,17 +418,13 @@ class DiLoCo(Strategy):
 
         Values are rounded and summed on the CPU, in the order of the replicas, so that the sum is bit-equal on all hosts.
         """
-        group, device = self.replica_leaders, self.world.device
+        from trainer.distributed.world import start_exchange
+
         values = self.pseudo_gradient(names, weight, torch.device("cpu"))
-        packed = four_bits.pack_with_feedback(values, self.residual[begin : begin + len(values)]).to(device)
-        parts = [packed]
-        if group.size > 1:
-            parts = [torch.empty_like(packed) for _ in range(group.size)]
-            dist.all_gather(parts, packed, group=group.group)
-        total = torch.zeros_like(values)
-        for part in parts:
-            total += four_bits.unpack(part.cpu(), len(values))
-        return total.to(device)
+        packed = four_bits.pack_with_feedback(values, self.residual[begin : begin + len(values)])
+        parts, transfers = start_exchange(packed, self.replica_leaders)
+        transfers.wait()
+        return four_bits.unpack_sum(parts, len(values)).to(self.world.device)
 
     def broadcast_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
         """Set the sum of the replicas' pseudo-gradients on all hosts of this replica."""
@@ -340,11 +443,15 @@ class DiLoCo(Strategy):
         """Run the outer optimizer, and set the weights on all ranks of this replica."""
         self.local_params = {}
         if self.world.is_host_leader:
-            for group in self.outer_optimizer.param_groups:
-                group["momentum"] = self._momentum()
-            self.outer_optimizer.step()
-            self.outer_optimizer.zero_grad()
+            self.update_outer()
         self.inside.set_params(self.outer if self.world.is_host_leader else None, self.host)
+
+    def update_outer(self) -> None:
+        """Run the outer optimizer on the weights that have a gradient."""
+        for group in self.outer_optimizer.param_groups:
+            group["momentum"] = self._momentum()
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
 
     def _momentum(self) -> float:
         """Return the outer momentum of this step. It is reduced in proportion to the learning rate, and for short rounds.
@@ -359,11 +466,11 @@ class DiLoCo(Strategy):
         rate = learning_rate(self.spec, self._step, self._steps) / self.spec.lr
         return self.spec.outer_momentum * rate * min(1.0, self.spec.local_steps / _LONG_ROUND)
 
-    def chunks(self, most: int) -> Iterator[list[str]]:
-        """Yield all names in groups of at most `most` numbers, or one tensor."""
+    def chunks(self, most: int, within: Iterable[str] | None = None) -> Iterator[list[str]]:
+        """Yield the names of `within`, or all, in groups of at most `most` numbers, or one tensor."""
         names: list[str] = []
-        for name, parameter in self.outer.items():
-            if names and sum(self.outer[n].numel() for n in names) + parameter.numel() > most:
+        for name in self.outer if within is None else within:
+            if names and sum(self.outer[n].numel() for n in [*names, name]) > most:
                 yield names
                 names = []
             names.append(name)
@@ -372,10 +479,12 @@ class DiLoCo(Strategy):
     def save(self, folder: Path) -> None:
         self.inside.save(folder)
         if self.world.is_host_leader:
-            outer = {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
-            torch.save(outer, folder / "outer.pt")
-            if len(self.residual):
-                four_bits.write_residual(folder, self.residual, self.mine, len(self.sizes))
+            torch.save(self.outer_state(), folder / "outer.pt")
+            four_bits.write_residual(folder, self.residual, self.mine, len(self.sizes))
+
+    def outer_state(self) -> dict[str, Any]:
+        """Return the contents of `outer.pt`, which are equal on all hosts."""
+        return {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
 
     def load(self, folder: Path) -> None:
         self.inside.load(folder)
@@ -388,5 +497,4 @@ class DiLoCo(Strategy):
                 for name, parameter in self.outer.items():
                     parameter.copy_(params[name])
             self.outer_optimizer.load_state_dict(outer["optimizer"])
-            if len(self.residual):
-                four_bits.read_residual(folder, self.residual, self.mine, len(self.sizes))
+            four_bits.read_residual(folder, self.residual, self.mine, len(self.sizes))

@@ -82,7 +82,7 @@ class Transport(HTTPTransport):
 
     def disallow_checkpoint(self) -> None:
         super().disallow_checkpoint()
-        self._state_dict = self._chunks = None  # no peer can request it any more
+        self._state_dict = self._chunks = None  # no peer can request it now
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: datetime.timedelta) -> object:
@@ -356,7 +356,7 @@ class DiLoCoTorchFT(DiLoCo):
         return bool(self.manager.should_commit())
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the quorum, in place. `_committed` tells whether that failed."""
+        """Sum over the quorum, in place. `_committed` reports whether that failed."""
         self.manager.allreduce(values, reduce_op=ReduceOp.SUM).wait()
         return values
 

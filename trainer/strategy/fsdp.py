@@ -5,21 +5,33 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.listeners import restrict_listeners
 from trainer.errors import DiskError, UserError, disk_failure
-from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
-from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction, root_bytes
+from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives, switch
+from trainer.planner.cost import (
+    PCI_EXPRESS,
+    Layout,
+    State,
+    exported_bytes,
+    gradient_bytes_per_number,
+    micro_batches,
+    offloaded_step,
+    ring_fraction,
+    root_bytes,
+)
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.full_state_dict import State as StateDict
 from trainer.strategy.lazy import LazyModule
+from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
@@ -58,7 +70,7 @@ def keeps_gathered(spec: RunSpec) -> bool:
 
 def _gathered_bytes(spec: RunSpec) -> int:
     """Return the bytes of one gathered weight of a layer."""
-    return 2 if spec.precision == "bf16-mixed" else 4
+    return 4 if spec.precision == "32-true" else 2
 
 
 class FSDPPlan(StrategyPlan):
@@ -73,11 +85,15 @@ class FSDPPlan(StrategyPlan):
         return FSDP
 
     def validate(self, spec: RunSpec) -> None:
-        reject_unshardable(spec, "strategy")
+        reject_unshardable(spec, "strategy", possible=("precision", "torch_compile"))
         reject_generation(spec, "strategy")
 
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
+
+    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
+        # The layers are compiled after they were sharded.
+        return super().load_module(spec.model_copy(update={"torch_compile": False}), world)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         # Either value may be faster, so both are tried.
@@ -85,7 +101,9 @@ class FSDPPlan(StrategyPlan):
             Alternative(),
             *(Alternative({"fsdp_shard": value}) for value in ("all", "gradients", "host") if value != spec.fsdp_shard),
         ]
-        return [*super().alternatives(spec), shards, *gradient_alternatives(spec)]
+        cost = "AdamW runs on the CPU, and every pass copies the weights to the GPU"
+        offload = switch(spec, "fsdp_offload", True, cost)
+        return [*super().alternatives(spec), shards, offload, *gradient_alternatives(spec)]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         return spec.fsdp_shard != "host" or (len(set(layout.processes)) == 1 and layout.processes[0] > 1)
@@ -93,13 +111,27 @@ class FSDPPlan(StrategyPlan):
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         shards = min(layout.processes) if spec.fsdp_shard == "host" else layout.world
-        return sharded_state(spec, state, shape, shards, self.bytes_per_weight(spec))
+        state = sharded_state(spec, state, shape, shards, self.bytes_per_weight(spec))
+        if not (cuda and spec.fsdp_offload):
+            return state
+        return State(0, 0, 0, 0, gathered=state.gathered, buffers=state.buffers)
+
+    def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
+        return self.state(spec, shape, layout, cuda=False).held if spec.fsdp_offload else 0
+
+    def offload_seconds(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
+        if not spec.fsdp_offload:
+            return 0.0
+        shards = min(layout.processes) if spec.fsdp_shard == "host" else layout.world
+        passes = 1 if keeps_gathered(spec) else 2
+        weights = passes * shape.parameters * self.bytes_per_weight(spec) / shards
+        return weights * micro_batches(spec, layout.world) / PCI_EXPRESS + offloaded_step(shape.trained(spec) / shards)
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
         if spec.lora_r:
             return 0
-        # A checkpoint is written from a copy. At the end the first rank of a host assembles the full model.
-        return state.held + state.gathered + max(state.weights + state.optimizer, shape.trained(spec) * 4)
+        # A checkpoint is written from a copy. At the end the first rank of a host assembles the model in parts.
+        return state.held + state.gathered + max(state.weights + state.optimizer, exported_bytes(spec, shape))
 
     def accelerate_config(self, spec: RunSpec, hosts: int, world: int) -> dict[str, Any]:
         return {
@@ -111,7 +143,7 @@ class FSDPPlan(StrategyPlan):
                 "fsdp_transformer_layer_cls_to_wrap": layer_class(shape_of(spec).kind),
                 "fsdp_activation_checkpointing": spec.gradient_checkpointing,
                 "fsdp_cpu_ram_efficient_loading": True,
-                "fsdp_offload_params": False,
+                "fsdp_offload_params": spec.fsdp_offload,
                 "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             },
         }
@@ -175,6 +207,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in base.modules() if type(part).__name__ in kinds]
 
 
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return value.to_local() if isinstance(value, tensor.DTensor) else value
+
+
 class ShardedWriting:
     """A sharded checkpoint that PyTorch writes in a background thread from a copy of the state."""
 
@@ -223,9 +260,11 @@ class FSDP(Strategy):
                 dist.broadcast(fresh, 0)
                 parameter.data.copy_(fresh)
         mesh = make_mesh(spec, world, replica_group)
+        self._shards = mesh.get_group(mesh.ndim - 1)  # the ranks that together hold one model
         self._shard(spec, world, mesh)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(spec, self.trained.values())
+        self.scale = LossScale(enabled=spec.precision == "fp16-mixed")
         if self.sharded_checkpoint:
             # The writer threads communicate during training, so they need a separate group. NCCL does not support their
             # collectives.
@@ -238,12 +277,14 @@ class FSDP(Strategy):
         from trainer.strategy import fsdp_exchange as exchange
 
         comm_dtype = torch.bfloat16 if spec.gradient_comm_dtype == "bf16" else torch.float32
-        half = torch.bfloat16 if spec.precision == "bf16-mixed" else None
-        # autocast would cast the weights of a layer to bfloat16 anyway; gathered in bfloat16 they are half the bytes.
+        half = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(spec.precision)
+        # autocast would cast the weights of a layer to 16 bits anyway; gathered in 16 bits they are half the bytes.
         # Parameters outside of the layers (embeddings, the final norm) stay float32, as under ddp.
         inside = fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=comm_dtype, cast_forward_inputs=False)
         outside = fsdp.MixedPrecisionPolicy(reduce_dtype=comm_dtype, cast_forward_inputs=False)
         frozen = base_dtype(spec)
+        cuda = world.device.type == "cuda"
+        offload = fsdp.CPUOffloadPolicy(pin_memory=cuda) if spec.fsdp_offload else fsdp.OffloadPolicy()
 
         def cast(value: torch.Tensor) -> torch.Tensor:
             if not isinstance(value, tensor.DTensor):  # a buffer
@@ -251,10 +292,16 @@ class FSDP(Strategy):
             return value.to(torch.float32 if value.requires_grad else frozen)
 
         # Layer by layer, so that no more than one layer is in memory in full or in two data types.
-        for block in blocks(self.model):
+        self._blocks = blocks(self.model)  # sharding changes their types
+        for block in self._blocks:
             reshard = not keeps_gathered(spec)
-            fsdp.fully_shard(block, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)._apply(cast)
-        fsdp.fully_shard(self.model, mesh=mesh, mp_policy=outside)._apply(cast)
+            fsdp.fully_shard(
+                block, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard, offload_policy=offload
+            )._apply(cast)
+        fsdp.fully_shard(self.model, mesh=mesh, mp_policy=outside, offload_policy=offload)._apply(cast)
+        for block in self._blocks if spec.torch_compile else ():
+            # Without the hooks that gather and free its weights, which are not part of `forward`.
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if world.device.type == "cpu" and one_rank_per_host(mesh, world):
             for part in self.model.modules():
                 if isinstance(part, fsdp.FSDPModule):
@@ -268,32 +315,55 @@ class FSDP(Strategy):
         with self.autocast():
             loss = self.plain(*batch)
         # FSDP averages over ranks; multiply by world size so that every token has equal weight.
-        (loss * (self.world.size / max(1, tokens))).backward()
+        (loss * (self.world.size * self.scale.value / max(1, tokens))).backward()
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        clipped = nn.utils.clip_grad_norm_(self.trained.values(), self.spec.max_grad_norm or float("inf"))
-        norm = check_norm(float(clipped.full_tensor() if isinstance(clipped, tensor.DTensor) else clipped))
+        norm = self._clip()
+        if not self.scale.update(norm):
+            self.optimizer.zero_grad()
+            return check_norm(norm) if self.scale.exhausted else norm
+        check_norm(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
+    def _clip(self) -> float:
+        """Clip the gradients, and return their norm before that, without the factor of the loss."""
+        parameters, limit = list(self.trained.values()), self.spec.max_grad_norm or float("inf")
+        if not self.scale.enabled and not self.spec.fsdp_offload:
+            clipped = nn.utils.clip_grad_norm_(parameters, limit)
+            return float(clipped.full_tensor() if isinstance(clipped, tensor.DTensor) else clipped)
+        # Offloaded gradients are in host memory, where NCCL cannot add up their norms.
+        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        if self.scale.enabled:
+            torch._foreach_mul_(gradients, 1 / self.scale.value)
+        own = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        total = own.to(self.world.device, torch.float64).square()
+        if dist.get_world_size(self._shards) > 1:
+            dist.all_reduce(total, group=self._shards)
+        norm = math.sqrt(float(total))
+        if norm > limit:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        return norm
+
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad(), self.autocast():
             loss: torch.Tensor = self.plain(*batch)
         if keeps_gathered(self.spec):  # no backward pass frees the layers
-            for block in blocks(self.model):
+            for block in self._blocks:
                 block.reshard()  # type: ignore[operator]
         return loss
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._gather_full(self.trained) | persistent_buffers(self.model)
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._full(self.trained)
+        yield from persistent_buffers(self.model).items()
 
     def full_params(self) -> dict[str, torch.Tensor]:
         """Return the full trained weights by name on the first rank of every host. Every rank calls it."""
-        return self._gather_full(self.trained)
+        return dict(self._full(self.trained))
 
     def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
         """Set the trained weights to those of the first rank of every host. `host`: the ranks of this host."""
@@ -308,25 +378,29 @@ class FSDP(Strategy):
     def _copy_shard(self, shard: Any, value: torch.Tensor) -> None:
         """Copy this rank's shard of a full tensor."""
         with torch.no_grad():
-            shard.copy_(tensor.distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None))
+            own = tensor.distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
+            shard.to_local().copy_(own.to_local())
 
     def save(self, folder: Path) -> ShardedWriting | None:
         state = self._state()
+        if self.world.is_host_leader:
+            self.scale.save(folder)
         if self.sharded_checkpoint:
             writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
             writing = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             return ShardedWriting(folder, writing, self.world)  # type: ignore[arg-type]
         for kind, tensors in state.items():
-            write_full(folder, kind, self._gather_full(tensors))
+            write_full(folder, kind, dict(self._full(tensors)))
         return None
 
     def load(self, folder: Path) -> None:
         # A forward pass without a backward pass leaves the root gathered, with its weights before this call.
         self.model.reshard()
         step = torch.tensor(float(step_of(folder)))
+        self.scale.load(folder)
         for parameter in self.trained.values():
             moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-            self.optimizer.state[parameter] = {"step": step.to(self.world.device, copy=True), **moments}
+            self.optimizer.state[parameter] = {"step": step.to(parameter.device, copy=True), **moments}
         state = self._state()
         if self.sharded_checkpoint:
             dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
@@ -334,7 +408,7 @@ class FSDP(Strategy):
         for kind, shards in state.items():
             kept = read_full(folder, kind)
             for name, shard in shards.items():
-                self._copy_shard(shard, kept[name].to(shard.device))
+                self._copy_shard(shard, kept[name].to(self.world.device))
 
     def _state(self) -> StateDict:
         """Return this rank's shards of the trained weights and their moments."""
@@ -342,11 +416,9 @@ class FSDP(Strategy):
         moments = {kind: {name: kept[p][kind] for name, p in self.trained.items()} for kind in MOMENTS}
         return {"trained": {name: p.detach() for name, p in self.trained.items()}, **moments}
 
-    def _gather_full(self, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Assemble full tensors from their shards, one tensor at a time. The first rank of every host keeps them."""
-        full = {}
+    def _full(self, tensors: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Assemble full tensors from their shards, one at a time. Only the first rank of every host receives them."""
         for name, shard in tensors.items():
-            value = (shard.full_tensor() if isinstance(shard, tensor.DTensor) else shard).detach()
+            value = shard.to(self.world.device).full_tensor() if isinstance(shard, tensor.DTensor) else shard
             if self.world.is_host_leader:
-                full[name] = value.to("cpu", copy=True)
-        return full
+                yield name, value.detach().to("cpu", copy=True)

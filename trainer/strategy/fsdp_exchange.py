@@ -59,7 +59,7 @@ class ReduceScatter(_Comm):
             raise ValueError(f"expected SUM or AVG, got {op}")
         rank, ranks = group.rank(), group.size()
         parts = input_tensor.view(ranks, -1)
-        # The sum is float32, whatever data type is in transit.
+        # The sum is float32, regardless of the data type in transit.
         total = parts[rank].float() if input_tensor.dtype.itemsize < 4 else parts[rank].clone()
         # One peer at a time, so that one receive buffer is enough.
         part = torch.empty_like(parts[rank])

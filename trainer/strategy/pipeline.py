@@ -6,20 +6,26 @@ Only activations and their gradients travel between neighbouring ranks. The grad
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.data.shares import share
 from trainer.errors import UserError
-from trainer.planner.alternatives import ROUNDED, Alternatives, switch
+from trainer.planner.alternatives import ROUNDED, Alternative, Alternatives, quantize_alternatives, switch
 from trainer.planner.cost import (
     Layout,
     Memory,
     State,
     activation_bytes,
     autocast_bytes,
+    edge_bytes,
+    exported_bytes,
     forward_products,
     full_state,
+    layer_bytes,
     micro_batches,
+    ring_fraction,
 )
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
@@ -47,25 +53,28 @@ if TYPE_CHECKING:
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
+_BUCKET = 1 << 20  # numbers of gradients that pipelines add up at a time
+
 
 def layer_costs(spec: RunSpec, shape: Shape, rows: MeanRows, bytes_per_weight: int, *, cuda: bool) -> LayerCosts:
-    """Return what a layer, the embedding and the head need on a rank that holds them."""
-    state = full_state(spec, shape, bytes_per_weight)
-    layer = stage_state(spec, shape, state, 1, first=False, last=False)
+    """Return the needs of a layer, the embedding and the head on a rank that holds them."""
+    layer = stage_state(spec, shape, bytes_per_weight, 1, first=False, last=False)
     stored, logits = activation_bytes(spec, shape, rows, cuda=cuda)
     matrices, head, attention = forward_products(shape, rows)
-    none = stage_state(spec, shape, state, 0, first=False, last=False).held
+    none = stage_state(spec, shape, bytes_per_weight, 0, first=False, last=False).held
+    # As in `row_flops`: only layers are computed again in the backward pass.
+    passes, again = 2 if spec.lora_r else 3, int(spec.gradient_checkpointing)
     return LayerCosts(
-        head=head * shape.layers / (matrices + attention),
+        head=head * passes * shape.layers / (matrices * (passes + again) + attention * (3 + again)),
         layer=layer.held + autocast_bytes(spec, shape) / shape.layers,
         saved=stored / shape.layers,
         received=boundary_bytes(spec, shape, rows) * 2,
-        first=stage_state(spec, shape, state, 0, first=True, last=False).held - none,
-        last=stage_state(spec, shape, state, 0, first=False, last=True).held - none + logits,
+        first=stage_state(spec, shape, bytes_per_weight, 0, first=True, last=False).held - none,
+        last=stage_state(spec, shape, bytes_per_weight, 0, first=False, last=True).held - none + logits,
     )
 
 
-def stage_state(spec: RunSpec, shape: Shape, state: State, layers: int, *, first: bool, last: bool) -> State:
+def stage_state(spec: RunSpec, shape: Shape, bytes_per_weight: int, layers: int, *, first: bool, last: bool) -> State:
     """Return the part of the state of the whole model that belongs to a rank with `layers` layers.
 
     `first`, `last`: whether it also holds the embedding, and the final norm and the head.
@@ -73,15 +82,14 @@ def stage_state(spec: RunSpec, shape: Shape, state: State, layers: int, *, first
     ends = shape.head_parameters * (first + last) + shape.other * last
     if first and last and shape.tied:
         ends -= shape.head_parameters
-    parameters = layers * shape.layer_parameters + ends
     if spec.lora_r:
         head = spec.lora_r * (shape.hidden + shape.vocabulary) if shape.head_target(spec) else 0
         trained = (shape.trained(spec) - head) // shape.layers * layers + head * last
     else:
-        trained = parameters
-    whole = max(1, shape.trained(spec))
+        trained = layers * shape.layer_parameters + ends
+    state, whole = full_state(spec, shape, bytes_per_weight), max(1, shape.trained(spec))
     return State(
-        base=state.base * parameters // shape.parameters,
+        base=layers * layer_bytes(spec, shape, bytes_per_weight) + ends * edge_bytes(spec, bytes_per_weight),
         adapters=state.adapters * trained // whole,
         gradients=state.gradients * trained // whole,
         optimizer=state.optimizer * trained // whole,
@@ -90,8 +98,35 @@ def stage_state(spec: RunSpec, shape: Shape, state: State, layers: int, *, first
 
 def boundary_bytes(spec: RunSpec, shape: Shape, rows: MeanRows) -> float:
     """Return the bytes of the hidden states of one micro-batch in transit between two ranks."""
-    half = spec.pipeline_comm_dtype == "bf16" or (spec.lora_r > 0 and spec.precision == "bf16-mixed")
+    half = spec.pipeline_comm_dtype == "bf16" or half_hidden(spec)
     return spec.batch_size * rows.places * shape.hidden * (2 if half else 4)
+
+
+def one_pipeline(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
+    """Return the layout of one pipeline, whose ranks have the memory of the smallest rank of their stage, and the number of pipelines."""
+    hosts = spec.pipeline_hosts or len(layout.processes)
+    count = max(1, len(layout.processes) // hosts)
+    if count == 1:
+        return layout, 1
+    processes = layout.processes[:hosts]
+    stages = sum(processes)
+    rooms = []
+    for stage in range(stages if layout.rooms else 0):
+        known = layout.rooms[stage : stages * count : stages]
+        rooms.append(None if None in known else min(room for room in known if room is not None))
+    return Layout(processes, tuple(rooms)), count
+
+
+def check_stages(spec: RunSpec, field: str) -> None:
+    """Check what every pipeline requires. Raises ValueError. `field`: the field that is `pipeline`."""
+    parse_layers(spec.pipeline_layers)
+    if spec.teacher:
+        raise ValueError(f"teacher: a pipeline cannot hold a teacher: set {field}=ddp, or remove teacher")
+
+
+def half_hidden(spec: RunSpec) -> bool:
+    """Return whether hidden states between layers have 16 bits: those of a frozen model in bfloat16."""
+    return spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.quantize == "none"
 
 
 class PipelinePlan(StrategyPlan):
@@ -100,20 +135,22 @@ class PipelinePlan(StrategyPlan):
     summary = "every rank holds some of the layers"
     auto = "exact"
     gain = 1.1
+    receives_layers = True
     cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
 
     def strategy_class(self, spec: RunSpec) -> type[Pipeline]:
         return Pipeline
 
     def validate(self, spec: RunSpec) -> None:
-        reject_unshardable(spec, "strategy")
+        reject_unshardable(spec, "strategy", possible=("quantize",))
         reject_generation(spec, "strategy")
-        parse_layers(spec.pipeline_layers)
-        if spec.teacher:
-            raise ValueError("teacher: a pipeline cannot hold a teacher: set strategy=ddp, or remove teacher")
+        check_stages(spec, "strategy")
 
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
+
+    def pipeline_field(self, spec: RunSpec) -> str:
+        return "pipeline_hosts"
 
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
@@ -121,39 +158,52 @@ class PipelinePlan(StrategyPlan):
     def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
         from trainer.distributed.pipeline_measure import divide_model
         from trainer.distributed.pipeline_stage import load_stage
+        from trainer.distributed.pipelines import Pipelines
         from trainer.planner.cost import Rows as MeanRows
         from trainer.planner.model_shape import shape_of
 
         cuda = world.device.type == "cuda"
+        pipelines = Pipelines.find(spec, world)
         costs = layer_costs(spec, shape_of(spec), MeanRows.full(spec), self.bytes_per_weight(spec), cuda=cuda)
-        division = divide_model(spec, world, costs)
+        division = divide_model(spec, pipelines, costs)
         if world.rank == 0:
-            print(f"pipeline: layers of {division.describe()}")
-        return load_stage(spec, division, world.device)
+            times = f"{len(pipelines.ranks)} times " if len(pipelines.ranks) > 1 else ""
+            print(f"pipeline: {times}layers of {division.describe()}")
+        stage = load_stage(spec, division, world)
+        stage.pipelines = pipelines
+        return stage
 
     # Costs --------------------------------------------------------------------------------------------------------------
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         cost = "activations and their gradients are rounded to bfloat16 in transit"
-        half = spec.lora_r > 0 and spec.precision == "bf16-mixed"  # they travel in bfloat16 in any case
-        comm = [] if half else [switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)]
-        return [*super().alternatives(spec), *comm]
+        # Hidden states of 16 bits travel as they are.
+        comm = [] if half_hidden(spec) else [switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)]
+        sizes = [Alternative(), *(Alternative({"pipeline_hosts": hosts}) for hosts in (2, 3, 4))]
+        groups = [quantize_alternatives(spec), *comm, [Alternative()] if spec.pipeline_hosts else sizes]
+        return [*super().alternatives(spec), *groups]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
-        return 1 < layout.world <= shape.layers and shape.kind in PIPELINE_KINDS
+        hosts = spec.pipeline_hosts or len(layout.processes)
+        sizes = {sum(layout.processes[first : first + hosts]) for first in range(0, len(layout.processes), hosts)}
+        stages = max(sizes)
+        if len(sizes) > 1 or (spec.pipeline_hosts and hosts > len(layout.processes)):
+            return False
+        return 1 < stages <= shape.layers and shape.kind in PIPELINE_KINDS
 
     def layers(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[int]:
         """Return the layers of equally fast ranks with enough memory; at most one rank per layer counts.
 
         If the ranks together have too little memory, the layers are divided as if they had enough.
         """
+        layout, count = one_pipeline(spec, layout)
         ranks = min(layout.world, shape.layers)
         given = parse_layers(spec.pipeline_layers)
         if len(given) == ranks and sum(given) == shape.layers:
             return given
         costs = layer_costs(spec, shape, rows, self.bytes_per_weight(spec), cuda=cuda)
         rooms = layout.rooms[:ranks] or (None,) * ranks
-        micro = micro_batches(spec, 1)
+        micro = micro_batches(spec, count)
         try:
             return divide_layers(shape.layers, [RankFacts(1.0, room) for room in rooms], costs, micro)
         except UserError:
@@ -166,26 +216,29 @@ class PipelinePlan(StrategyPlan):
     def stages(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[Memory]:
         """Return the peak memory of every rank."""
         counts = self.layers(spec, shape, layout, rows, cuda=cuda)
-        return [self._stage(spec, shape, counts, rank, rows, cuda) for rank in range(len(counts))]
+        micro = micro_batches(spec, one_pipeline(spec, layout)[1])
+        return [self._stage(spec, shape, counts, rank, rows, micro, cuda) for rank in range(len(counts))]
 
     def fits(
         self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, memory: Memory, *, cuda: bool
     ) -> bool | None:
         stages = self.stages(spec, shape, layout, rows, cuda=cuda)
+        rooms = one_pipeline(spec, layout)[0].rooms
         return every(
-            [None if room is None else stage.total <= room for stage, room in zip(stages, layout.rooms, strict=False)]
+            [None if room is None else stage.total <= room for stage, room in zip(stages, rooms, strict=False)]
         )
 
-    def _stage(self, spec: RunSpec, shape: Shape, counts: list[int], rank: int, rows: MeanRows, cuda: bool) -> Memory:
+    def _stage(
+        self, spec: RunSpec, shape: Shape, counts: list[int], rank: int, rows: MeanRows, micro: int, cuda: bool
+    ) -> Memory:
         last = rank == len(counts) - 1
-        state = full_state(spec, shape, self.bytes_per_weight(spec))
-        state = stage_state(spec, shape, state, counts[rank], first=rank == 0, last=last)
+        state = stage_state(spec, shape, self.bytes_per_weight(spec), counts[rank], first=rank == 0, last=last)
         stored, logits = activation_bytes(spec, shape, rows, cuda=cuda)
         if not last:
             # Without a head, only the layer that is recomputed remains.
             whole = activation_bytes(spec.model_copy(update={"gradient_checkpointing": False}), shape, rows, cuda=cuda)
             logits = whole[0] / shape.layers if spec.gradient_checkpointing else 0.0
-        flying = in_flight(rank, len(counts), micro_batches(spec, 1))
+        flying = in_flight(rank, len(counts), micro)
         return Memory(
             weights=state.weights + round(autocast_bytes(spec, shape) * counts[rank] / shape.layers),
             gradients=state.gradients,
@@ -194,16 +247,32 @@ class PipelinePlan(StrategyPlan):
             logits=round(logits),
             buffers=round(boundary_bytes(spec, shape, rows) * 2 * flying) if len(counts) > 1 else 0,
             library=0,
-            # At the end the first rank of a host assembles the full trained weights.
-            outside_step=0 if cuda else state.held + shape.trained(spec) * 4,
+            # At the end the first rank of a host assembles the trained weights in parts.
+            outside_step=0 if cuda else state.held + exported_bytes(spec, shape),
         )
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
+        return self._passed_bytes(spec, shape, layout) + self._added_bytes(spec, shape, layout)
+
+    def _passed_bytes(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
+        """Return the bytes that a rank sends to its neighbours: activations to the next, their gradients to the one before."""
         from trainer.planner.cost import Rows as MeanRows
 
-        # A rank in the middle sends activations to the next rank and their gradients to the one before.
+        pipeline, count = one_pipeline(spec, layout)
+        directions = min(2, pipeline.world - 1)
+        return directions * micro_batches(spec, count) * boundary_bytes(spec, shape, MeanRows.full(spec))
+
+    def replica_comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
+        """Return the bytes that a process sends in a step within a replica of `layout`, of which every rank had `micro` micro-batches."""
+        from trainer.planner.cost import Rows as MeanRows
+
         directions = min(2, layout.world - 1)
-        return directions * micro_batches(spec, 1) * boundary_bytes(spec, shape, MeanRows.full(spec))
+        return directions * micro * layout.world * boundary_bytes(spec, shape, MeanRows.full(spec))
+
+    def _added_bytes(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
+        """Return the bytes that a rank sends to add up the gradients of several pipelines, with as many layers as others."""
+        pipeline, count = one_pipeline(spec, layout)
+        return 2 * ring_fraction(count) * shape.trained(spec) * 4 / pipeline.world
 
     def step_seconds(
         self,
@@ -216,7 +285,8 @@ class PipelinePlan(StrategyPlan):
         communication: float,
     ) -> tuple[float, float]:
         """Return the seconds of a step: every rank once, while the pipeline fills and drains, and the slowest for all further micro-batches."""
-        counts, micro = self.layers(spec, shape, layout, rows, cuda=False), micro_batches(spec, 1)
+        counts = self.layers(spec, shape, layout, rows, cuda=False)
+        micro = micro_batches(spec, one_pipeline(spec, layout)[1])
         head = layer_costs(spec, shape, rows, 4, cuda=False).head
         shares = [count / (shape.layers + head) for count in counts]
         shares[-1] += head / (shape.layers + head)
@@ -224,10 +294,13 @@ class PipelinePlan(StrategyPlan):
         compute = part + (micro - 1) * slowest + optimizer * max(counts) / shape.layers
         if len(counts) == 1:
             return compute, 0.0
-        hop = communication / micro / min(2, len(counts) - 1)
-        # The first micro-batch crosses every link twice. Further ones travel while ranks compute.
-        exposed = 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, communication / micro - slowest)
-        return compute, exposed
+        passed = self._passed_bytes(spec, shape, layout)
+        part_of_passes = passed / (passed + self._added_bytes(spec, shape, layout))
+        crossing = communication * part_of_passes / micro  # seconds of one micro-batch in both directions
+        hop = crossing / min(2, len(counts) - 1)
+        # The first micro-batch crosses every link twice. Further ones travel while ranks compute. Gradients are added up after that.
+        exposed = 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, crossing - slowest)
+        return compute, exposed + communication * (1 - part_of_passes)
 
 
 class Pipeline(Strategy):
@@ -235,29 +308,45 @@ class Pipeline(Strategy):
 
     lockstep = True
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    staged = True
+
+    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, replica_group: World | None = None) -> None:
+        """`replica_group`: the ranks of this pipeline, if it is a replica whose gradients are its own."""
         from trainer.distributed.pipeline_schedule import Neighbours
-        from trainer.model import base_dtype
+        from trainer.distributed.pipeline_stage import hidden_dtype
         from trainer.optim import make_optimizer
 
         super().__init__(spec, world, module)
         self.stage: StageLoss = module  # type: ignore[assignment]
-        native = base_dtype(spec)
+        native = hidden_dtype(spec)
         half = spec.pipeline_comm_dtype == "bf16"
-        self.neighbours = Neighbours(world, native, torch.bfloat16 if half else native, spec.collective_timeout)
+        limit = spec.collective_timeout
+        assert self.stage.pipelines
+        self.pipelines = self.stage.pipelines
+        self.neighbours = Neighbours(self.pipelines, native, torch.bfloat16 if half else native, limit)
         self.trained = self.stage.held
         # A rank without a layer that has adapters trains nothing.
         self.optimizer = make_optimizer(spec, self.trained.values()) if self.trained else None
-        self.sharded_checkpoint = not spec.lora_r
+        self.sharded_checkpoint = not spec.lora_r and replica_group is None
         self._waiting: list[tuple[Batch, int]] = []
         weights = self.stage.trained_weights
         shared = [name for name, weight in weights.items() if len(weight.holders) > 1]
         self._shared = {name: self.trained[name] for name in shared if name in self.trained}
-        self._ends = world.subgroup([[0, world.size - 1]], spec.collective_timeout).group if shared else None
+        last = self.pipelines.stages.size - 1
+        self._ends = self.pipelines.group_of((0, last), limit).group if shared else None
+        several = len(self.pipelines.ranks) > 1 and replica_group is None
+        self._replicas = self.pipelines.replicas(limit) if several else None
 
     def divide(self, rows: Rows) -> Update:
-        # All rows pass through every rank; the last one, which has the loss, counts them.
+        own = rows[share(len(rows), [1] * len(self.pipelines.ranks), self.pipelines.mine)]
+        return self.divide_among(own, self.pipelines.stages)._replace(rows=rows)
+
+    def divide_among(self, rows: Rows, group: World) -> Update:
+        # The rows of a pipeline pass through all of its ranks; the last one, which has the loss, counts them.
         return Update(rows, rows if self.stage.division.last else [], rows)
+
+    def rounds(self, rows: int) -> int:
+        return 1  # `divide` gives all ranks of a pipeline the same rows
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         """Collect the micro-batches of a step; with the last one, run their passes as the schedule orders them."""
@@ -299,12 +388,11 @@ class Pipeline(Strategy):
         for parameter in self._shared.values():  # the embedding and the tied head: both ranks get the sum
             dist.all_reduce(parameter.grad, group=self._ends)
         parameters = list(self.trained.values())
-        weights = self.stage.trained_weights
-        own = [
-            p.grad for name, p in self.trained.items() if weights[name].owner == self.world.rank and p.grad is not None
-        ]
+        self._add_replicas(parameters)
+        weights, stages = self.stage.trained_weights, self.pipelines.stages
+        own = [p.grad for name, p in self.trained.items() if weights[name].owner == stages.rank and p.grad is not None]
         local = float(nn.utils.get_total_norm(own)) if own else 0.0
-        norm = check_norm(math.sqrt(self.world.sum([local * local])[0]))
+        norm = check_norm(math.sqrt(stages.sum([local * local])[0]))
         if self.optimizer:
             limit = self.spec.max_grad_norm or float("inf")
             total = torch.tensor(norm, dtype=torch.float32, device=self.world.device)
@@ -315,15 +403,46 @@ class Pipeline(Strategy):
             self.optimizer.zero_grad()
         return norm
 
+    def _add_replicas(self, parameters: list[torch.Tensor]) -> None:
+        """Replace the gradients by their sums over all pipelines, a few at a time."""
+        if self._replicas is None:
+            return
+        waiting: list[torch.Tensor] = []
+        for place, parameter in enumerate(parameters):
+            assert parameter.grad is not None
+            waiting.append(parameter.grad)
+            if sum(each.numel() for each in waiting) < _BUCKET and place + 1 < len(parameters):
+                continue
+            buffer = torch.cat([each.flatten() for each in waiting])
+            dist.all_reduce(buffer, group=self._replicas.group)
+            for each, total in zip(waiting, buffer.split([each.numel() for each in waiting]), strict=True):
+                each.copy_(total.view_as(each))
+            waiting = []
+
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad(), self.autocast():
             output = self.neighbours.forward(self._shape(batch), lambda hidden: self.stage.run_stage(hidden, batch))
         return output if self.stage.division.last else torch.zeros((), device=self.world.device)
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         from trainer.strategy.pipeline_state import gather
 
-        return gather(self.stage, self.world, {name: p.detach() for name, p in self.trained.items()})
+        return gather(self.stage, self.pipelines.stages, {name: p.detach() for name, p in self.trained.items()})
+
+    def full_params(self) -> dict[str, torch.Tensor]:
+        """Return the full trained weights by name on the first rank of every host. Every rank calls it."""
+        return dict(self.weights())
+
+    def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
+        """Set the trained weights to those of the first rank of every host. `host`: the ranks of this host."""
+        for name, weight in self.stage.trained_weights.items():
+            value = values[name].detach().to(self.world.device) if values else None
+            if host.size > 1:
+                value = torch.empty(weight.shape, device=self.world.device) if value is None else value
+                dist.broadcast(value, group=host.group, group_src=0)
+            if name in self.trained and value is not None:
+                with torch.no_grad():
+                    self.trained[name].copy_(value)
 
     def model_to_save(self) -> nn.Module:
         from trainer.distributed.pipeline_stage import whole_model
@@ -334,10 +453,10 @@ class Pipeline(Strategy):
         from trainer.strategy.pipeline_state import save_full, save_stage
 
         save = save_stage if self.sharded_checkpoint else save_full
-        return save(folder, self.stage, self.world, self.optimizer)
+        return save(folder, self.stage, self.pipelines, self.optimizer)
 
     def load(self, folder: Path) -> None:
         from trainer.strategy.pipeline_state import load_full, load_stages
 
         load = load_stages if self.sharded_checkpoint else load_full
-        load(folder, self.stage, self.world, self.optimizer)
+        load(folder, self.stage, self.pipelines, self.optimizer)

@@ -25,7 +25,8 @@ PIPELINE_KINDS = (
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank can do. `layer_seconds`: of one decoder layer, in any unit; `room`: bytes for tensors, None if unknown."""
+    """The capacity of one rank. `layer_seconds`: of one decoder layer, in any unit; `room`: bytes for tensors, None if
+    unknown."""
 
     layer_seconds: float
     room: float | None = None
@@ -33,7 +34,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the parts of a model need. Sizes are bytes.
+    """The requirements of the parts of a model. Sizes are bytes.
 
     Attributes:
         head: time of the output head in layers.

@@ -6,6 +6,7 @@ stage, and a resumed run exchanges what its ranks lack.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,21 +21,22 @@ from trainer.strategy.full_state_dict import KINDS, MOMENTS, step_of, write_full
 
 if TYPE_CHECKING:
     from trainer.distributed.pipeline_stage import StageLoss
+    from trainer.distributed.pipelines import Pipelines
     from trainer.distributed.world import World
 
 _BUFFER = 16 << 20  # numbers of one broadcast
 _PATTERN = "stage-*.safetensors"
 
 
-def gather(stage: StageLoss, world: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return one tensor per trained weight of the whole model in host memory, from their owners. Every rank calls it.
+def gather(stage: StageLoss, world: World, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the trained weights of the whole model by name in host memory, from their owners. Every rank iterates.
 
-    Only the first rank of every host keeps them; others return an empty dict.
+    Only the first rank of every host receives them.
 
     Args:
+        world: the ranks of this rank's pipeline.
         tensors: those of this rank, by name, in float32.
     """
-    full: dict[str, torch.Tensor] = {}
     weights = stage.trained_weights
     for owner, names in groupby(weights, lambda name: weights[name].owner):
         for part in _parts(list(names), stage):
@@ -44,14 +46,11 @@ def gather(stage: StageLoss, world: World, tensors: dict[str, torch.Tensor]) -> 
             else:
                 buffer = torch.empty(sum(sizes), device=world.device)
             if world.size > 1:
-                dist.broadcast(buffer, owner)
+                dist.broadcast(buffer, group=world.group, group_src=owner)
             if world.is_host_leader:
                 pieces = buffer.split(sizes)
-                full |= {
-                    name: piece.view(weights[name].shape).to("cpu", copy=True)
-                    for name, piece in zip(part, pieces, strict=True)
-                }
-    return full
+                for name, piece in zip(part, pieces, strict=True):
+                    yield name, piece.view(weights[name].shape).to("cpu", copy=True)
 
 
 def _parts(names: list[str], stage: StageLoss) -> list[list[str]]:
@@ -86,13 +85,14 @@ def _set_state(stage: StageLoss, optimizer: torch.optim.Optimizer | None, folder
     return _state(stage, optimizer)
 
 
-def save_full(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
+def save_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
     """Write all trained weights and their moments on every host. Every rank calls it."""
+    world = pipelines.stages
     for kind, tensors in _state(stage, optimizer).items():
-        write_full(folder, kind, gather(stage, world, tensors))
+        write_full(folder, kind, dict(gather(stage, world, tensors)))
 
 
-def load_full(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
+def load_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
     """Read this rank's part of what `save_full` wrote, for any division of the layers."""
     for kind, tensors in _set_state(stage, optimizer, folder).items():
         with safe_open(folder / f"{kind}.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
@@ -117,27 +117,31 @@ class StageWriting:
                 )
 
 
-def save_stage(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> StageWriting:
-    """Write this rank's trained weights and their moments: `stage-RANK.safetensors` with the keys KIND/NAME."""
+def save_stage(
+    folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None
+) -> StageWriting:
+    """Write this rank's trained weights and their moments: `stage-NUMBER.safetensors` with the keys KIND/NAME."""
+    number = pipelines.stages.rank
     own = {
         f"{kind}/{name}": tensor.contiguous()
         for kind, tensors in _state(stage, optimizer).items()
         for name, tensor in tensors.items()
-        if stage.trained_weights[name].owner == world.rank
+        if stage.trained_weights[name].owner == number
     }
     error = ""
     try:
-        save_file(own, folder / f"stage-{world.rank:05d}.safetensors")
+        save_file(own, folder / f"stage-{number:05d}.safetensors")
     except Exception as failure:  # every rank must reach `finish`
         error = disk_failure(failure) or first_line(failure)
-    return StageWriting(world, error)
+    return StageWriting(pipelines.world, error)
 
 
-def load_stages(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
-    """Read this rank's part of what the ranks of any division wrote with `save_stage`. Every rank calls it.
+def load_stages(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
+    """Read this rank's part of a state that the ranks of any division wrote with `save_stage`. Every rank calls it.
 
-    What the files of this host lack comes from the lowest rank that has it.
+    The lowest rank that has a missing part sends it to this host.
     """
+    world = pipelines.world
     places = {
         f"{kind}/{name}": tensor
         for kind, tensors in _set_state(stage, optimizer, folder).items()
@@ -158,7 +162,7 @@ def load_stages(folder: Path, stage: StageLoss, world: World, optimizer: torch.o
     for name, weight in stage.trained_weights.items():
         for key in (f"{kind}/{name}" for kind in KINDS):
             owner = next(rank for rank in range(world.size) if key in have[rank])
-            for rank in weight.holders:
+            for rank in pipelines.holders(weight.holders):
                 if world.rank == rank and key in files:
                     places[key].copy_(read(key))
                 elif key not in have[rank]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -42,11 +43,12 @@ class StrategyPlan:
     # slow links, with a different result ("low_communication"). None: the planner lists it without recommending it.
     auto: ClassVar[Literal["exact", "low_communication"] | None] = None
     # How many times faster the strategy must be than one that needs no more packages and gives the result of one process;
-    # None: the planner never recommends it. `cost` says the reason in words, and what else it costs.
+    # None: the planner never recommends it. `cost` describes the reason and other costs.
     gain: ClassVar[float | None] = None
     cost: ClassVar[str] = ""
     has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
+    receives_layers: ClassVar[bool] = False  # ranks receive the weights that their host lacks from that of rank 0
     uniform_dtype: ClassVar[bool] = False  # all weights must have the same data type
     library_bytes: ClassVar[int] = 0  # libraries that only this strategy loads
 
@@ -71,6 +73,10 @@ class StrategyPlan:
         """Return whether no rank holds the full model on its device."""
         return False
 
+    def pipeline_field(self, spec: RunSpec) -> str:
+        """Return the field with the number of hosts of one pipeline, if the run may have several; otherwise an empty string."""
+        return ""
+
     def reads_own_shard(self, spec: RunSpec) -> bool:
         """Return whether a rank reads only its shard of the model's files, in their data type."""
         return self.sharded_weights(spec)
@@ -81,7 +87,7 @@ class StrategyPlan:
 
     def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
         """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError."""
-        from trainer.distillation import Divergence
+        from trainer.distillation.loss import Divergence
         from trainer.model import TokenLoss, load_model
 
         model = load_model(spec, world.device)
@@ -110,7 +116,7 @@ class StrategyPlan:
         return every(enough)
 
     def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
-        """Return the bytes of host memory that a rank on a GPU needs for what it keeps or loads there."""
+        """Return the bytes of host memory that a rank on a GPU needs for the data that it keeps or loads there."""
         return 0
 
     def offload_seconds(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
@@ -217,14 +223,18 @@ def every(enough: list[bool | None]) -> bool | None:
     return None if None in enough or not enough else True
 
 
-def reject_unshardable(spec: RunSpec, field: str) -> None:
-    """Check that the spec needs the full model on no rank. `field`: the field whose value shards the model.
+def reject_unshardable(spec: RunSpec, field: str, possible: Collection[str] = ()) -> None:
+    """Check that the spec needs the full model on no rank.
+
+    Args:
+        field: the field whose value shards the model.
+        possible: fields that may have their value in `UNSHARDABLE` all the same.
 
     Raises:
-        ValueError: a field has one of the values in `UNSHARDABLE`.
+        ValueError: another field has one of the values in `UNSHARDABLE`.
     """
     for name, value in UNSHARDABLE.items():
-        if getattr(spec, name) == value:
+        if getattr(spec, name) == value and name not in possible:
             shown = str(value).lower() if value is True else value
             raise ValueError(f"{name}: {shown} requires {field} ddp, got {field} {getattr(spec, field)}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.supervise.files import SupervisorError, read_json, write_json
 
-CLAIM_LIMIT = 30.0  # s that a claim lasts without a start: a controller that is gone does not block the run
+CLAIM_LIMIT = 30.0  # s that a claim lasts without a start, so that a stopped controller does not block the run
 START_LOCK = ".start"  # beside the run folders; locked during a start and while a run folder is written
 
 
@@ -45,7 +45,7 @@ def consume_claim(run_dir: Path, token: str) -> None:
     """Remove the claim of the controller that starts the run now.
 
     Args:
-        token: of the controller's claim; empty if it starts files that were staged before.
+        token: token of the controller's claim; empty if it starts files that were staged before.
 
     Raises:
         SupervisorError: another controller has claimed the run.

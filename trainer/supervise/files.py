@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,15 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace the object in `path`; see `write_atomic`."""
     write_atomic(path, json.dumps(value).encode())
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Return paths by the time of their last change, without those that no longer exist."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 @contextlib.contextmanager
@@ -130,7 +139,7 @@ def run_devices(run_dir: Path) -> list[str]:
 
 
 def run_lease(run_dir: Path) -> str:
-    """Return the file of the lease under which the newest start of a run was made on this host; empty without a queue."""
+    """Return the lease file of the newest start of a run on this host; empty without a queue."""
     found = (read_json(run_dir / "state/node.json") or {}).get("lease")
     return found if isinstance(found, str) else ""
 

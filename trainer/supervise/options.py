@@ -30,13 +30,15 @@ class StartRequest:
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
+    standby: float = 0.0  # seconds for which a standby process waits for the next start after a failure; 0 for none
+    settings: str = ""  # digest of the unit's settings but for `reachable`, set by `start`
     script: str = ""  # batch script of Slurm that starts the ranks, with the backend slurm
     unit: str = ""  # the systemd unit, set by `start`
 
     @classmethod
     def from_json(cls, request: dict[str, Any]) -> StartRequest:
         """Return the request. Raises SupervisorError for a field that is missing or unknown."""
-        known = {entry.name for entry in fields(cls)} - {"unit"}
+        known = {entry.name for entry in fields(cls)} - {"unit", "settings"}
         if wrong := sorted({"run_dir", "command"} - set(request)) or sorted(set(request) - known):
             raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
         return cls(**{name: value for name, value in request.items() if value is not None})
@@ -52,6 +54,9 @@ class StartRequest:
         words += ["--replica", str(self.replica)] if self.replica is not None else []
         words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
         words += ["--lease", self.lease] if self.lease else []
+        words += ["--standby", f"{self.standby:g}"] if self.standby else []
+        words += ["--settings", self.settings] if self.settings else []
+        words += ["--reachable", _join(self.reachable)] if self.reachable else []
         return [*words, "--", *self.command]
 
 
@@ -70,11 +75,14 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")
     parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to run the lighthouse")
     parser.add_argument("--lease", default="", help="file whose lock permits the run to use this host")
+    parser.add_argument("--standby", type=float, default=0.0, help="seconds to wait for the next start after a failure")
+    parser.add_argument("--settings", default="", help="digest of the settings of the unit")
+    parser.add_argument("--reachable", default="", help="addresses to which the unit is limited")
     parser.add_argument("--unit", default="", help="the systemd unit of this process")
     parser.add_argument("command", nargs="+")
     values = vars(parser.parse_args(arguments))
     ranks = [int(rank) for rank in values.pop("ranks").split(",")]
-    words = {name: text.split(",") if (text := values.pop(name)) else [] for name in ("hosts", "devices")}
+    words = {name: text.split(",") if (text := values.pop(name)) else [] for name in ("hosts", "devices", "reachable")}
     return StartRequest(**values, ranks=ranks, **words)
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+from trainer.supervise.files import read_json
+
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
 LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the lease
 
@@ -61,15 +63,27 @@ def run_processes(run_dir: Path) -> list[int]:
     return list({*marked, *(below for pid in marked for below in descendants(pid))})
 
 
+def waiting_processes(run_dir: Path) -> list[int]:
+    """Return the supervisor and the standby process of a run that has ended and that may be started again; else an empty list.
+
+    They use no GPU, and the run does not count as active.
+    """
+    found = read_json(run_dir / "state/standby.json") or {}
+    both = [(found.get("pid"), found.get("pid_start")), (found.get("standby"), found.get("standby_start"))]
+    alive = [pid for pid, start in both if isinstance(pid, int) and (stat := process_stat(pid)) and stat[2] == start]
+    return alive if len(alive) == len(both) else []
+
+
 def held_gpus(run: str) -> dict[str, str]:
     """Return {UUID of a GPU: run} of the GPUs that other runs than `run` use, as far as their processes can be seen.
 
     This also finds runs in other data directories.
     """
     found: dict[str, str] = {}
-    for values in map(environ, all_pids()):
-        name = Path(values.get(RUN_VARIABLE, "")).name
-        if name and name != run:
+    for pid in all_pids():
+        values = environ(pid)
+        run_dir = Path(values.get(RUN_VARIABLE, ""))
+        if (name := run_dir.name) and name != run and pid not in waiting_processes(run_dir):
             found |= dict.fromkeys(filter(None, values.get("CUDA_VISIBLE_DEVICES", "").split(",")), name)
     return found
 

@@ -16,7 +16,7 @@ REPORT_LIMIT = 0.5  # s for torchrun to report the exit code of a rank that has 
 # s for torchrun to exit once its ranks have: its exit barrier would wait 300 s for a peer that has exited.
 EXIT_LIMIT = 10.0
 
-# What torchrun logs when it has seen a worker die (torch/distributed/elastic/multiprocessing/api.py).
+# torchrun's log message about a worker that died (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(rb"failed \(exitcode: (-?\d+)\)\s+local_rank: (\d+) \(pid: (\d+)\)")
 
 
@@ -106,7 +106,7 @@ class RankMonitor:
         return self.run_dir / f"state/rank{rank}.json"
 
     def _states(self) -> dict[int, dict[str, Any]]:
-        """Return the last heartbeat of every rank that has written one here."""
+        """Return the last heartbeat of every rank that has written one on this host."""
         numbers = [path.stem.removeprefix("rank") for path in (self.run_dir / "state").glob("rank*.json")]
         return {int(number): self.rank_state(int(number)) for number in numbers if number.isdecimal()}
 

@@ -1,4 +1,4 @@
-"""What the systemd unit of a run may not do. Its ranks run code of models and packages, as the login user.
+"""The restrictions of the systemd unit of a run. Its ranks run code of models and packages, as the login user.
 
 A later property replaces an earlier one of the same name, or extends it if it is a list. So `unit_properties` of the launch
 options, which come last, take precedence, as in a drop-in of the unit; see systemd.exec(5).
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-# What needs no privileges of the service manager, so that a user's own manager can do it.
+# Properties without privileges of the service manager, which a user's own manager can also set.
 ANY_UNIT = (
     "NoNewPrivileges=yes",  # sudo and other setuid programs fail
     "LockPersonality=yes",
@@ -50,13 +50,12 @@ CONTROL_SOCKETS = (
 )
 
 
-def unit_properties(run_dir: Path, *, system: bool, reachable: Iterable[str], env: Mapping[str, str]) -> list[str]:
-    """Return the properties of the unit of a run.
+def unit_properties(run_dir: Path, *, system: bool, env: Mapping[str, str]) -> list[str]:
+    """Return the properties of the unit of a run, without `address_properties`.
 
     Args:
         run_dir: the run folder, two levels below the data folder.
         system: whether the system's service manager runs the unit, and not the user's own.
-        reachable: addresses to which the unit is limited; empty for no limit.
         env: environment of the ranks. Folders in the home that it names stay writable.
     """
     if not system:
@@ -71,10 +70,13 @@ def unit_properties(run_dir: Path, *, system: bool, reachable: Iterable[str], en
     if data_dir in environment.parents and environment not in run_dir.parents:
         properties.append(f"ReadOnlyPaths={quote(environment)}")
     hidden = [home / ".ssh", Path(f"/run/user/{os.getuid()}"), *map(Path, CONTROL_SOCKETS)]
-    properties += [f"InaccessiblePaths={quote(path, missing_ok=True)}" for path in hidden]
-    if addresses := " ".join(address.partition("%")[0] for address in reachable):
-        properties += ["IPAddressDeny=any", f"IPAddressAllow=127.0.0.0/8 ::1/128 {addresses}"]
-    return properties
+    return properties + [f"InaccessiblePaths={quote(path, missing_ok=True)}" for path in hidden]
+
+
+def address_properties(reachable: Iterable[str]) -> list[str]:
+    """Return the properties that limit a unit of the system's service manager to addresses; none for no address."""
+    addresses = " ".join(address.partition("%")[0] for address in reachable)
+    return ["IPAddressDeny=any", f"IPAddressAllow=127.0.0.0/8 ::1/128 {addresses}"] if addresses else []
 
 
 def needed_capabilities(run_dir: Path) -> str:

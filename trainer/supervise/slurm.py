@@ -1,7 +1,9 @@
 """A run whose ranks are steps of a job of Slurm, seen from the login host of that cluster. Standard library only.
 
-Here Slurm is what systemd is on other hosts: `start` submits a batch script, and Slurm starts, signals and kills the ranks. The run
-folder lies in a folder that the login host and all nodes share. The files of `state` are those of other runs, and besides:
+Slurm has the role that systemd has on other hosts: `start` submits a batch script, and Slurm starts, signals and kills
+the ranks. The run
+folder lies in a folder that the login host and all nodes share. The files of `state` are those of other runs, and
+additionally:
 
     job.json    written by the batch script: `restart`, `nodes`, and at its end `code` and whether the job returns to the queue
     squeue.json the last answer of Slurm, which is asked every few seconds at most
@@ -33,7 +35,7 @@ _JOB = re.compile(r"(\d{1,10})(;[A-Za-z0-9_.-]+)?")
 
 
 def submit(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
-    """Submit the batch script of a run; return what `start` does. Raises SupervisorError if Slurm refuses it."""
+    """Submit the batch script of a run; return the result of `start`. Raises SupervisorError if Slurm refuses it."""
     for folder in FOLDERS:
         (run_dir / folder).mkdir(exist_ok=True)
     log = f"{run_dir}/logs/slurm.log".replace("%", "%%")
@@ -66,7 +68,7 @@ def submit(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
     try:
         write_json(run_dir / "state/node.json", node)
     except OSError:
-        command(["scancel", found[1]])  # nobody would know of the job
+        command(["scancel", found[1]])  # the job would be unknown
         raise
     return {"backend": "slurm", "pid": 0, "job": int(found[1]), "started": started}
 
@@ -120,8 +122,9 @@ def begin(run_dir: Path) -> int:
 def end(run_dir: Path, code: int) -> int:
     """Record the end of the ranks; return 75 if the job has to return to the queue, else the exit code of the job.
 
-    It returns there if the ranks stopped with a checkpoint and no user asked for it: at the end of the time limit, or because
-    Slurm preempts the job. Without a step of progress since the last time it does not, because that would go on for ever.
+    It returns there if the ranks stopped with a checkpoint and no user requested the stop: at the end of the time
+    limit, or because
+    Slurm preempts the job. Without progress since the last time, it does not, because it would repeat indefinitely.
     """
     ranks, mark = heartbeats(run_dir), read_mark(run_dir)
     step = max((int(rank.get("step") or 0) for rank in ranks.values()), default=0)
@@ -135,7 +138,7 @@ def end(run_dir: Path, code: int) -> int:
 
 
 def main() -> int:
-    """Carry out what the batch script asks for."""
+    """Carry out a request of the batch script."""
     verb, run_dir = sys.argv[1], Path(sys.argv[2])
     try:
         return begin(run_dir) if verb == "begin" else end(run_dir, int(sys.argv[3]))

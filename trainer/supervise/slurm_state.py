@@ -15,7 +15,7 @@ from trainer.supervise.environment import clean_environment
 from trainer.supervise.files import SupervisorError, read_json, write_json
 
 ANSWER_LIMIT = 30.0  # s for an answer of Slurm
-ASK_INTERVAL = 5.0  # s between two questions about one job
+ASK_INTERVAL = 5.0  # s between two queries about one job
 ENDED_WELL = ("finished", "stopped")
 # Where programs of Slurm are, besides the search path of a login without a terminal.
 PROGRAMS = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/current/bin")
@@ -72,8 +72,8 @@ def is_live(run_dir: Path, node: dict[str, Any]) -> bool:
 def job_status(run_dir: Path, node: dict[str, Any]) -> dict[str, Any]:
     """Return the status of a run that is a job, as `read_state` does of other runs.
 
-    `job` has its `state` and `reason` in Slurm's words, and `start`, when Slurm expects to start it. The end of a job is written to
-    node.json, because Slurm forgets jobs.
+    `job` has its `state` and `reason` in Slurm's words, and `start`, when Slurm expects to start it. The end of a job
+    is written to node.json, because Slurm deletes old jobs.
     """
     ended = node["status"] not in ("starting", "running")
     mark = read_mark(run_dir)
@@ -125,7 +125,8 @@ def heartbeats(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def ask(run_dir: Path, job: int) -> dict[str, Any]:
-    """Return what Slurm says of a job, at most some seconds old: `state`, `reason`, `start`; empty if Slurm does not know the job.
+    """Return the state of a job in Slurm, at most some seconds old: `state`, `reason`, `start`; empty if Slurm does not
+    have the job.
 
     If Slurm does not answer, the last answer holds: a run must not end because of that.
     """
@@ -144,7 +145,8 @@ def ask(run_dir: Path, job: int) -> dict[str, Any]:
 
 
 def ask_slurm(job: int) -> dict[str, Any]:
-    """Return what squeue says of a job, or sacct after that has forgotten it. Raises SupervisorError if Slurm does not answer."""
+    """Return the state of a job from squeue, or from sacct after squeue no longer lists it. Raises SupervisorError if
+    Slurm does not answer."""
     try:
         text = command(["squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={QUERY}"])
     except SupervisorError as error:

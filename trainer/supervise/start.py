@@ -23,9 +23,11 @@ from trainer.supervise.environment import (
 from trainer.supervise.files import SupervisorError, hold_lock, other_runs, read_json, run_devices, run_lease
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest
-from trainer.supervise.processes import run_processes
-from trainer.supervise.sandbox import unit_properties
+from trainer.supervise.processes import run_processes, waiting_processes
+from trainer.supervise.sandbox import address_properties, unit_properties
+from trainer.supervise.standby import file_digest
 from trainer.supervise.status import is_active
+from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
 
 START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
 
@@ -51,7 +53,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     run_environment(run_dir)  # report its errors now
     for folder in ("state", "logs"):
         (run_dir / folder).mkdir(exist_ok=True)
-    # One of two simultaneous starts sees the run of the other.
+    # One of two simultaneous starts detects the run of the other.
     with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
         if not locked:
             raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
@@ -61,7 +63,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         last = read_json(run_dir / "state/node.json") or {}
         wanted.run_dir = str(run_dir)
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
-        for stale in [*(run_dir / "state").iterdir(), run_dir / "stop"]:
+        for stale in {*(run_dir / "state").iterdir(), run_dir / "stop"} - {run_dir / STATE}:
             stale.unlink(missing_ok=True)
         if wanted.backend == "slurm":
             from trainer.supervise.slurm import submit
@@ -84,32 +86,30 @@ def check_idle(run_dir: Path, devices: Collection[str] = (), lease: str = "") ->
             raise SupervisorError(f"busy: run {name} is running here")
         if same := set(devices) & set(taken):
             raise SupervisorError(f"busy: run {name} is running here and uses {', '.join(sorted(same))}")
-    if left := run_processes(run_dir):
+    if left := sorted(set(run_processes(run_dir)) - set(waiting_processes(run_dir))):
         raise SupervisorError(
             f"processes of an earlier start of run {run_dir.name} are still running: {left}; stop the run first"
         )
 
 
 def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
-    """Start the supervisor and wait until it has written its state. Raises SupervisorError."""
+    """Start the supervisor and wait until it has written its state. Raises SupervisorError.
+
+    A supervisor that waits for this start with its standby process takes the request, if it runs in the same unit.
+    """
     systemd = choose_backend(wanted.backend)
     load_gpu_driver()
-    wanted.unit = unit_name(run_dir) if systemd else ""
-    command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
     log = run_dir / f"logs/torchrun.{wanted.node_rank}.log"
+    settings = unit_settings(systemd, wanted, run_dir) if systemd else []
     if systemd:
-        start_unit(systemd, wanted, run_dir, command)
-    else:
-        with log.open("ab") as sink:
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                cwd=run_dir,
-                env={**clean_environment(), **import_environment(run_dir, wanted.lease)},
-                start_new_session=True,
-            )
+        wanted.unit = unit_name(run_dir)
+        wanted.settings = hashlib.sha256("\0".join([*settings, *wanted.properties]).encode()).hexdigest()[:16]
+    if not resume_waiting(systemd, wanted, run_dir):
+        command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
+        if systemd:
+            start_unit(systemd, wanted, run_dir, command, settings)
+        else:
+            start_process(wanted, run_dir, command, log)
     deadline = time.monotonic() + START_LIMIT
     while (node := read_json(run_dir / "state/node.json")) is None:
         if time.monotonic() > deadline:
@@ -122,20 +122,70 @@ def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
     return started | ({"unit": wanted.unit} if wanted.unit else {}) | ignored
 
 
-def start_unit(systemd: list[str], wanted: StartRequest, run_dir: Path, command: list[str]) -> None:
-    """Start a transient systemd unit. Raises SupervisorError with systemd-run's message."""
-    environment = systemctl_environment()
-    # A failed unit stays loaded, so that its Result can be read, until here.
-    systemctl = ["sudo", "-n", "systemctl"] if "sudo" in systemd else ["systemctl", *systemd[1:]]
-    subprocess.run([*systemctl, "reset-failed", wanted.unit], capture_output=True, check=False, env=environment)
+def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: Path) -> bool:
+    """Let the supervisor that waits for the next start of the run begin it; return whether it does. Otherwise it ends."""
+    waiting = waiting_supervisor(run_dir)
+    if waiting is None:
+        return False
+    now = {"unit": wanted.unit, "settings": wanted.settings, "lease": wanted.lease}
+    now["trainer"] = file_digest(run_dir / "trainer.zip")
+    same = wanted.standby > 0 and all(waiting.get(name) == value for name, value in now.items())
+    if same and may_reach(waiting["reachable"], wanted.reachable):
+        wanted.reachable = waiting["reachable"]  # the unit keeps its limit
+        if hand_over(run_dir, wanted):
+            return True
+    end_supervisor(run_dir)
+    if systemd:  # return when the unit is free for the next start
+        subprocess.run(
+            [*systemctl(systemd), "stop", wanted.unit], capture_output=True, check=False, env=systemctl_environment()
+        )
+    (run_dir / "state/node.json").unlink(missing_ok=True)
+    return False
+
+
+def start_process(wanted: StartRequest, run_dir: Path, command: list[str], log: Path) -> None:
+    """Start the supervisor as a detached process. Raises OSError."""
+    with log.open("ab") as sink:
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            cwd=run_dir,
+            env={**clean_environment(), **import_environment(run_dir, wanted.lease)},
+            start_new_session=True,
+        )
+
+
+def unit_settings(systemd: list[str], wanted: StartRequest, run_dir: Path) -> list[str]:
+    """Return the properties of the unit, without the addresses to which it is limited."""
     # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
     # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
     settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec", f"WorkingDirectory={run_dir}"]
-    system, env = "--user" not in systemd, run_environment(run_dir)
-    settings += unit_properties(run_dir, system=system, reachable=wanted.reachable, env=env)
-    settings += wanted.properties
+    return settings + unit_properties(run_dir, system="--user" not in systemd, env=run_environment(run_dir))
+
+
+def systemctl(systemd: list[str]) -> list[str]:
+    """Return the start of the systemctl command that belongs to a systemd-run command."""
+    return ["sudo", "-n", "systemctl"] if "sudo" in systemd else ["systemctl", *systemd[1:]]
+
+
+def may_reach(limits: list[str], addresses: list[str]) -> bool:
+    """Return whether a unit that is limited to the addresses `limits` suits a start that needs `addresses`; empty: no limit."""
+    return set(addresses) <= set(limits) if addresses and limits else addresses == limits
+
+
+def start_unit(
+    systemd: list[str], wanted: StartRequest, run_dir: Path, command: list[str], settings: list[str]
+) -> None:
+    """Start a transient systemd unit. Raises SupervisorError with systemd-run's message."""
+    environment = systemctl_environment()
+    # A failed unit stays loaded until this point, so that its Result can be read.
+    reset = [*systemctl(systemd), "reset-failed", wanted.unit]
+    subprocess.run(reset, capture_output=True, check=False, env=environment)
+    limits = address_properties(wanted.reachable) if "--user" not in systemd else []
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
-    options += [f"--property={setting}" for setting in settings]
+    options += [f"--property={setting}" for setting in (*settings, *limits, *wanted.properties)]
     options += [f"--setenv={key}={value}" for key, value in import_environment(run_dir, wanted.lease).items()]
     done = subprocess.run(
         [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment
@@ -145,7 +195,7 @@ def start_unit(systemd: list[str], wanted: StartRequest, run_dir: Path, command:
 
 
 def load_gpu_driver() -> None:
-    """Create the devices that CUDA needs. Its own setuid helper does so otherwise, which a rank cannot run."""
+    """Create the devices that CUDA needs. By default its setuid helper does this, which a rank cannot run."""
     if helper := shutil.which("nvidia-modprobe"):
         subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, read_log
-from trainer.supervise.processes import process_stat
+from trainer.supervise.processes import process_stat, waiting_processes
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
+_OF_ALL_RANKS = ("step_seconds", "comm_share")  # of a heartbeat
 ENDED_WELL = ("finished", "stopped")  # a rank that ended as intended
 
 
@@ -20,11 +21,11 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `run_dir`; `wait`, the seconds to wait for a change before answering (default 0); `logs_from`, {name in
-            logs/: byte offset, or -N for the last N lines}.
+            logs/: byte offset, or -N for the last N lines}; `brief`, leave out what all hosts would repeat, see `shorten`.
 
     Returns:
         `status` is none, starting, running, finished, failed, stopped, or lost (the supervisor died without a report).
-        See `read_state` for the other keys; `logs` holds what was asked for, see `read_log`.
+        See `read_state` for the other keys; `logs` holds the requested part, see `read_log`.
     """
     run_dir = Path(request["run_dir"])
     deadline = time.monotonic() + request.get("wait", 0.0)
@@ -35,7 +36,20 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
         state = read_state(run_dir)
     wanted: dict[str, int] = request.get("logs_from", {})
     logs = {name: read_log(run_dir / "logs" / Path(name).name, since) for name, since in wanted.items()}
-    return {**state, "logs": logs}
+    return {**(shorten(state) if request.get("brief") else state), "logs": logs}
+
+
+def shorten(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state without what has an entry for every host of the run and is the same on all of them.
+
+    These are the names of the hosts, and the times of all ranks except in the heartbeat of rank 0.
+    """
+    node = state["node"] and {**state["node"], "hosts": []}
+    ranks = {
+        name: rank if name == "0" else {key: value for key, value in rank.items() if key not in _OF_ALL_RANKS}
+        for name, rank in state["ranks"].items()
+    }
+    return {**state, "node": node, "ranks": ranks}
 
 
 def list_runs(request: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +88,9 @@ def is_uneventful(state: dict[str, Any]) -> bool:
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:
-    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`.
+    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `waits`.
+
+    A run `waits` if it has failed, and its supervisor waits for the next start.
 
     A lost part has `why`: the reason as far as it is known.
     """
@@ -91,6 +107,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
             ranks[str(rank.get("rank"))] = {**rank, "process": found[0] if found else None}
     state = {"now": time.time(), "alive": alive, "node": node, "ranks": ranks, "run_dir": str(run_dir)}
     state["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
+    state["waits"] = not alive and bool(waiting_processes(run_dir))
     if node is None:
         return {**state, "status": "starting" if alive else "none"}
     if node["status"] in ("starting", "running") and not alive:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, write_json
-from trainer.supervise.processes import is_running, process_stat, run_processes, send_signal
+from trainer.supervise.processes import is_running, process_stat, run_processes, send_signal, waiting_processes
 from trainer.supervise.status import read_state
+from trainer.supervise.waiting import AGAIN, end_supervisor
 
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for killed processes to end; longer means that they hang in the kernel
@@ -21,7 +23,8 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `run_dir`; `grace`, the seconds that the ranks have to end by themselves (default 60), before SIGTERM
-            and then SIGKILL; `now`, SIGKILL at once; `wanted`, a user stops the run, so that it is not restarted.
+            and then SIGKILL; `now`, SIGKILL at once; `wanted`, a user stops the run, so that it is not restarted; `keep`,
+            the run is started again: a standby process remains for that; `only_standby`, end no more than that process.
 
     Returns:
         `status`, and the number of processes `killed`.
@@ -34,6 +37,9 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
         return {"status": "none", "killed": 0}
     if request.get("wanted"):  # tells the controller that the run did not fail, so that it does not restart it
         (run_dir / "state/stop-wanted").touch()
+    if request.get("only_standby"):
+        end_supervisor(run_dir)
+        return {"status": read_state(run_dir)["status"], "killed": 0}
     node = read_json(run_dir / "state/node.json")
     if job := read_job(run_dir):
         from trainer.supervise.slurm import stop_job
@@ -41,16 +47,23 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
         return stop_job(run_dir, job, request)
     was_lost = read_state(run_dir)["status"] == "lost"
     if is_alive(run_dir) and not request.get("now"):
+        if request.get("keep"):
+            (run_dir / AGAIN).touch()
         (run_dir / "stop").touch()
         if not wait_end(run_dir, request.get("grace", 60.0)) and node:
             send_signal(node["pid"], signal.SIGTERM, node["pid_start"])
             wait_end(run_dir, TERM_LIMIT)
     if is_alive(run_dir) and node:  # the supervisor kills its processes and reports the end
-        send_signal(node["pid"], signal.SIGUSR1, node["pid_start"])
-        wait_end(run_dir, EXIT_LIMIT)
-    if node:
+        keep = request.get("keep") and node.get("standby")
+        send_signal(node["pid"], signal.SIGUSR2 if keep else signal.SIGUSR1, node["pid_start"])
+        wait_end(run_dir, KILL_LIMIT if keep else EXIT_LIMIT)
+    if not request.get("keep"):
+        end_supervisor(run_dir)
+    # Code of a rank could name itself in the record of the wait, to outlive the run.
+    waiting = waiting_processes(run_dir) if request.get("keep") else []
+    if node and not waiting:
         wait_exit(run_dir, node)
-    killed = kill_processes(run_dir)
+    killed = kill_processes(run_dir, waiting)
     node = read_json(run_dir / "state/node.json")
     if node and node["status"] in ("starting", "running"):
         end = {"status": "failed" if was_lost else "stopped", "ended": time.time()}
@@ -77,11 +90,11 @@ def wait_exit(run_dir: Path, node: dict[str, Any]) -> None:
         time.sleep(0.01)
 
 
-def kill_processes(run_dir: Path) -> int:
-    """Kill every process of the run; return their number. Raises SupervisorError if one does not end."""
+def kill_processes(run_dir: Path, spare: Collection[int] = ()) -> int:
+    """Kill every process of the run but `spare`; return their number. Raises SupervisorError if one does not end."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_LIMIT
-    while left := run_processes(run_dir):
+    while left := set(run_processes(run_dir)) - set(spare):
         if time.monotonic() > deadline:
             raise SupervisorError(
                 f"cannot kill processes {sorted(left)} of run {run_dir.name}: they hang in the kernel; restart the host"

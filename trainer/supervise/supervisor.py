@@ -1,4 +1,8 @@
-"""The supervisor process: it runs torchrun to its end, leaves no process behind, and records how the run ended."""
+"""The supervisor process: it runs torchrun to its end, leaves no process behind, and records how the run ended.
+
+After a failure it waits for the next start, if the start that failed requests it: the standby process then forks
+torchrun again.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,9 @@ from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
+from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve
 from trainer.supervise.status import ENDED_WELL
+from trainer.supervise.waiting import AGAIN, POLL, begin_waiting, end_waiting, take_request
 
 TICK = 0.1  # s between two checks of the child processes, as torchrun's own --monitor-interval
 HOLD_LIMIT = 120.0  # s to wait for the file `state/go`
@@ -29,36 +36,49 @@ LIGHTHOUSE_STARTS = 3  # consecutive starts of a lighthouse that exits by itself
 KILL_LIMIT = 10.0  # s for killed processes to end
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
-AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD}
+AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 
 
 def run_supervisor(arguments: list[str]) -> None:
-    """Hold the run's lock and supervise torchrun, in the foreground. Raises SupervisorError if the run is alive."""
-    request = parse_flags(arguments)
-    run_dir = Path(request.run_dir)
-    log = run_dir / f"logs/torchrun.{request.node_rank}.log"
-    with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open("ab", buffering=0) as sink:
-        if not locked:
-            raise SupervisorError(f"run {run_dir.name} is already running here")
-        # Again, now that the Epilog of the node sees this process: either it ends the process, or the lease has ended before.
-        check_lease(request.lease)
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-        Supervisor(request, run_dir, log).run()
+    """Hold the run's lock and supervise torchrun, in the foreground; then wait for the next start if that is requested.
+
+    Raises SupervisorError if the run is alive.
+    """
+    request: StartRequest | None = parse_flags(arguments)
+    standby: Standby | None = None
+    while request:
+        run_dir = Path(request.run_dir)
+        log = run_dir / f"logs/torchrun.{request.node_rank}.log"
+        with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open("ab", buffering=0) as sink:
+            if not locked:
+                raise SupervisorError(f"run {run_dir.name} is already running here")
+            # Check again, now that the Epilog of the node can find this process: either it ends the process, or the
+            # lease has ended before.
+            check_lease(request.lease)
+            os.dup2(sink.fileno(), 1)
+            os.dup2(sink.fileno(), 2)
+            supervisor = Supervisor(request, run_dir, log, standby)
+            supervisor.run()
+            waits = supervisor.begin_waiting()
+        request, standby = (supervisor.wait_for_start() if waits else None), supervisor.standby
 
 
 class Supervisor:
-    """One torchrun at a time, its descendants, and the lighthouse of the run if it is assigned to this host."""
+    """One torchrun at a time, its descendants, and the lighthouse of the run if it is assigned to this host.
 
-    def __init__(self, request: StartRequest, run_dir: Path, log: Path) -> None:
-        self.request, self.run_dir = request, run_dir
+    `standby` forks the torchruns; it may come from an earlier start.
+    """
+
+    def __init__(self, request: StartRequest, run_dir: Path, log: Path, standby: Standby | None = None) -> None:
+        self.request, self.run_dir, self.log, self.standby = request, run_dir, log, standby
         # With this option torchrun restarts its workers itself, and the death of a worker does not end the run.
         self.elastic = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", word) for word in request.command)
         self.ranks = RankMonitor(run_dir, log, request.ranks, renumbered=self.elastic, replica=request.restarts > 0)
         self.best_step, self.failed_in_a_row, self.restarted = -1, 0, 0
         self.lighthouse: subprocess.Popen[bytes] | None = None
         self.lighthouse_started, self.lighthouse_exits = 0.0, 0
-        self.stop_requested = False
+        self.stop_requested = self.to_be_started = False
+        self.may_fork = request.standby > 0 and may_serve(request.command, request.teaches)
         self.oom_kills = oom_kills()
         stat = process_stat(os.getpid())
         self.node: dict[str, Any] = {
@@ -71,6 +91,7 @@ class Supervisor:
             "restarts": self.elastic or request.restarts > 0,
             "replica": request.replica,
             "teaches": request.teaches,
+            "standby": request.standby > 0,
             "backend": "systemd" if request.unit else "process",
             "unit": request.unit or None,
             "lease": request.lease or None,
@@ -95,7 +116,7 @@ class Supervisor:
         while True:
             try:
                 self.keep_lighthouse()
-                torchrun = self.spawn(self.request.command, None)
+                torchrun = self.start_torchrun()
             except (OSError, subprocess.SubprocessError) as error:
                 self.node.update(status="failed", ended=time.time(), exit_code=127, error=str(error))
                 self.save()
@@ -103,32 +124,89 @@ class Supervisor:
                 return
             self.save()
             code = self.wait_for_torchrun(torchrun)
-            self.kill_all(torchrun, spare=self.lighthouse)
+            if self.standby and not self.stop_requested and (self.standby.refusal or self.standby.pending):
+                continue  # it did not fork torchrun: start_torchrun does not use it
+            self.kill_all(torchrun, spare=self.kept(self.lighthouse))
             self.ranks.read_log()
             if not self.restart_is_due():
                 break
-        self.kill_all(torchrun)
+        self.kill_all(torchrun, spare=self.kept())
         self.end(code)
 
-    def wait_for_torchrun(self, torchrun: subprocess.Popen[bytes]) -> int:
+    def start_torchrun(self) -> subprocess.Popen[bytes] | ForkedLaunch:
+        """Start torchrun: from the standby process if this start may use one. Raises OSError and SupervisorError."""
+        if self.standby and (why := self.standby.refusal or (self.standby.pending and "it ended during the imports")):
+            self.drop_standby(why)
+            self.may_fork = False
+        self.prepare_standby()
+        if self.standby:
+            try:
+                return self.standby.launch(self.request.command, self.environment(), self.log)
+            except OSError as error:
+                self.drop_standby(str(error))
+        return self.spawn(self.request.command, None)
+
+    def prepare_standby(self) -> None:
+        """Have a standby process that suits this start, if the start may use one. It begins to import. Raises SupervisorError."""
+        if not self.may_fork:
+            return
+        command = self.request.command
+        imports = Imports.now(command[0], self.run_dir, self.environment())
+        if self.standby and (why := self.standby.unusable(imports)):
+            self.drop_standby(why)
+        if self.standby is None:
+            try:
+                self.standby = Standby.start(self.spawn, command, imports)
+            except OSError as error:
+                self.drop_standby(str(error))
+
+    def drop_standby(self, why: str) -> None:
+        """End the standby process, and log why."""
+        log_line(f"the standby process is not used: {why}")
+        self.end_standby()
+
+    def end_standby(self) -> None:
+        """End the standby process, so that the next torchrun is started without it."""
+        if self.standby:
+            self.standby.close()
+            self.standby = None
+        self.kill_all(spare=self.kept(self.lighthouse))
+
+    def kept(self, *processes: subprocess.Popen[bytes] | None) -> list[int]:
+        """Return the pids of processes, of their descendants, and of the standby process if it has no torchrun to start."""
+        pids = [process.pid for process in processes if process]
+        below = [pid for process in pids for pid in descendants(process)]
+        return pids + below + ([self.standby.pid] if self.standby and self.standby.is_idle else [])
+
+    def wait_for_torchrun(self, torchrun: subprocess.Popen[bytes] | ForkedLaunch) -> int:
         """Watch torchrun and its ranks; return its exit code."""
         while (code := self.reap(torchrun)) is None:
-            caught = signal.sigtimedwait(AWAITED, TICK)
+            caught = signal.sigtimedwait(AWAITED, POLL if self.standby and self.standby.pending else TICK)
             if caught and caught.si_signo in (signal.SIGTERM, signal.SIGINT):
                 self.stop_requested = True
                 send_signal(torchrun.pid, signal.SIGTERM)
-            elif caught and caught.si_signo == signal.SIGUSR1:  # stop with `now`
+            elif caught and caught.si_signo in (
+                signal.SIGUSR1,
+                signal.SIGUSR2,
+            ):  # stop with `now`; the run is started again
                 self.stop_requested = True
-                self.kill_all(torchrun)
-            if not self.request.teaches and self.ranks.update(torchrun.pid):
+                self.to_be_started = caught.si_signo == signal.SIGUSR2
+                self.kill_all(torchrun, spare=self.kept() if self.to_be_started else [])
+            importing = self.standby and self.standby.pending
+            if not importing and not self.request.teaches and self.ranks.update(torchrun.pid):
                 self.save()
             self.keep_lighthouse()
             useless = self.elastic and self.ranks.mistake() not in ("", "DiskError")  # torchrun would restart the ranks
             if self.ranks.exit_is_overdue() or "error" in self.node or useless:
-                self.kill_all(torchrun, spare=self.lighthouse)
+                self.kill_all(torchrun, spare=self.kept(self.lighthouse))
         return code
 
-    def spawn(self, command: list[str], log: Path | None) -> subprocess.Popen[bytes]:
+    def environment(self) -> dict[str, str]:
+        """Return the environment of torchrun. Raises SupervisorError."""
+        values = run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
+        return values | ({LEASE_VARIABLE: self.request.lease} if self.request.lease else {})
+
+    def spawn(self, command: list[str], log: Path | None, **more: Any) -> subprocess.Popen[bytes]:
         """Start a program that dies with this process, even when that is killed by SIGKILL."""
         parent = os.getpid()
 
@@ -138,9 +216,6 @@ class Supervisor:
             if os.getppid() != parent:
                 os._exit(1)
 
-        environment = run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
-        if self.request.lease:
-            environment[LEASE_VARIABLE] = self.request.lease
         with log.open("ab") if log else contextlib.nullcontext() as sink:
             return subprocess.Popen(
                 command,
@@ -148,8 +223,9 @@ class Supervisor:
                 stdout=sink,
                 stderr=sink,
                 cwd=self.run_dir,
-                env=environment,
+                env=self.environment(),
                 preexec_fn=before_exec,
+                **more,
             )
 
     def keep_lighthouse(self) -> None:
@@ -198,12 +274,15 @@ class Supervisor:
         return True
 
     def wait_for_go(self) -> bool:
-        """Wait for the file `state/go`; return whether it was there before a stop and before the limit."""
+        """Wait for the file `state/go`; return whether it appeared before a stop and before the limit."""
         self.save()
+        with contextlib.suppress(SupervisorError):  # the start of torchrun reports it
+            self.prepare_standby()  # it imports while other hosts get ready
         deadline = time.monotonic() + HOLD_LIMIT
         while not (self.run_dir / "state/go").exists():
             caught = signal.sigtimedwait(AWAITED, 0.01)
             if (caught and caught.si_signo != signal.SIGCHLD) or (self.run_dir / "stop").exists():
+                self.to_be_started = bool(caught and caught.si_signo == signal.SIGUSR2)
                 self.node.update(status="stopped", ended=time.time())
             elif time.monotonic() > deadline:
                 why = f"the controller did not release the start within {HOLD_LIMIT:.0f} s"
@@ -215,23 +294,26 @@ class Supervisor:
         self.node.update(status="running", started=time.time())
         return True
 
-    def reap(self, torchrun: subprocess.Popen[bytes] | None) -> int | None:
+    def reap(self, torchrun: subprocess.Popen[bytes] | ForkedLaunch | None) -> int | None:
         """Reap every dead child, orphans included; return torchrun's exit code once it has one."""
+        if self.standby:
+            self.standby.update()
         with contextlib.suppress(ChildProcessError):
             while (dead := os.waitpid(-1, os.WNOHANG))[0]:
-                for child in (torchrun, self.lighthouse):
+                if self.standby:
+                    self.standby.note_end(*dead)
+                for child in (torchrun, self.lighthouse, self.standby and self.standby.process):
                     if child and dead[0] == child.pid:
                         child.returncode = os.waitstatus_to_exitcode(dead[1])
         return torchrun.returncode if torchrun else None
 
     def kill_all(
-        self, torchrun: subprocess.Popen[bytes] | None = None, spare: subprocess.Popen[bytes] | None = None
+        self, torchrun: subprocess.Popen[bytes] | ForkedLaunch | None = None, spare: Collection[int] = ()
     ) -> None:
-        """Kill every descendant of this process but `spare` and what is below it."""
+        """Kill every descendant of this process but those whose pids are in `spare`."""
         deadline = time.monotonic() + KILL_LIMIT
         while time.monotonic() < deadline:
-            spared = {spare.pid, *descendants(spare.pid)} if spare else set()
-            left = [pid for pid in descendants(os.getpid()) if pid not in spared]
+            left = [pid for pid in descendants(os.getpid()) if pid not in spare]
             if not left:
                 return
             for pid in left:
@@ -253,6 +335,38 @@ class Supervisor:
             status = "stopped" if stopped else "failed"
         self.node.update(status=status, ended=time.time(), exit_code=code)
         self.save()
+
+    # Between two starts
+
+    def begin_waiting(self) -> bool:
+        """Return whether to wait for the next start, which is then recorded: after a failure that no user must fix."""
+        failed = self.node["status"] == "failed" and not self.stop_requested
+        again = self.to_be_started or (self.run_dir / AGAIN).exists()
+        wanted = ((self.run_dir / "stop").exists() and not again) or (self.run_dir / "state/stop-wanted").exists()
+        useful = (
+            self.standby is not None and self.standby.is_idle and not self.ranks.mistake() and "error" not in self.node
+        )
+        if self.standby and useful and not wanted and (failed or again) and self.node["status"] != "finished":
+            with contextlib.suppress(OSError):  # a full disk
+                begin_waiting(self.run_dir, self.request, self.standby.pid, self.standby.imports.trainer)
+                return True
+        self.end_standby()
+        return False
+
+    def wait_for_start(self) -> StartRequest | None:
+        """Wait for the request of the next start, and return it; None if there is none in time, or it needs another unit."""
+        deadline = time.monotonic() + self.request.standby
+        found: StartRequest | None = None
+        while self.standby and self.standby.is_idle and time.monotonic() < deadline and not found:
+            caught = signal.sigtimedwait(AWAITED, POLL)
+            self.reap(None)
+            if caught and caught.si_signo not in (signal.SIGCHLD, signal.SIGUSR2):
+                break
+            found = take_request(self.run_dir)
+        end_waiting(self.run_dir)
+        if found is None:
+            self.end_standby()
+        return found
 
     def save(self) -> None:
         """Write the state of this host's part."""

@@ -53,7 +53,7 @@ def _dispatch(words: list[str]) -> int:
     if words[:1] == ["completion"] and not {"-h", "--help"} & set(before):
         return _completion(words[1:])
     if {"-h", "--help"} & set(before) or words[:1] == ["--tyro-print-completion"]:
-        # The name of the command, if there is one: flags of the parser are more than those that tyro knows.
+        # The name of the command, if there is one: the parser accepts more flags than tyro.
         named = [] if words[0].startswith("-") else words[0].split(" ", 1)
         return _help([*named, "--help"] if words[0] != "--tyro-print-completion" else words)
     from trainyard.cli.commands import COMMANDS
@@ -121,7 +121,7 @@ def project_folder() -> Path:
     for folder in (installed, Path.cwd()):
         if (folder / "train.yml").is_file() and (folder / "roles/cluster").is_dir():
             return folder
-    raise UserError("the playbooks are not beside the package: run the command in a checkout of trainyard")
+    raise UserError("the playbooks are not next to the package: run the command in a checkout of trainyard")
 
 
 if __name__ == "__main__":

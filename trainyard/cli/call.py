@@ -14,6 +14,7 @@ from trainyard.cli.output import Output
 from trainyard.extra_vars import check_names, check_pairs, read_run_spec
 from trainyard.run.options import ALIASES, LaunchOptions, make_options, options_from_variables
 from trainyard.run.session import RunSession
+from trainyard.service_records import ServiceRecords, service_records
 
 if TYPE_CHECKING:
     from trainyard.ansible_adapter import Inventory
@@ -23,7 +24,7 @@ SOURCE = "the command line"
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a command, and what they name.
+    """The arguments of a command, and the objects that they name.
 
     Attributes:
         command: its name.
@@ -97,8 +98,15 @@ class Call:
         """Read the run spec. Raises UserError."""
         return read_run_spec(self.launch.spec, self.everything(), self.top, self.output.report, source=SOURCE)
 
+    def service_records(self) -> ServiceRecords | None:
+        """Return what sends records to the service of the dashboard; None without it."""
+        inventory = self.inventory
+        where = (inventory.groups, inventory.variable, inventory.connect_name)
+        return service_records(*where, self.output.report, self.check)
+
     def session(self) -> RunSession:
         """Make the session of a run."""
         how: dict[str, Any] = {"home": self.top, "report": self.output.report, "check": self.check}
-        spec, inventory = self.spec(), self.inventory
+        spec, inventory, records = self.spec(), self.inventory, self.service_records()
+        how["keep_record"] = records and records.keep
         return RunSession(inventory.hosts, inventory.connect, self.launch, spec=spec, **how)

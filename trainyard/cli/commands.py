@@ -1,4 +1,4 @@
-"""The commands: what each one takes, and the class that does it."""
+"""The commands: their options, and the class that runs each."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
 from trainyard.run.merge import make_merge_options, merge_runs
 from trainyard.run.plan import PORTS
 from trainyard.run.runs import manage_runs
+from trainyard.run.status import find_parts, no_such_run
+from trainyard.service_records import following
 
 
 def _launch(*names: str) -> Group:
@@ -74,7 +76,7 @@ def train(call: Call) -> dict[str, Any]:
 def plan(call: Call) -> dict[str, Any]:
     """Plan a run over the hosts."""
     session = call.session()
-    planned = session.plan()
+    planned = session.plan(preview=True)
     if failure := session.state.failure:  # max_restarts leaves it to `follow`
         raise RunError(failure["msg"])
     state = session.state
@@ -85,7 +87,7 @@ def status(call: Call) -> dict[str, Any]:
     """List hardware and runs."""
     options = StatusOptions.from_variables(call.own(STATUS), call.command)
     watch = options.interval if options.watch else 0.0
-    return _manage(call, "listed", options.run, watch=watch, hardware=options.hardware)
+    return _manage(call, "listed", options.run, watch=watch, every=options.all, hardware=options.hardware)
 
 
 def stop(call: Call) -> dict[str, Any]:
@@ -107,6 +109,12 @@ def logs(call: Call) -> dict[str, Any]:
     """Copy the logs of a run from all its hosts."""
     options = LogsOptions.from_variables(call.own(LOGS), call.command)
     _require_run(call, options.run)
+    hosts = {host.name: host for host in call.inventory.hosts}
+    parts, missing = find_parts(
+        options.run, hosts.values(), lambda name: call.inventory.connect(hosts[name]), call.launch.answer_limit
+    )
+    if not parts and not missing:
+        raise no_such_run(options.run)
     default = call.top / "runs" / options.run / "logs-from"
     folder = user_path(options.logs_to, "logs_to").absolute() if options.logs_to else default
     values = {"run": options.run, "logs_to": str(folder), "logs_max_mib": options.logs_max_mib}
@@ -130,7 +138,8 @@ def merge(call: Call) -> dict[str, Any]:
 
 def deploy(call: Call) -> dict[str, Any]:
     """Deploy a run to every Ollama."""
-    return _deployment(call, DEPLOY, remove=False).deploy()
+    with following(call.service_records(), call.top / ".trainyard"):
+        return _deployment(call, DEPLOY, remove=False).deploy()
 
 
 def undeploy(call: Call) -> dict[str, Any]:
@@ -162,7 +171,7 @@ def dashboard(call: Call) -> dict[str, Any]:
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
     find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
     password = str(inventory.variable(inventory.hosts[0].name, PASSWORD) or "")
-    project = Project.of(call.top, inventory.hosts, inventory.variables)
+    project = Project.of(call.top, inventory.hosts, inventory.groups, inventory.variables)
     how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check, "password": password}
     return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, **how)
 
@@ -239,6 +248,7 @@ def _queue_commands() -> dict[str, Command]:
         "hold": "let waiting runs wait until they are released",
         "release": "let held runs start",
         "priority": "give waiting runs another priority",
+        "again": "add runs again that have failed, or were cancelled or stopped",
     }
     found = {}
     for verb, summary in summaries.items():

@@ -20,6 +20,7 @@ from trainyard.run.options import OPTIONS as LAUNCH_OPTIONS
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _SWITCH_VALUES = (*_TRUE, *_FALSE, "auto")
+_SUGGESTION = re.compile(r"did you mean '([a-z_]+)'")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -27,7 +28,7 @@ class Group:
     """The flags of one class of options.
 
     Attributes:
-        title: what they are, for `--help`.
+        title: heading of the group in `--help`.
         fields: the options by name.
     """
 
@@ -217,13 +218,17 @@ class _Parser:
 
     def nearest(self, name: str) -> str:
         """Return a hint at the known name that is closest to an unknown one."""
-        variable = f"; set a variable of the inventory with -e {name}=VALUE"
+        variable = f"; set a variable of the inventory with -e '{name}=VALUE'"
         if name.startswith("cluster_"):
             return variable
         names = [other for group in self.groups for other in group.fields]
         of_spec = any(isinstance(group, SpecGroup) for group in self.groups)
         found = suggest(name, names) if of_spec else nearest(name, names)
-        return found or (variable if _VARIABLE.fullmatch(name) else "")
+        return _with_flags(found) or (variable if _VARIABLE.fullmatch(name) else "")
+
+
+def _with_flags(text: str) -> str:
+    return _SUGGESTION.sub(lambda match: f"did you mean --{match[1].replace('_', '-')}", text)
 
 
 def _names_and_values(name: str, text: str) -> dict[str, Any]:

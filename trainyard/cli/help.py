@@ -82,7 +82,7 @@ def _flags(group: Group) -> list[Any]:
 
 
 def _metavar(option: FieldInfo) -> str:
-    """Return what stands for the value of a flag in the help."""
+    """Return the placeholder of a flag's value in the help."""
     if expected := metadata(option)["expected"]:
         return str(expected)
     kind = get_origin(option.annotation) or option.annotation

@@ -29,7 +29,7 @@ COMMON_OPTIONS: dict[str, FieldInfo] = {
                 expected="NAME=VALUE, JSON or @FILE",
             ),
         ),
-        ("check", bool, declare(False, "change nothing; say what would change")),
+        ("check", bool, declare(False, "change nothing; report what would change")),
         ("json", bool, declare(False, "print the result as one JSON object on stdout, and other lines on stderr")),
     )
 }
@@ -49,6 +49,7 @@ class StatusOptions(RunOptions):
     """What is listed."""
 
     hardware: bool = declare(True, "list the hardware and the Ollama models of every host, too")
+    all: bool = declare(False, "list all runs; otherwise those that are alive, and the last 10 others")
     watch: bool = declare(False, "list the runs again until none is alive")
     interval: float = declare(WATCH, "time between two lists", unit="seconds", ge=0.5, le=MAX_SECONDS)
 

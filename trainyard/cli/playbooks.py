@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,24 @@ def run_playbook(call: Call, playbook: str, values: Mapping[str, Any] | None = N
     words += ["--limit", str(call.launch_flags["limit"])] if "limit" in call.launch_flags else []
     words += ["--check"] if call.check else []
     words += ["-e", json.dumps(values)] if values else []
-    code = _wait(subprocess.Popen([*words, *call.arguments.rest], stdout=sys.stderr if call.output.as_json else None))
+    output = sys.stderr if call.output.as_json else None
+    code, interrupted = _wait(subprocess.Popen([*words, *call.arguments.rest], stdout=output))
     if code:
-        if code == _INTERRUPTED:
+        # ansible-core 2.19 ends with another code and a traceback if the signal comes while it starts a worker.
+        if code == _INTERRUPTED or interrupted:
             raise KeyboardInterrupt
         raise PlaybookError(playbook, 2 if code == _OPTIONS_ERROR else 1)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that the terminal interrupts itself; forward SIGTERM to it."""
+def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """Return a process's exit code and whether Ctrl-C, which the terminal sends to it too, came; forward SIGTERM."""
+    interrupted = threading.Event()
     before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: interrupted.set()),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()),
     }
     try:
-        return process.wait()
+        return process.wait(), interrupted.is_set()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

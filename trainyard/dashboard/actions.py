@@ -20,8 +20,7 @@ from trainyard.queue.manage import Verb, change_options, change_runs
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.runs import stop_run
-from trainyard.run.session import RunSession
-from trainyard.run.start_record import read_start
+from trainyard.service_records import ServiceRecords, following
 
 LINES = 200  # of an action, the newest
 EARLIER = 5  # actions of a run that its page lists besides the newest
@@ -33,7 +32,7 @@ Work = Callable[["Progress"], dict[str, Any]]
 
 
 class Progress:
-    """What the thread of an action tells the event loop, and the connections that it uses."""
+    """What the thread of an action reports to the event loop, and the connections that it uses."""
 
     def __init__(self, action: Action, pages: Pages, connect: Callable[[Host], HostConnection]) -> None:
         self._action, self._pages, self._connect = action, pages, connect
@@ -95,16 +94,9 @@ class Actions:
         """Start a run again with its spec, so that it resumes, and follow it to its end. As `stop`."""
 
         def work(progress: Progress) -> dict[str, Any]:
-            record = read_start(self._project.home, run)
-            known = {host.name: host for host in self._hosts}
-            if missing := [name for name in record.hosts if name not in known]:
-                raise UserError(
-                    f"run {run} was started on {missing[0]}, which is not in this inventory: start it with trainyard train"
-                )
-            hosts = [known[name] for name in record.hosts]
-            options = record.options(self._options)
-            how: dict[str, Any] = {"spec": record.spec, "home": self._project.home, "report": progress.report}
-            session = RunSession(hosts, progress.connect, options, **how)
+            records = self._service(progress)
+            how: dict[str, Any] = {"report": progress.report, "keep_record": records and records.keep}
+            session = self._project.session_of(run, self._hosts, progress.connect, self._options, **how)
             for step in (session.plan, session.preflight, session.stage, session.launch):
                 _show(step(), progress)
             progress.follow()
@@ -124,12 +116,13 @@ class Actions:
             options = make_deploy_options({"run": run, "deploy_name": name, "deploy_base": base or None})
             more: dict[str, Any] = {"work": self._project.work, "report": progress.report}
             urls = {host.name: self._project.urls_of(host) for host in self._hosts}
-            return Deployment(self._hosts, progress.connect, urls, options, **more).deploy()
+            with following(self._service(progress), self._project.work):
+                return Deployment(self._hosts, progress.connect, urls, options, **more).deploy()
 
         return self._begin(run, f"Deploy as {printable(name, 80) or 'a model without a name'}", work)
 
     def change_queue(self, run: str, verb: Verb, priority: str) -> bool:
-        """Cancel, hold or release a run of the queue, or give it another priority. As `stop`.
+        """Cancel, hold or release a run of the queue, add it again, or give it another priority. As `stop`.
 
         Raises UserError for a wrong priority.
         """
@@ -138,7 +131,14 @@ class Actions:
         def work(progress: Progress) -> dict[str, Any]:
             return change_runs(QueueClient(self._by_name(progress)(self._pages.queue.host)), verb, options)
 
-        return self._begin(run, f"Change the priority to {priority}" if verb == "priority" else verb.capitalize(), work)
+        titles = {"priority": f"Change the priority to {priority}", "again": "Add to the queue again"}
+        return self._begin(run, titles.get(verb, verb.capitalize()), work)
+
+    def _service(self, progress: Progress) -> ServiceRecords | None:
+        """Return what sends records to the service of the dashboard, if this is another one."""
+        name = self._project.service
+        known = name in (host.name for host in self._hosts)
+        return ServiceRecords(name, self._by_name(progress), progress.report) if known else None
 
     def _by_name(self, progress: Progress) -> Callable[[str], HostConnection]:
         hosts = {host.name: host for host in self._hosts}
@@ -168,7 +168,7 @@ class Actions:
             action.error, action.state = _one_line(error), "failed"
             lines = [str(line) for line in getattr(error, "details", {}).get("lines", [])]
         action.lines = [*action.lines, *lines][-LINES:]
-        self._pages.queue.ask_soon()
+        self._pages.queue.update_soon()
         self._pages.cluster.change()
 
 
@@ -178,7 +178,7 @@ def _show(done: dict[str, Any], progress: Progress) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message of an error that names what to do; the type, too, of one that nobody expected."""
+    """Return the message of an error that names what to do; for an unexpected error, also its type."""
     expected = isinstance(error, RunError | RemoteError | UserError | InventoryError)
     return printable(str(error) if expected else f"{type(error).__name__}: {error}", MAX_MESSAGE)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import anyio
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,18 +23,22 @@ from trainer.errors import UserError
 from trainyard.connection import RemoteError
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
-from trainyard.dashboard.logs import Key, LogStore, RunLog
-from trainyard.dashboard.records import RecordStore, RunRecords
+from trainyard.dashboard.logs import Key, RunLog
+from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, Access, Guard, LoginForm
+from trainyard.dashboard.shown_last import ShownLast
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.tensorboard import TensorBoard, missing
+from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
 from trainyard.queue.manage import CHANGES, check_verb
 
 PAUSE = 0.4  # s between two messages to a browser
+END = 1.5  # s for the last message when the server ends
 IDLE = 15.0  # s after which a message without content is sent
 PAGES = ("nodes", "runs", "events", "queue", "models", "run")
+UNFINISHED = ("stopped", "failed", "lost")  # states of a run that can be started again
 BROWSERS = 64  # pages that receive messages at the same time
 STATIC = Path(__file__).with_name("static")
 
@@ -50,7 +55,8 @@ class Dashboard:
         access: Access,
     ) -> None:
         self.cluster, self.streams, self.pages, self.actions, self.access = cluster, streams, pages, actions, access
-        self.records, self.logs = RecordStore(cluster, streams), LogStore(cluster, streams)
+        self.records = ShownLast[str, RunRecords](RunRecords, cluster, streams)
+        self.logs = ShownLast[Key, RunLog](RunLog, cluster, streams)
         self.tensorboard = TensorBoard(cluster, streams)
         self.listeners = 0
 
@@ -125,8 +131,10 @@ class Dashboard:
         return HTMLResponse(self.pages.page("events"))
 
     async def queue(self, request: Request) -> Response:
-        """Show the queue, and who had which host when."""
-        return HTMLResponse(self.pages.page("queue", queue=self.pages.queue))
+        """Show the queue, and who had which host when: in the time `time`, a key of SCALES."""
+        scale = request.query_params.get("time", "")
+        arguments = [scale] if scale in SCALES else []
+        return HTMLResponse(self.pages.page("queue", *arguments, queue=self.pages.queue))
 
     async def models(self, request: Request) -> Response:
         """Show the progress of distillations and deployments."""
@@ -137,7 +145,7 @@ class Dashboard:
         run = self._run(request)
         others = self._others(run, request.query_params.getlist("with"))
         found = {name: await self._describe(self.cluster.runs[name]) for name in (run.name, *others)}
-        specs = {name: _named_spec(one) for name, one in found.items()}
+        specs = {name: await asyncio.to_thread(_named_spec, one) for name, one in found.items()}
         names = sorted(self.cluster.runs.values(), key=lambda one: -one.started)
         more: dict[str, Any] = {
             "run": run,
@@ -186,7 +194,7 @@ class Dashboard:
         return await self._act(request, lambda run, form: self.actions.stop(run.name, now=form.get("now") == "1"))
 
     async def start(self, request: Request) -> Response:
-        """Start a run that has ended again."""
+        """Restart a run that has ended."""
         return await self._act(request, lambda run, form: run.alive or self.actions.start(run.name))
 
     async def deploy(self, request: Request) -> Response:
@@ -199,7 +207,7 @@ class Dashboard:
         return await self._act(request, act)
 
     async def _act(self, request: Request, act: Callable[[RunState, dict[str, str]], object]) -> Response:
-        """Do what a form of a run's page asks for, and show the page, which has the progress."""
+        """Run the action of a form on a run's page, and show the page, which has the progress."""
         run = self._run(request)
         form = await self.access.read_form(request)
         if form is None:
@@ -224,7 +232,7 @@ class Dashboard:
         return await self.tensorboard.forward(request, self.access)
 
     async def change_queue(self, request: Request) -> Response:
-        """Cancel, hold or release a run of the queue, or change its priority to the field `priority`."""
+        """Cancel, hold or release a run of the queue, add it again, or change its priority to the field `priority`."""
         run, verb = request.path_params["run"], request.path_params["verb"]
         view = self.pages.queue.view
         if verb not in CHANGES or not view or run not in view.names:
@@ -257,23 +265,34 @@ class Dashboard:
                 raise HTTPException(404)
         if self.listeners >= BROWSERS:
             return PlainTextResponse(f"503: {BROWSERS} pages are open: close one\n", 503)
-        arguments = [argument] if page in ("run", "runs") else []
-        return EventSourceResponse(self._messages(request, page, arguments, log), ping=60)
+        taken = page in ("run", "runs") or (page == "queue" and argument in SCALES)
+        arguments = [argument] if taken else []
+        end = anyio.Event()  # of the server
+        messages = self._messages(request, page, arguments, log, end)
+        return EventSourceResponse(messages, ping=60, shutdown_event=end, shutdown_grace_period=END)
 
     async def _messages(
-        self, request: Request, page: str, arguments: list[str], log: Key
+        self, request: Request, page: str, arguments: list[str], log: Key, end: anyio.Event
     ) -> AsyncIterator[dict[str, str]]:
         self.listeners += 1
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave)
-            if page == "queue":
+            stack.callback(asyncio.create_task(self._wake_at(end)).cancel)
+            if page in ("queue", "events"):
                 stack.enter_context(self.pages.queue.page())
             if page == "models" and self.pages.progress:
                 stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
-            series, lines = SentSeries(), SentLines()
-            while self.access.in_session(request.scope) and (page != "run" or arguments[0] in self.cluster.runs):
+            series, lines, asks_queue = SentSeries(), SentLines(), False
+            while (
+                not end.is_set()
+                and self.access.in_session(request.scope)
+                and (page != "run" or arguments[0] in self.cluster.runs)
+            ):
                 version = self.cluster.version
+                if page == "run" and not asks_queue and self.cluster.runs[arguments[0]].status in UNFINISHED:
+                    asks_queue = True  # which may have the run, and can add it again
+                    stack.enter_context(self.pages.queue.page())
                 groups = self.pages.regions(page, *arguments)
                 now = {name: html for regions in groups.values() for name, html in regions.items()}
                 changed = {name: html for name, html in now.items() if sent.get(name) != html}
@@ -288,6 +307,11 @@ class Dashboard:
                 await asyncio.sleep(PAUSE)
                 await self.cluster.wait(version, IDLE)
 
+    async def _wake_at(self, end: anyio.Event) -> None:
+        """Let the messages look whether the server ends."""
+        await end.wait()
+        self.cluster.change()
+
     def _leave(self) -> None:
         self.listeners -= 1
 
@@ -299,7 +323,7 @@ class SentSeries:
         self._place = (-1, 0, 0)  # generation, and numbers of metrics and evaluations
 
     def take(self, records: RunRecords) -> dict[str, Any]:
-        """Return what the browser lacks, or an empty dict."""
+        """Return the data that the browser lacks, or an empty dict."""
         series = records.series(self._place[1] if self._place[0] == records.generation else 0)
         before, self._place = self._place, (records.generation, series["count"], len(records.evals))
         return series if self._place != before else {}
@@ -335,4 +359,4 @@ def _named_spec(found: dict[str, Any]) -> dict[str, str]:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return PlainTextResponse("404: there is no such page, or the run is gone. Go back to /runs.\n", 404)
+    return PlainTextResponse("404: there is no such page, or the run no longer exists. Go back to /runs.\n", 404)

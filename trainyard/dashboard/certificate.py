@@ -1,4 +1,4 @@
-"""The TLS certificate of the dashboard: the user's, or a self-signed one that is made once."""
+"""The TLS certificate of the dashboard: the user's, or a self-signed one that is created once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def own_certificate(folder: Path, address: str) -> Certificate:
     """Return the self-signed certificate for an address; make it if there is none, or if it ends soon.
 
     Args:
-        folder: where it is kept.
+        folder: folder of the certificate.
 
     Raises:
         UserError: the folder cannot be written.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GAP = 10.0  # s between two samples, above which the time between them does not count
-POWER_LIMIT = 5000.0  # W of one GPU; a host that says more is not believed
+POWER_LIMIT = 5000.0  # W of one GPU; a higher value is rejected
 JOULES = 3600.0  # in a Wh
 
 
@@ -16,7 +16,7 @@ class Energy:
     """What one run has used.
 
     Attributes:
-        watt_hours: of all its GPUs.
+        watt_hours: energy of all its GPUs.
         gpu_seconds: time for which their power is known, summed over the GPUs.
         gpus: number of GPUs whose power was measured at the same time, at most.
     """
@@ -72,6 +72,6 @@ class EnergyMeter:
         return grown
 
     def forget(self, run: str) -> None:
-        """Drop a run that is gone."""
+        """Drop a run that no longer exists."""
         self.used.pop(run, None)
         self._measured.pop(run, None)

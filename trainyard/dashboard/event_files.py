@@ -64,7 +64,7 @@ class _Copy:
         self._offsets.clear()
 
     async def update(self, cluster: Cluster, streams: Mapping[str, HostStream], limit: int) -> None:
-        """Copy what is new, up to `limit` bytes in all. Raises RemoteError and OSError."""
+        """Copy new data, up to `limit` bytes in all. Raises RemoteError and OSError."""
         run = cluster.runs.get(self.run)
         if run is None:
             self.clear()
@@ -75,7 +75,7 @@ class _Copy:
                 break
         else:
             return
-        # Another host, or another start of the run there: the files begin anew.
+        # Another host, or another start of the run on it: the copies start from the beginning.
         if host != self._host or any(sizes.get(name, -1) < offset for name, offset in self._offsets.items()):
             self.clear()
             self._host = host
@@ -93,7 +93,8 @@ class _Copy:
         except binascii.Error:
             raise RemoteError(f"{stream.host.name} sent a damaged part of an event file") from None
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # A number names the copy: a host must not name a path here. TensorBoard reads the files by the order of their names.
+        # The name of the copy is a number: a host must not choose a path on the controller. TensorBoard reads the files
+        # by the order of their names.
         number = list(self._offsets).index(name)
         with (self._folder / f"events.out.tfevents.{number:010}").open("ab") as file:
             file.write(part)

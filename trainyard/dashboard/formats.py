@@ -27,6 +27,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
 
 
+def count(value: float | None) -> str:
+    """Return a number of things, with a comma before each three digits."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
 def rate(value: float | None) -> str:
     """Return tokens per second."""
     return NONE if not value else f"{thousands(value)} tok/s"
@@ -45,9 +50,11 @@ def energy(watt_hours: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration, as 1:02:03 h or 0:42 min."""
+    """Return a duration, as 1:02:03 h, 3:42 min or 42 s."""
     if seconds is None:
         return NONE
+    if seconds < 60:
+        return f"{int(max(0, seconds))} s"
     text = clock(seconds)
     return f"{text} {'h' if text.count(':') == 2 else 'min'}"
 
@@ -64,6 +71,7 @@ def moment(at: float | None) -> str:
 FILTERS = {
     "size": size,
     "number": number,
+    "count": count,
     "rate": rate,
     "percent": percent,
     "energy": energy,

@@ -1,11 +1,14 @@
-"""What the dashboard remembers from one start to the next: a file of JSON lines in its own folder on the controller."""
+"""The data that the dashboard keeps between starts: a file of JSON lines in its own folder on the controller."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import math
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from trainer.files import write_atomic
 from trainyard.connection import Host
 
 LIMIT = 4 << 20  # bytes of the file; then the older half is dropped
+SOURCE_LIMIT, PERIOD = 1000, 3600.0  # records of one host in a period (s); more are left out
 LINE = 16 << 10  # bytes of a line that is read
 
 
@@ -27,14 +31,16 @@ class History:
         """Take the file of a cluster.
 
         Args:
-            folder: of the dashboard on the controller.
-            hosts: of the cluster; other hosts have another file.
+            folder: folder of the dashboard on the controller.
+            hosts: hosts of the cluster; other hosts have another file.
             warn: receives a message, once, when the file cannot be written.
         """
         described = sorted((host.name, host.address, host.data_dir) for host in hosts)
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
         self.path, self.warn = folder / f"events-{digest}.jsonl", warn
         self._failed = False
+        self._written: Counter[str] = Counter()
+        self._since = -math.inf
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the records in the order in which they were written."""
@@ -46,8 +52,14 @@ class History:
                 if isinstance(record, dict):
                     yield record
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write a record."""
+    def append(self, record: dict[str, Any], source: str = "") -> None:
+        """Write a record, unless the host `source` has caused too many."""
+        now = time.monotonic()
+        if now - self._since > PERIOD:
+            self._since, self._written = now, Counter()
+        self._written[source] += 1
+        if source and self._written[source] > SOURCE_LIMIT:
+            return
         line = json.dumps(record).encode() + b"\n"
         if len(line) > LINE:
             return

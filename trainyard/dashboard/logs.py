@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +12,7 @@ from trainyard.connection import RemoteError
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
 
-KEPT = 32  # logs that are followed at the same time
-INTERVAL = 0.4  # s between two queries about a log, however many browsers show it
+INTERVAL = 0.4  # s between two queries about a log, for any number of browsers
 LINES = 2000  # lines that are kept
 BEGIN = 300  # lines of a log that a page shows at first, of all ranks together
 LEAST = 20  # of them from each rank
@@ -85,20 +84,3 @@ class RunLog:
         for line in lines:
             self._lines.append((self._count, label, line))
             self._count += 1
-
-
-class LogStore:
-    """The logs that were shown last."""
-
-    def __init__(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
-        self._cluster, self._streams = cluster, streams
-        self._known: OrderedDict[Key, RunLog] = OrderedDict()
-
-    async def read(self, key: Key) -> RunLog:
-        """Return a log with the lines that are new."""
-        log = self._known.setdefault(key, RunLog(key))
-        self._known.move_to_end(key)
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
-        await log.update(self._cluster, self._streams)
-        return log

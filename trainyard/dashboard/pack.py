@@ -23,7 +23,7 @@ SUFFIXES = (".py", ".html", ".css", ".js", ".svg")
 
 
 def pack(top: Path, folder: Path) -> dict[str, str]:
-    """Write the program into `folder`; return what the module says. Raises EnvironmentBuildError.
+    """Write the program into `folder`; return the result of the module. Raises EnvironmentBuildError.
 
     Args:
         top: the project's folder.

@@ -65,7 +65,7 @@ class PasswordHash:
         return f"{_PREFIX}:{base64.b64encode(self.salt).decode()}:{base64.b64encode(self.digest).decode()}"
 
     def matches(self, password: str) -> bool:
-        """Return whether this is the hash of a password; the time says nothing about either."""
+        """Return whether this is the hash of a password; the time reveals nothing about either."""
         return hmac.compare_digest(_scrypt(password, self.salt), self.digest)
 
 

@@ -1,69 +1,77 @@
-"""The progress of distillations and deployments, read from the files that they write on the controller while a page shows them."""
+"""The progress of distillations and deployments, read while a page shows them.
+
+The programs write it to files on the controller. In the service of the dashboard, the files are its own and those that controllers
+send. The queue host answers for the runs of the queue.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
+from trainyard.connection import RemoteError
+from trainyard.dashboard.page_watch import PageWatch
+from trainyard.dashboard.project import Project
+from trainyard.dashboard.queue_watch import Asks
 from trainyard.dashboard.state import Cluster
 from trainyard.progress_record import read_progress
 from trainyard.replies import ReplyError, checked_reply
 
-INTERVAL = 1.0  # s between two looks at the files
-SHOWN = 20  # records of each kind, the newest
+INTERVAL = 1.0  # s between two checks
+SHOWN = 20  # records of each kind and source, the newest: a host must not hide those of others
+FOLDERS = {"distill": "answers", "deploy": "deploy"}
+Records = dict[str, list[dict[str, Any]]]
 
 
-class ProgressWatch:
-    """Reads the records while a page shows them. Used in the event loop only.
+class ProgressWatch(PageWatch):
+    """Reads the records while a page shows them.
 
     Attributes:
         distillations: see `reply_types.DistillProgress`, the newest first.
         deployments: see `reply_types.DeployProgress`, the newest first.
     """
 
-    def __init__(self, cluster: Cluster, work: Path) -> None:
-        """Take the folder `.trainyard` of the project."""
-        self._cluster, self._folders = cluster, {"distill": work / "answers", "deploy": work / "deploy"}
+    def __init__(self, cluster: Cluster, project: Project, queue: Asks | None = None) -> None:
+        """Take the project with the records.
+
+        Args:
+            queue: the connection to the queue host; None without a queue.
+        """
+        super().__init__(INTERVAL)
+        self._cluster, self._project, self._queue = cluster, project, queue
+        self._queued: Records = {kind: [] for kind in FOLDERS}
         self.distillations: list[dict[str, Any]] = []
         self.deployments: list[dict[str, Any]] = []
-        self._pages = 0
-        self._wake = asyncio.Event()
 
-    @contextlib.contextmanager
-    def page(self) -> Iterator[None]:
-        """Read the records as long as the context lasts."""
-        self._pages += 1
-        self._wake.set()
-        try:
-            yield
-        finally:
-            self._pages -= 1
-
-    async def run(self) -> None:
-        """Read while there are pages, until the task is cancelled."""
-        while True:
-            self._wake.clear()
-            if self._pages:
-                await self.read()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), INTERVAL if self._pages else None)
-
-    async def read(self) -> None:
-        """Read once."""
+    async def update(self) -> None:
+        """Read once. While the queue host does not answer, its last records are kept."""
         before = (self.distillations, self.deployments)
-        found = await asyncio.to_thread(lambda: {kind: _records(kind, path) for kind, path in self._folders.items()})
+        here = await asyncio.to_thread(self._read_files)
+        if self._queue:
+            with contextlib.suppress(RemoteError):
+                records = (await self._queue.ask("progress"))["records"]
+                self._queued = {kind: _newest(kind, records) for kind in FOLDERS}
+        found = {kind: sorted([*here[kind], *self._queued[kind]], key=lambda one: -one["updated"]) for kind in FOLDERS}
         self.distillations, self.deployments = found["distill"], found["deploy"]
         if (self.distillations, self.deployments) != before:
             self._cluster.change()
 
+    def _read_files(self) -> Records:
+        found: Records = {}
+        for kind, name in FOLDERS.items():
+            found[kind] = _newest(kind, read_progress(self._project.work / name))
+            if self._project.is_service:
+                found[kind] += _newest(kind, read_progress(self._project.received / name, received=True))
+        return found
 
-def _records(kind: str, folder: Path) -> list[dict[str, Any]]:
+
+def _newest(kind: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the valid records of a kind, the newest first."""
     found: list[dict[str, Any]] = []
-    for record in read_progress(folder):
+    for record in records:
         with contextlib.suppress(ReplyError):
-            if record["kind"] == kind and len(found) < SHOWN:
+            if record.get("kind") == kind:
                 found.append(checked_reply(f"progress {kind}", record))
-    return found
+    return sorted(found, key=lambda record: -record["updated"])[:SHOWN]

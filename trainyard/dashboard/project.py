@@ -2,36 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainyard.connection import Host
+from trainer.errors import UserError
+from trainyard.connection import Host, HostConnection
 from trainyard.ollama.deploy import server_urls
+from trainyard.run.options import LaunchOptions
+from trainyard.run.service_start import read_service_start
+from trainyard.run.session import RunSession, SessionState
+from trainyard.run.start_record import has_start, read_start
+from trainyard.service_records import dashboard_host
 
 
 @dataclass(frozen=True)
 class Project:
-    """The project's folder, with the starts of runs and the progress of other programs, and what the inventory says of Ollama.
+    """The project's folder, with the starts of runs and the progress of other programs, and the inventory's settings of
+    Ollama.
 
     Attributes:
         home: the folder.
-        ollama_urls: of hosts, see `deploy.server_urls`; without those of a host, its address and port.
+        ollama_urls: Ollama URLs of the hosts, see `deploy.server_urls`; without those of a host, its address and port.
+        service: name of the host with the dashboard's service, which receives records; empty without it, and in the service.
+        is_service: whether the folder is that of the service, which has records of the controllers and none of their files.
     """
 
     home: Path
     ollama_urls: Mapping[str, list[str]] = field(default_factory=dict)
+    service: str = ""
+    is_service: bool = False
 
     @classmethod
-    def of(cls, home: Path, hosts: Iterable[Host], variables: Mapping[str, Mapping[str, Any]]) -> Project:
-        """Return the project with what the `variables` of each host, by its name, say of Ollama."""
-        return cls(home, {host.name: server_urls(variables[host.name]) for host in hosts})
+    def of(
+        cls,
+        home: Path,
+        hosts: Iterable[Host],
+        groups: Mapping[str, Sequence[str]],
+        variables: Mapping[str, Mapping[str, Any]],
+    ) -> Project:
+        """Return the project with the settings of Ollama from the `variables` of each host, by its name."""
+        service = dashboard_host(groups, lambda host, name: variables[host].get(name))
+        return cls(home, {host.name: server_urls(variables[host.name]) for host in hosts}, service)
 
     @property
     def work(self) -> Path:
         """Folder of created files and records."""
         return self.home / ".trainyard"
+
+    @property
+    def received(self) -> Path:
+        """Folder of the service with the records of the controllers, see `trainyard.remote.keep_record`."""
+        return self.work / "received"
+
+    def can_start(self, run: str) -> bool:
+        """Return whether it is known how a run was started."""
+        return self._received_start(run).is_file() if self.is_service else has_start(self.home, run)
+
+    def session_of(
+        self,
+        run: str,
+        hosts: Sequence[Host],
+        connect: Callable[[Host], HostConnection],
+        options: LaunchOptions,
+        **how: Any,
+    ) -> RunSession:
+        """Return a session that starts a run again as it was started, or resumes it.
+
+        Args:
+            hosts: those of the dashboard.
+            options: the launch options of the inventory.
+            how: further arguments of RunSession.
+
+        Raises:
+            UserError: it is not known how the run was started, or a host of it is not among the hosts.
+        """
+        if self.is_service:
+            start = read_service_start(self._received_start(run), run)
+            state = SessionState(prepared=start.prepared(self.work).as_dict())
+            return RunSession(start.hosts(hosts), connect, start.options(options), home=self.home, state=state, **how)
+        record = read_start(self.home, run)
+        known = {host.name: host for host in hosts}
+        if missing := [name for name in record.hosts if name not in known]:
+            raise UserError(
+                f"run {run} was started on {missing[0]}, which is not in this inventory: start it with trainyard train"
+            )
+        if lost := sorted({*record.variables} - {*options.run_env}):
+            how["report"](
+                f"warning: {', '.join(lost)} of run_env {'is' if len(lost) == 1 else 'are'} not set: values are not kept, set them "
+                "in the inventory"
+            )
+        own = [known[name] for name in record.hosts]
+        return RunSession(own, connect, record.options(options), home=self.home, spec=record.spec, **how)
+
+    def _received_start(self, run: str) -> Path:
+        return self.received / "starts" / f"{run}.json"
 
     def urls_of(self, host: Host) -> list[str]:
         """Return the addresses at which a host may reach its own Ollama."""

@@ -1,25 +1,25 @@
-"""The queue as the dashboard shows it: asked of the queue host while a page is open, and kept as rows and a timeline."""
+"""The queue on the dashboard: queried from the queue host while a page is open, and kept as rows and a timeline."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.errors import UserError
 from trainyard.connection import RemoteError
+from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.state import Cluster
-from trainyard.dashboard.timeline import Timeline, make_timeline
 from trainyard.queue.client import QueueState, parse_state
-from trainyard.queue.history import ENDED, list_history, list_queue
+from trainyard.queue.history import ENDED, describe, list_history, list_queue, read_attempts, run_state
+from trainyard.queue.lease import AGAIN, ASKED_FOR
 
-PAUSE = 3.0  # s between an answer of the queue host and the next question
+PAUSE = 3.0  # s between an answer of the queue host and the next query
 RECENT = 100  # ended runs that the queue host returns
 JUST_ENDED = 20  # of them that the page shows
 JUST_ENDED_HOURS = 24
+UNFINISHED = tuple(state for state in ENDED if state != "finished")
 
 
 class Asks(Protocol):
@@ -38,28 +38,33 @@ class QueueView:
         live: runs that wait or run, in the order in which they start; see `history.describe`. `start` of a waiting run is
             when Slurm expects it to start.
         ended: runs that have just ended, the newest first.
-        at: when the answer came, in seconds since the epoch.
+        state: the answer itself.
+        at: time of the answer, in seconds since the epoch.
     """
 
     live: list[dict[str, Any]]
     ended: list[dict[str, Any]]
-    timeline: Timeline
+    state: QueueState
     at: float
 
     @property
     def names(self) -> set[str]:
         """The runs that can be changed."""
-        return {run["run"] for run in self.live}
+        return {run["run"] for run in self.live} | {run for run in self.state.requests if self.can_start(run)}
+
+    def can_start(self, run: str) -> bool:
+        """Return whether a run has ended without a result, so that it can be added again."""
+        return run in self.state.requests and run not in self.state.jobs and run_state(run, self.state) in UNFINISHED
 
 
-class QueueWatch:
+class QueueWatch(PageWatch):
     """Asks the queue host while a page shows the queue. Used in the event loop only.
 
     Attributes:
         host: name of the queue host; empty without a queue.
         missing: why there is no queue, and how to get one.
         view: the newest answer, or None.
-        error: why the last question has no answer, or an empty string.
+        error: why the last request has no answer, or an empty string.
         since: when `error` began, in seconds since the epoch.
     """
 
@@ -69,12 +74,11 @@ class QueueWatch:
         Args:
             find_queue: returns its name; raises UserError where there is no queue.
         """
+        super().__init__(PAUSE)
         self._cluster, self._streams = cluster, streams
         self.host = self.missing = self.error = ""
         self.view: QueueView | None = None
         self.since = 0.0
-        self._pages = 0
-        self._wake = asyncio.Event()
         try:
             self.host = find_queue()
         except UserError as error:
@@ -86,45 +90,28 @@ class QueueWatch:
             )
             self.host = ""
 
-    @contextlib.contextmanager
-    def page(self) -> Iterator[None]:
-        """Ask the queue host as long as the context lasts."""
-        self._pages += 1
-        self._wake.set()
-        try:
-            yield
-        finally:
-            self._pages -= 1
-
-    def ask_soon(self) -> None:
-        """Ask without the pause, if a page is open: something was changed."""
-        self._wake.set()
-
     async def run(self) -> None:
-        """Ask while there are pages, until the task is cancelled."""
-        while self.host:
-            self._wake.clear()
-            if self._pages:
-                await self.ask()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), PAUSE if self._pages else None)
+        """Ask while there are pages, until the task is cancelled; without a queue, return."""
+        if self.host:
+            await super().run()
 
-    async def ask(self) -> None:
+    async def update(self) -> None:
         """Ask once, and keep the answer or the error."""
         try:
             answer = await self._streams[self.host].ask("queue", recent=RECENT)
             self.view, self.error = make_view(parse_state(answer), time.time()), ""
+            add_events(self.view.state, self._cluster)
         except RemoteError as error:
             self.since = self.since if self.error else time.time()
             self.error = str(error)
-        except Exception as error:  # a fault here concerns the queue only, and must be seen
+        except Exception as error:  # a fault in this code affects the queue only, and must be visible
             self.since = self.since if self.error else time.time()
             self.error = f"{type(error).__name__}: {error}"
         self._cluster.change()
 
 
 def make_view(queue: QueueState, at: float) -> QueueView:
-    """Return what the page shows of an answer that came at `at`."""
+    """Return the page's data from an answer that arrived at `at`."""
     live: list[dict[str, Any]] = list_queue(queue)["runs"]
     for run in live:
         if run["state"] in ("waiting", "held"):
@@ -135,4 +122,21 @@ def make_view(queue: QueueState, at: float) -> QueueView:
         if run["state"] in ENDED and run["run"] not in queue.jobs and run["end"] > queue.now - 3600 * JUST_ENDED_HOURS
     ]
     past.sort(key=lambda run: -run["end"])
-    return QueueView(live, past[:JUST_ENDED], make_timeline(queue), at)
+    return QueueView(live, past[:JUST_ENDED], queue, at)
+
+
+def add_events(queue: QueueState, cluster: Cluster) -> None:
+    """Add the events that only the queue records: runs that returned to it, and runs that failed before they had a
+    folder."""
+    for run in queue.requests:
+        attempts = read_attempts(queue.states.get(run, {}))
+        for attempt in attempts:
+            if attempt["order"] != AGAIN or not attempt["end"]:
+                continue
+            kind = "preempted" if ASKED_FOR in attempt["reason"] else "requeued"
+            text = f"run {run} returned to the queue: {attempt['reason'] or 'no reason is known'}"
+            cluster.add_event(kind, text, at=attempt["end"], key=(kind, run, str(attempt["begin"])), run=run)
+        if run_state(run, queue) == "failed" and run not in cluster.runs:
+            found = describe(run, queue)
+            text = f"run {run} failed: {found['reason'] or 'no cause is known'}"
+            cluster.add_event("failed", text, at=found["end"] or found["submitted"], key=("queued", run), run=run)

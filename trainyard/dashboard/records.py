@@ -1,10 +1,9 @@
-"""The metrics of the runs that someone looks at, read from the first host that has them."""
+"""The metrics of the runs that a page shows, read from the first host that has them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +12,9 @@ from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 
-KEPT = 32  # runs whose metrics stay in memory
-INTERVAL = 0.3  # s between two queries about a run, however many browsers show it
-STEPS = 2_000_000  # records of a run
+INTERVAL = 0.3  # s between two queries about a run, for any number of browsers
+STEPS = 16_000  # records of a run that are kept; of more, every second one, then every fourth one, and so on
+LISTED = 64  # ranks that are kept of each record
 POINTS = 4000  # steps that a browser receives at once; of more, every n-th one
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
 
@@ -37,6 +36,7 @@ class RunRecords:
         self.evals: list[list[Any]] = []
         self.error = ""
         self._host = ""
+        self._count, self._stride = 0, 1  # records that were read, and of how many one is kept
         self._places: dict[str, tuple[int, int]] = {}  # {file: (offset, inode)}
         self._read = 0.0
         self._lock = asyncio.Lock()
@@ -80,6 +80,7 @@ class RunRecords:
     def _reset(self, file: str) -> None:
         if file == "metrics.jsonl" and self.columns["step"]:
             self.columns = {name: [] for name in COLUMNS}
+            self._count, self._stride = 0, 1
             self.generation += 1
         elif file == "evals.jsonl" and self.evals:
             self.evals = []
@@ -87,12 +88,21 @@ class RunRecords:
 
     def _add_step(self, record: dict[str, Any]) -> None:
         steps = self.columns["step"]
-        if len(steps) < STEPS and (not steps or record["step"] > steps[-1]):
-            for name in COLUMNS:
-                self.columns[name].append(record.get(name))
+        if steps and record["step"] <= steps[-1]:
+            return
+        self._count += 1
+        if (self._count - 1) % self._stride:
+            return
+        for name in COLUMNS:
+            value = record.get(name)
+            self.columns[name].append(value[:LISTED] if isinstance(value, list) else value)
+        if len(steps) > STEPS:
+            self._stride *= 2
+            self.generation += 1
+            self.columns = {name: values[::2] for name, values in self.columns.items()}
 
     def _add_eval(self, record: dict[str, Any]) -> None:
-        if not self.evals or record["step"] > self.evals[-1][0]:
+        if (not self.evals or record["step"] > self.evals[-1][0]) and len(self.evals) < STEPS:
             self.evals.append([record["step"], record["eval_loss"]])
 
     def series(self, first: int = 0) -> dict[str, Any]:
@@ -110,20 +120,3 @@ class RunRecords:
             "columns": {name: [values[place] for place in places] for name, values in self.columns.items()},
             "evals": self.evals,
         }
-
-
-class RecordStore:
-    """The records of the runs that were shown last."""
-
-    def __init__(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
-        self._cluster, self._streams = cluster, streams
-        self._known: OrderedDict[str, RunRecords] = OrderedDict()
-
-    async def read(self, run: str) -> RunRecords:
-        """Return the records of a run, with those that are new."""
-        records = self._known.setdefault(run, RunRecords(run))
-        self._known.move_to_end(run)
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
-        await records.update(self._cluster, self._streams)
-        return records

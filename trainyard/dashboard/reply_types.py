@@ -201,6 +201,10 @@ class DeployProgress(OpenReply):
     hosts: Annotated[dict[Line, HostDeployment], Field(max_length=1000)]
 
 
+class ProgressRecords(OpenReply):
+    records: Annotated[list[dict[str, Any]], Field(max_length=100)]  # checked as DistillProgress or DeployProgress
+
+
 class SampleEnd(OpenReply):
     error: NotRequired[Line]
     exit_code: NotRequired[Integer]
@@ -220,6 +224,7 @@ DASHBOARD_REPLY_TYPES: dict[str, Any] = {
     "query describe": Description,
     "query event_files": EventFileSizes,
     "query event_part": EventPart,
+    "query progress": ProgressRecords,
     "progress distill": DistillProgress,
     "progress deploy": DeployProgress,
     "metrics.jsonl line": StepRecord,

@@ -1,7 +1,8 @@
 """Who may use the dashboard: a token or a password, session cookies, and checks of every request.
 
-Without a password, the server listens on loopback only. Other users of the controller, and web pages in the user's browser, can reach
-that address: hence the token, the check of the header Host, and a CSRF token in every form. On an address of a network, the server has
+Without a password, the server listens on loopback only. Other users of the controller, and web pages in the user's
+browser, can reach that address. This requires the token, the check of the header Host, and a CSRF token in every form.
+On an address of a network, the server has
 TLS and a password.
 """
 
@@ -25,9 +26,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trainyard.dashboard.http_limits import read_body
 from trainyard.dashboard.password import AttemptLimit, PasswordHash
 
-FORM_LIMIT = 16 << 10  # bytes
 SESSIONS = 256  # at the same time; the oldest one ends
 LIFETIME = 12 * 3600.0  # s until a session that began with a password ends
 HEADERS = {
@@ -59,7 +60,7 @@ class Site:
     Attributes:
         address: IP address.
         names: host names and addresses by which a browser may call it, the one of printed URLs first.
-        tls: whether it speaks TLS.
+        tls: whether it uses TLS.
     """
 
     address: str
@@ -108,7 +109,7 @@ class Access:
         return f"{self.site.origins[0]}/"
 
     async def login(self, request: Request) -> Response | LoginForm:
-        """Begin a session, or say why not."""
+        """Begin a session, or return the reason for a refusal."""
         raise NotImplementedError
 
     async def permits(self, scope: Scope) -> bool:
@@ -121,7 +122,7 @@ class Access:
         return await self.metrics_credentials(scope, scheme.lower(), given.strip())
 
     async def metrics_credentials(self, scope: Scope, scheme: str, given: str) -> bool:
-        """Return whether the header Authorization, which has no other use, permits to read /metrics."""
+        """Return whether the header Authorization, which has no other use, gives access to /metrics."""
         raise NotImplementedError
 
     def in_session(self, scope: Scope) -> bool:
@@ -165,15 +166,13 @@ class Access:
         """As `read_form`, without the CSRF token, which a browser has only after it has logged in."""
         if not self.same_origin(request):
             return None
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > FORM_LIMIT:
-                return None
+        body = await read_body(request)
+        if body is None:
+            return None
         return {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}
 
     def same_origin(self, request: Request) -> bool:
-        """Return whether a request comes from a page of this server, as far as the browser says."""
+        """Return whether a request comes from a page of this server, according to the browser."""
         origin = request.headers.get("origin")
         if origin is not None and origin not in self.site.origins:
             return False
@@ -262,17 +261,17 @@ class PasswordAccess(Access):
 
 
 def same(given: str, secret: str) -> bool:
-    """Compare texts in a time that says nothing about the secret."""
+    """Compare texts in a time that reveals nothing about the secret."""
     return hmac.compare_digest(given.encode(), secret.encode())
 
 
 def _digest(session: str) -> bytes:
-    # The table has digests, so that the time to find one says nothing about a session.
+    # The table has digests, so that the time to find one reveals nothing about a session.
     return hashlib.sha256(session.encode()).digest()
 
 
 class Guard:
-    """Answers a request only for the right Host and, but for public paths, in a session; adds HEADERS."""
+    """Answers a request only for the right Host and, except for public paths, in a session; adds HEADERS."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app, self.access = app, access

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.certificate import Certificate, own_certificate, user_certificate
 from trainyard.dashboard.history import History
+from trainyard.dashboard.http_limits import LimitedConnection, LimitedListener
 from trainyard.dashboard.options import LOOPBACK, DashboardOptions
 from trainyard.dashboard.password import SHORTEST, PasswordHash, read_password
 from trainyard.dashboard.progress_watch import ProgressWatch
@@ -29,7 +29,6 @@ from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import Pages
 from trainyard.run.options import LaunchOptions
-from trainyard.run.start_record import has_start
 
 CONNECTIONS = 512  # at the same time; a client without a password can open them, too
 
@@ -102,8 +101,8 @@ def serve(
     cluster = Cluster(hosts, History(project.work / "dashboard", hosts))
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
-    pages = Pages(cluster, access.csrf, queue, functools.partial(has_start, project.home), log_out=access.has_form)
-    pages.progress = ProgressWatch(cluster, project.work)
+    pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=access.has_form)
+    pages.progress = ProgressWatch(cluster, project, streams.get(queue.host))
     actions = Actions(hosts, connect, launch, pages, project)
     app = Dashboard(cluster, streams, pages, actions, access).app()
     certificate = entry.certificate
@@ -116,6 +115,7 @@ def serve(
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=2,
         ws="none",
+        http=LimitedConnection,
         ssl_certfile=certificate.file if certificate else None,
         ssl_keyfile=str(certificate.key_file) if certificate else None,
     )
@@ -140,13 +140,13 @@ def _access(entry: Entry, port: int, report: Callable[[str], None]) -> Access:
 
 def _listen(options: DashboardOptions) -> socket.socket:
     address, port = options.dashboard_listen, options.dashboard_port
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener = LimitedListener(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        remedy = "end what uses the port, or set dashboard_port"
+        remedy = f"end what uses the port, or use another one: -e dashboard_port={min(port + 1, 65535)}"
         if error.errno == errno.EADDRNOTAVAIL:
             remedy = "set dashboard_listen to an address of this machine, as `ip address` lists them"
         raise UserError(f"the dashboard cannot listen on {options.address}: {error.strerror}: {remedy}") from None

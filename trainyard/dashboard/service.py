@@ -56,7 +56,9 @@ def serve(folder: Path) -> None:
     def connect(host: Host) -> HostConnection:
         return HostConnection(host, OpenSSHTransport(host.login))
 
-    run_dashboard(hosts, connect, LaunchOptions(), options, print, find_queue=find_queue, project=Project(folder))
+    run_dashboard(
+        hosts, connect, LaunchOptions(), options, print, find_queue=find_queue, project=Project(folder, is_service=True)
+    )
 
 
 def show(folder: Path) -> None:

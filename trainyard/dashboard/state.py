@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ EVENTS = 1000  # that are kept
 RUNS = 20_000  # of all hosts
 KEEP_ENERGY = 60.0  # s between two records of the energy of a run that is alive
 LOST = 4.0  # s without an answer after which a host counts as lost
-_versions = itertools.count(1)  # a run that has gone and comes again has a new version
+_versions = itertools.count(1)  # a run that disappears and reappears has a new version
 WAITING = "waiting"  # in Slurm, with launcher=slurm
 ALIVE = (WAITING, "starting", "running", "unknown")
 
@@ -36,7 +36,7 @@ class HostState:
         since: when `connected` changed last, in seconds since the epoch.
         why: why it does not answer.
         sample: see `reply_types.HostSample`; empty before the first one.
-        clock_offset: seconds by which its clock is ahead of the controller's; includes the time of the transfer.
+        clock_offset: seconds by which its clock is ahead of that of the dashboard; includes the time of the transfer.
         version: changes with every line about the host itself.
     """
 
@@ -57,10 +57,10 @@ class RunState:
         parts: {host: its part}, of any start.
         checkpoints: {host: its checkpoints}.
         results: {host: the result, or None}.
-        status: of the whole run; see `overall_status`.
+        status: status of the whole run; see `overall_status`.
         cause: why it failed, or an empty string.
         waits: why it waits in Slurm, or an empty string.
-        energy: of its GPUs while the dashboard ran, or None if their power is not known.
+        energy: energy of its GPUs while the dashboard ran, or None if their power is not known.
         version: changes with every line about the run.
     """
 
@@ -127,7 +127,9 @@ class RunState:
 
 @dataclass
 class Event:
-    """Something that happened; `kind` is failed, lost, stopped, finished, started, restarted, back, warning or action."""
+    """Something that happened; `kind` is failed, lost, stopped, finished, started, restarted, preempted, requeued, back,
+    warning or action.
+    """
 
     time: float
     kind: str
@@ -154,6 +156,7 @@ class Cluster:
         self.runs: dict[str, RunState] = {}
         self.events: OrderedDict[tuple[str, ...], Event] = OrderedDict()
         self.version = 0
+        self.starts = 0  # changes with every start and end of a run
         self._changed = asyncio.Event()
         self._meter = EnergyMeter()
         self._energy_kept: dict[str, float] = {}  # {run: when its energy was recorded}
@@ -224,9 +227,22 @@ class Cluster:
         before, event = self.events.get(key), Event(at, kind, text, **about)
         self.events[key] = event
         if len(self.events) > EVENTS:
-            del self.events[min(self.events, key=lambda one: self.events[one].time)]
+            self._drop_event()
         if self._history and (before is None or (before.kind, before.text) != (kind, text)):
-            self._history.append({"key": list(key), **asdict(event)})
+            self._history.append({"key": list(key), **asdict(event)}, self._source(event))
+
+    def _source(self, event: Event) -> str:
+        """Return the host that an event came from, as far as is known."""
+        run = self.runs.get(event.run)
+        return event.host or (next(iter(run.parts), "") if run else "")
+
+    def _drop_event(self) -> None:
+        """Drop the oldest event of the host that has most of them: it must not push out those of other hosts."""
+        sources = {key: self._source(event) for key, event in self.events.items()}
+        [(most, _)] = Counter(sources.values()).most_common(1)
+        del self.events[
+            min((key for key, one in sources.items() if one == most), key=lambda key: self.events[key].time)
+        ]
 
     def _remember(self, record: dict[str, Any]) -> None:
         """Take a record of an earlier start: an event, or the energy of a run."""
@@ -269,7 +285,7 @@ class Cluster:
             return
         new = name not in self.runs
         run = self.runs.setdefault(name, RunState(name, energy=self._meter.used.get(name)))
-        # The folder comes from the inventory: what a host says never names a path.
+        # The folder comes from the inventory: a reply of a host never determines a path.
         folder = f"{self.hosts[host].host.data_dir}/runs/{name}"
         part = run.parts.setdefault(host, Part(host, folder))
         part.answer, part.ranks = answer, (answer.get("node") or {}).get("ranks") or []
@@ -280,6 +296,7 @@ class Cluster:
         run = self.runs.get(name)
         if run and run.parts.pop(host, None) and not run.parts:
             del self.runs[name]
+            self.starts += 1
             self._meter.forget(name)
             if self._history and run.energy:
                 self._history.append({"energy": name, **asdict(Energy())})
@@ -301,6 +318,8 @@ class Cluster:
         run.cause = found[0].text if found else ""
         attempt = run.attempt
         before, run.reported = run.reported, (attempt, run.status)
+        if before != run.reported or new:
+            self.starts += 1
         about = {"run": run.name}
         if before != run.reported and not new:
             self._keep_energy(run.name)

@@ -1,6 +1,7 @@
 """TensorBoard behind the login: one process on a Unix socket, started for the first run that is opened and ended when idle.
 
-Its pages have the origin of the dashboard, and what they show comes from hosts. The content security policy of these pages therefore
+Its pages have the origin of the dashboard, and their contents are data of hosts. The content security policy of these
+pages therefore
 lets their scripts load and read paths of TensorBoard only, and open neither windows, frames nor forms.
 """
 
@@ -24,7 +25,8 @@ from trainer.errors import MAX_MESSAGE, UserError
 from trainer.formats import printable
 from trainyard.connection import RemoteError, last_line
 from trainyard.dashboard.event_files import EventFiles
-from trainyard.dashboard.security import FORM_LIMIT, Access
+from trainyard.dashboard.http_limits import FORM_LIMIT, read_body
+from trainyard.dashboard.security import Access
 from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 IDLE = 600.0  # s without a request after which TensorBoard ends
 START = 90.0  # s until it listens
-COPY = 5.0  # s between two looks for new bytes of the event files
+COPY = 5.0  # s between two checks for new bytes of the event files
 ANSWER = 60.0  # s for an answer
 # Of a request and of an answer: neither cookies, credentials, redirects nor policies pass.
 ASKED = ("accept", "accept-encoding", "content-type", "x-tensorboard-feature-flags")
@@ -61,7 +63,7 @@ class TensorBoard:
         self._used = 0.0
 
     async def open(self, runs: list[str]) -> None:
-        """Show these runs, beside those that were opened before. Raises UserError with the reason why not."""
+        """Show these runs in addition to those that were opened before. Raises UserError with the reason why not."""
         if remedy := missing():
             raise UserError(f"TensorBoard is not installed where the dashboard runs: {remedy}")
         async with self._lock:
@@ -99,11 +101,9 @@ class TensorBoard:
         client = self._client
         if client is None:
             return PlainTextResponse("404: TensorBoard is not open: open it on the page of a run\n", 404)
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > FORM_LIMIT:
-                return PlainTextResponse(f"413: more than {FORM_LIMIT} bytes\n", 413)
+        body = await read_body(request)
+        if body is None:
+            return PlainTextResponse(f"413: more than {FORM_LIMIT} bytes, or too slow\n", 413)
         self._used = time.monotonic()
         import httpx2
 
@@ -145,7 +145,7 @@ class TensorBoard:
         self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Copy what is new, until nobody has asked for a while or the process has ended."""
+        """Copy new data until no request has arrived for a while, or the process has ended."""
         while True:
             await asyncio.sleep(COPY)
             async with self._lock:

@@ -15,8 +15,8 @@ from tensorboard import program
 from werkzeug.serving import BaseWSGIServer
 
 PREFIX = "/tensorboard"  # of its paths
-MEMORY = 4 << 30  # bytes of memory: the contents of the event files come from hosts
-RELOAD = 5  # s between two looks at the event files
+MEMORY = 4 << 30  # bytes of memory: hosts supply the contents of the event files
+RELOAD = 5  # s between two checks of the event files
 
 
 class _SocketServer(program.WerkzeugServer):  # type: ignore[misc]

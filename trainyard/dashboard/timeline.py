@@ -1,25 +1,51 @@
-"""Who had which host and GPU when: intervals from the records of the queue, and their places in a drawing."""
+"""The drawing of who had which host and GPU when: bars in rows, with a common scale."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainyard.queue.client import Job, QueueState
-from trainyard.queue.history import ENDED, read_attempts, run_state
-from trainyard.queue.reasons import RUNNING
-from trainyard.queue.slurm import MAX_GPUS
-
-BEFORE = 6 * 3600  # s that the timeline shows before now
-AFTER = 3600  # s that it shows after now: expected ends
 STEP = 30  # s in which the drawing moves
-TICK = 3600  # s between two marks
-LANES = 12  # runs that a host or GPU shows beside each other
+LANES = 12  # runs that a host or GPU shows side by side
 SPANS = 300  # in a timeline, the newest
-READ = 20_000  # spans that are read, of which these are the newest
 ROWS = 300  # hosts and GPUs in the drawing
 HEAD, LABEL, LANE = 34, 20, 24  # pixels of the times, of the label of a row, and of a lane
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a timeline shows.
+
+    Attributes:
+        before, after: seconds before and after now; after now are expected ends.
+        tick: seconds between two marks.
+    """
+
+    before: int
+    after: int
+    tick: int
+
+    def place(self, at: float, now: float) -> float:
+        """Return the place of a time from the left, in percent."""
+        return 100.0 * (at - (now - self.before)) / (self.before + self.after)
+
+    def ticks(self, now: float) -> list[tuple[float, float]]:
+        """Return times and places of the marks: whole hours or days of this machine's clock."""
+        offset = time.localtime(now).tm_gmtoff
+        first = -(-(now - self.before + offset) // self.tick)
+        times = [self.tick * (first + number) - offset for number in range((self.before + self.after) // self.tick)]
+        return [(at, self.place(at, now)) for at in times]
+
+
+HOUR = 3600
+SCALES = {
+    "6 hours": Scale(6 * HOUR, 2 * HOUR, HOUR),
+    "24 hours": Scale(24 * HOUR, 8 * HOUR, 4 * HOUR),
+    "7 days": Scale(168 * HOUR, 24 * HOUR, 24 * HOUR),
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +54,7 @@ class Span:
 
     Attributes:
         host: its name.
-        gpu: its number or UUID; empty for cores, or where the queue has no record of the GPUs.
+        gpu: its number or UUID; empty for cores, or without a record of the GPUs.
         begin, end: seconds since the epoch; `end` is the present for a run that has it now.
         until: when a run that has it now is expected to end; 0 if unknown, and for others.
         state: running, or the end of this start.
@@ -80,7 +106,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The allocation of the last hours.
+    """The allocation of the last hours or days.
 
     Attributes:
         now: seconds since the epoch, rounded to STEP.
@@ -94,7 +120,7 @@ class Timeline:
     rows: list[Row] = field(default_factory=list)
     ticks: list[tuple[float, float]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    present: float = 100.0 * BEFORE / (BEFORE + AFTER)
+    present: float = 0.0
 
     @property
     def places(self) -> list[tuple[int, Row]]:
@@ -108,81 +134,41 @@ class Timeline:
         return HEAD + sum(row.height for row in self.rows) + LABEL // 2
 
 
-def make_timeline(queue: QueueState) -> Timeline:
-    """Return the timeline of the hosts of the queue."""
-    now = queue.now // STEP * STEP
-    recent = (span for span in allocation(queue) if span.end > now - BEFORE and span.begin <= queue.now)
-    spans = sorted(itertools.islice(recent, READ), key=lambda span: (-span.begin, span.run, span.host, span.gpu))[
-        :SPANS
-    ]
-    nodes = itertools.islice(queue.nodes.values(), ROWS)
-    gpus = {node.name: [str(number) for number in range(min(node.gpus, MAX_GPUS))] for node in nodes}
-    for span in spans:  # UUIDs, and hosts that the queue no longer has
-        named = gpus.setdefault(span.host, [])
+def make_timeline(spans: Iterable[Span], gpus: Mapping[str, Sequence[str]], now: float, scale: Scale) -> Timeline:
+    """Return a timeline.
+
+    Args:
+        gpus: the numbers of the GPUs of each host, in the order of the rows. Other hosts and GPUs of spans follow them.
+        now: seconds since the epoch.
+    """
+    at = now // STEP * STEP
+    recent = (span for span in spans if span.end > at - scale.before and span.begin <= now)
+    shown = heapq.nsmallest(SPANS, recent, key=lambda span: (-span.begin, span.run, span.host, span.gpu))
+    labels = {host: list(numbers) for host, numbers in gpus.items()}
+    by_host: dict[str, list[Span]] = {}
+    for span in shown:
+        named = labels.setdefault(span.host, [])
         if span.gpu and span.gpu not in named:
             named.append(span.gpu)
+        by_host.setdefault(span.host, []).append(span)
     rows: list[Row] = []
-    for host, numbers in gpus.items():
-        if len(rows) >= ROWS:
-            break
-        on_host = [span for span in spans if span.host == host]
+    for host, numbers in labels.items():
+        on_host = by_host.get(host, [])
         without = [span for span in on_host if not span.gpu]
         if without or not numbers:
-            label = f"{host}, runs without a recorded GPU" if numbers else host
-            rows.append(Row(label, _bars(without, now)))
+            label = f"{host}, no recorded GPU" if numbers else host
+            rows.append(Row(label, _bars(without, at, scale)))
         rows += [
-            Row(f"{host} GPU {number}", _bars([span for span in on_host if span.gpu == number], now))
+            Row(f"{host} GPU {number}", _bars([span for span in on_host if span.gpu == number], at, scale))
             for number in numbers
         ]
-    first = -(-(now - BEFORE) // TICK)
-    times = [TICK * (first + number) for number in range((BEFORE + AFTER) // TICK)]
-    return Timeline(now, rows, [(at, _place(at, now)) for at in times], spans)
+        if len(rows) >= ROWS:
+            break
+    return Timeline(at, rows, scale.ticks(at), shown, scale.place(at, at))
 
 
-def allocation(queue: QueueState) -> Iterator[Span]:
-    """Yield who had which host: the records of the drivers, which know GPUs, and of Slurm's jobs that have none."""
-    jobs: dict[str, list[Job]] = {}
-    for job in queue.leases:
-        jobs.setdefault(job.name, []).append(job)
-    known: dict[tuple[str, str], list[Span]] = {}
-    for run in queue.requests:
-        for span in _recorded(run, queue, jobs):
-            known.setdefault((run, span.host), []).append(span)
-            yield span
-    for job in queue.leases:
-        running = job.state in RUNNING
-        end = queue.now if running else job.end
-        state = "running" if running else job.state.lower()
-        for host in job.hosts if end > job.start else ():
-            if not any(span.begin < end and job.start < span.end for span in known.get((job.name, host), [])):
-                yield Span(job.name, host, "", job.start, end, job.end if running else 0.0, state)
-
-
-def _recorded(run: str, queue: QueueState, jobs: Mapping[str, list[Job]]) -> Iterator[Span]:
-    """Yield the spans of the starts that the driver of a run recorded."""
-    job, how = queue.jobs.get(run), run_state(run, queue)
-    attempts = read_attempts(queue.states.get(run, {}))
-    for attempt in attempts:
-        newest = attempt is attempts[-1]
-        running = newest and not attempt["end"] and job is not None and job.state in RUNNING
-        # A driver that was killed has not recorded the end; Slurm has.
-        ends = [one.end for one in jobs.get(run, []) if one.state not in RUNNING and one.end > attempt["begin"]]
-        end = queue.now if running else attempt["end"] or min(ends, default=0.0)
-        if not attempt["begin"] or end <= attempt["begin"]:
-            continue
-        until = job.end if running and job else 0.0
-        state = "running" if running else attempt["reason"] or (how if newest and how in ENDED else "ended")
-        for host in attempt["hosts"]:
-            for gpu in attempt["gpus"].get(host) or [""]:
-                yield Span(run, host, gpu, attempt["begin"], end, until, state)
-
-
-def _place(at: float, now: float) -> float:
-    return 100.0 * (at - (now - BEFORE)) / (BEFORE + AFTER)
-
-
-def _bars(spans: Sequence[Span], now: float) -> list[Bar]:
-    """Return the bars of a row: each in the first lane that is free at its begin."""
+def _bars(spans: Sequence[Span], now: float, scale: Scale) -> list[Bar]:
+    """Return the bars of a row: each in the first lane that is free at its start."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.begin, span.run)):
         free = (number for number, lane in enumerate(lanes) if _until(lane[-1]) <= span.begin)
@@ -195,10 +181,10 @@ def _bars(spans: Sequence[Span], now: float) -> list[Bar]:
     bars = []
     for number, lane in enumerate(lanes):
         for span, after in zip(lane, [*lane[1:], None], strict=True):
-            left = max(0.0, _place(span.begin, now))
-            right = max(left, _place(now if span.running else span.end, now))
-            rest = max(0.0, min(100.0, _place(span.until, now)) - right) if span.until else 0.0
-            room = (_place(after.begin, now) if after else 100.0) - left
+            left = max(0.0, scale.place(span.begin, now))
+            right = max(left, scale.place(now if span.running else span.end, now))
+            rest = max(0.0, min(100.0, scale.place(span.until, now)) - right) if span.until else 0.0
+            room = (scale.place(after.begin, now) if after else 100.0) - left
             bars.append(Bar(span, number, left, max(0.3, right - left), rest, room))
     return bars
 

@@ -5,6 +5,7 @@ A region is a piece of HTML with an id. `Pages.regions` renders those of a page;
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,15 +15,22 @@ from typing import Any
 import jinja2
 
 from trainer.config.yaml_text import YamlError, parse_yaml
+from trainer.formats import printable
+from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.formats import FILTERS
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.timeline import SCALES
 from trainyard.queue.slurm import PRIORITIES
 
 LATEST = 100  # ended runs on the page of runs
 EVENTS = 300  # events on their page
 PIECES = 30_000  # regions that are kept
+SPEC = 32 << 10  # characters of a spec
+FIELDS = 500  # of it
+SHOWN = 2000  # characters of a value
+NOTABLE = 1.1  # times the time of most ranks from which one is called the slowest
 OVERLAYS = 5  # runs that a run's page shows beside it
 Regions = dict[str, str]
 
@@ -58,7 +66,7 @@ class Pages:
         can_start: Callable[[str], bool] = lambda run: False,
         log_out: bool = False,
     ) -> None:
-        """Take what the pages show.
+        """Take the data of the pages.
 
         Args:
             csrf: the token of every form.
@@ -67,6 +75,7 @@ class Pages:
         """
         self.cluster, self.queue, self._can_start = cluster, queue, can_start
         self.progress: ProgressWatch | None = None
+        self._allocation = Allocation(cluster)
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
@@ -138,8 +147,11 @@ class Pages:
             self._pieces[id] = (key, html)
         return html
 
-    def _queue(self) -> dict[str, Regions]:
+    def _queue(self, scale: str = "") -> dict[str, Regions]:
         queue, view = self.queue, self.queue.view
+        scale = scale or next(iter(SCALES))
+        key, timeline = self._allocation.timeline(scale, view.state if view else None, view.at if view else 0.0)
+        how = {"timeline": timeline, "scale": scale, "scales": list(SCALES), "known": self.cluster.runs}
         more = {"actions": self.actions, "known": self.cluster.runs, "now": view.at if view else 0.0}
         live = {
             f"queued-{run['run']}": self._render(
@@ -155,7 +167,7 @@ class Pages:
             "summary": {"queue-summary": self._render("queue_summary", queue=queue)},
             "live": live,
             "ended": ended,
-            "timeline": {"queue-timeline": self._render("queue_timeline", timeline=view.timeline if view else None)},
+            "timeline": {"queue-timeline": self._piece(f"timeline {scale}", key, "queue_timeline", **how)},
         }
 
     def _models(self) -> dict[str, Regions]:
@@ -182,7 +194,9 @@ class Pages:
         rows = {}
         for key, event in events:
             name = f"event-{abs(hash(key)):x}"
-            rows[name] = self._piece(name, (event.time, event.kind, event.text), "event", event=event)
+            known = event.run in self.cluster.runs
+            version = (event.time, event.kind, event.text, known)
+            rows[name] = self._piece(name, version, "event", event=event, known=known)
         summary = self._render("events_summary", events=events)
         return {"summary": {"events-summary": summary}, "events": rows}
 
@@ -190,10 +204,13 @@ class Pages:
         run = self.cluster.runs[name]
         slowest = _slowest(run)
         head = self._render("run_head", run=run, cluster=self.cluster)
+        view = self.queue.view
         more = {"can_start": not run.alive and self._can_start(name), "deploy_name": f"{name.lower()}:latest"}
+        more["queued"] = bool(view and not run.alive and view.can_start(name))
+        more["has_job"] = bool(view and name in view.state.jobs)
         action = self._render("run_action", run=run, action=self.actions.get(name), **more)
         ranks = self._render("run_ranks", run=run, slowest=slowest)
-        kept = self._render("run_checkpoints", run=run)
+        kept = self._render("run_checkpoints", run=run, checkpoints=_checkpoints(run))
         return {
             "head": {"run-head": head},
             "action": {"run-action": action},
@@ -202,19 +219,38 @@ class Pages:
         }
 
 
+def _checkpoints(run: RunState) -> list[tuple[int, list[str], float, float]]:
+    """Return step, hosts, size on one host and time of the checkpoints, the newest first."""
+    found: dict[int, list[tuple[str, float, float]]] = {}
+    for host, kept in sorted(run.checkpoints.items()):
+        for one in kept:
+            found.setdefault(one["step"], []).append((host, one["bytes"], one["time"]))
+    return [
+        (
+            step,
+            list(dict.fromkeys(host for host, _, _ in on)),
+            max(size for _, size, _ in on),
+            max(at for _, _, at in on),
+        )
+        for step, on in sorted(found.items(), reverse=True)
+    ]
+
+
 def _slowest(run: RunState) -> int | None:
-    """Return the rank whose share of a step takes longest, if there are several."""
+    """Return the rank whose share of a step takes longest, if it takes notably longer than that of most ranks."""
     seconds = run.first.get("step_seconds") or []
-    return seconds.index(max(seconds)) if len(seconds) > 1 else None
+    slow = len(seconds) > 1 and max(seconds) > NOTABLE * statistics.median_low(seconds)
+    return seconds.index(max(seconds)) if slow else None
 
 
 def spec_values(text: str) -> dict[str, str]:
-    """Return the fields of a spec as text, by name; none for a text that is no spec."""
+    """Return the fields of a spec as text, by name; none for a text that is not a spec."""
     try:
-        value = parse_yaml(text)
+        value = parse_yaml(text) if len(text) <= SPEC else None  # a host must not keep the dashboard busy
     except YamlError:
         return {}
-    return {str(name): _shown(item) for name, item in value.items()} if isinstance(value, dict) else {}
+    found = list(value.items())[:FIELDS] if isinstance(value, dict) else []
+    return {printable(str(name), 100): _shown(item)[:SHOWN] for name, item in found}
 
 
 def _shown(value: Any) -> str:

@@ -36,8 +36,8 @@ def find_duplicates(
     """Compare the entries that can be logged in to.
 
     Args:
-        identities: entry -> result of the module machine_identity_info, in the order of the inventory. Of several entries
-            for one machine, the first is kept.
+        identities: entry -> result of the module machine_identity_info, in the order of the inventory. The first of
+            several entries for one machine is kept.
         logins: entry -> the address at which it was reached.
         aliases: entry -> all addresses that discovery assigned to the machine.
     """
@@ -91,7 +91,7 @@ def _clones(a: str, one: Mapping[str, Any], b: str, other: Mapping[str, Any]) ->
             "sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, restart ssh, and accept the new key"
         )
     for gpu in sorted(set(one["gpus"]) & set(other["gpus"])):
-        warnings.append(f"{a} and {b} share one GPU ({gpu}), which two ranks would use in turns: keep one of them")
+        warnings.append(f"{a} and {b} share one GPU ({gpu}), which two ranks would use alternately: keep one of them")
     return warnings
 
 

@@ -1,7 +1,7 @@
 """The variables and groups of a discovered machine.
 
 Every variable has the prefix `discovered_`, which no role, playbook or option uses. A host variable has priority over the
-group variables of an operator, so any other name would let a neighbour change what a role does.
+group variables of an operator, so any other name would let a neighbour change the behaviour of a role.
 """
 
 import re

@@ -29,7 +29,7 @@ class Server(BaseModel):
 
 
 class Place(BaseModel):
-    """An address of a machine, and what was found there."""
+    """An address of a machine, and the scan result at this address."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -252,5 +252,5 @@ _SAME_KEY = (
 )
 _SAME_MODELS = (
     "have models with the same modification times: they are one machine with two network cards, or clones; "
-    "playbooks/identity.yml checks it as soon as both can be logged in to"
+    "ansible-playbook playbooks/identity.yml checks it as soon as both can be logged in to"
 )

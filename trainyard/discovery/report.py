@@ -54,7 +54,7 @@ def verdict(machines: int, ready: int, elsewhere: int) -> str:
     if elsewhere:
         text += f", {elsewhere} more declared"
     if usable >= 2:
-        return f"{text}, {usable} ready: distributed training is possible; playbooks/identity.yml checks the links"
+        return f"{text}, {usable} ready: distributed training is possible; ansible-playbook playbooks/identity.yml checks the links"
     if machines + elsewhere >= 2:
         return (
             f"{text}, {usable} ready: distributed training is not possible yet: "

@@ -1,4 +1,4 @@
-"""Scan all targets at once, within the limits of the kernel and of this process, and ask open ports for Ollama."""
+"""Scan all targets at once, within the limits of the kernel and of this process, and check open ports for Ollama."""
 
 import asyncio
 import errno
@@ -73,7 +73,7 @@ class _Scanner:
         self.findings = Findings()
         self.host_keys: dict[str, asyncio.Task[tuple[str, ...]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        # A target that is asked for Ollama uses three sockets; a target that is not connected yet uses one.
+        # A target that is checked for Ollama uses three sockets; a target that is not connected yet uses one.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.at_once = max(1, min(settings.concurrency, (files - 128) // 4))
         self.asking = asyncio.Semaphore(max(1, self.at_once // 2))

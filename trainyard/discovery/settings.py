@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 class SettingsError(ValueError):
-    """A setting is invalid; the message is one line and says what is expected."""
+    """A setting is invalid; the message is one line and describes valid values."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def fingerprint(key: str) -> str:
 async def fetch_host_keys(address: str, port: int, timeout: float) -> tuple[str, ...]:
     """Return the host keys that a machine presents (`type base64`, sorted).
 
-    The result is empty without an SSH server, without ssh-keyscan on this machine, or after `timeout` seconds. It is no
-    proof of identity: a machine may present a key that it does not own. SSH verifies the key at login.
+    The result is empty without an SSH server, without ssh-keyscan on this machine, or after `timeout` seconds. It does
+    not prove identity: a machine may present a key that it does not own. SSH verifies the key at login.
     """
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout):

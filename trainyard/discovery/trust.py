@@ -17,7 +17,7 @@ class Trust:
         ready: whether it may be in the cluster.
         place: the address to use.
         reason: one line.
-        fingerprint: of the key that it presents, for comparison on the machine itself; empty if it presents none.
+        fingerprint: fingerprint of the key that it presents, to compare on the machine itself; empty without a key.
         accept: the command that accepts this key; empty if there is nothing to accept.
     """
 

@@ -1,1 +1,1 @@
-"""Ollama as teacher and as target: no torch, nothing of Ansible."""
+"""Ollama as teacher and as target. Imports neither torch nor Ansible."""

@@ -17,7 +17,7 @@ from trainyard.ollama.trained_run import TrainedRun
 
 def run_misfit(run: TrainedRun) -> str:
     """Return why no base can take the adapter of a run; empty if one may."""
-    from trainyard.ollama.adapter_gguf import ARCHITECTURES  # imports numpy; a merged model does without
+    from trainyard.ollama.adapter_gguf import ARCHITECTURES  # imports numpy, which a merged model does not need
 
     if run.kind != "adapter":
         return "the run has no adapter"
@@ -33,7 +33,8 @@ def tokens_digest(tokens: Sequence[str]) -> str:
 
 
 def wanted_base(run: TrainedRun, tokens: Sequence[str]) -> dict[str, Any]:
-    """Return what a node searches for: `architecture` in GGUF, `shape`, `tokens` and `name` of the run's base model."""
+    """Return the search criteria of a node: `architecture` in GGUF, `shape`, `tokens` and `name` of the run's base
+    model."""
     return {
         "architecture": _gguf_architecture(run),
         "shape": model_shape(run.base),

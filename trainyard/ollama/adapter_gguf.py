@@ -17,8 +17,8 @@ import gguf
 import numpy as np
 
 from trainer.formats import quoted
-from trainer.gguf_llama import rotary_pairs
-from trainer.plain_adapter import AdapterError, read_plain_adapter
+from trainer.gguf.llama import rotary_pairs
+from trainer.gguf.plain_adapter import AdapterError, read_plain_adapter
 
 # Architectures of transformers: that of GGUF, and whether llama.cpp stores the rows of q and k in another order.
 ARCHITECTURES = {

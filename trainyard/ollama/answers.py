@@ -1,7 +1,8 @@
 """Answers of a teacher on disk: one JSON line each, synced before it counts.
 
 A line is keyed by the digest of the teacher, the messages, the options, the number of the sample, and whether it was asked
-with log-probabilities. A controller that is killed loses only what was in flight. A line that a crash cut off is removed
+with log-probabilities. A controller that is killed loses only the requests in flight. A line that a crash cut off is
+removed
 when the file is opened.
 """
 
@@ -29,7 +30,7 @@ _BLOCK = 1 << 20
 
 
 def answer_key(digest: str, prompt: Prompt) -> str:
-    """Return the SHA-256 (hex) of what an answer depends on: the digest of the teacher and the prompt."""
+    """Return the SHA-256 (hex) of the inputs of an answer: the digest of the teacher and the prompt."""
     parts = [digest, [dict(message) for message in prompt.messages], dict(prompt.options), prompt.sample]
     parts += ["logprobs"] if prompt.logprobs else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -51,7 +52,7 @@ class AnswerFile:
     with AnswerFile(path) as answers: ...
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         repaired: bytes of a cut line that opening has removed.
         damaged: number of lines that are not answers; they are ignored.
     """
@@ -144,7 +145,8 @@ class AnswerFile:
         self._keys.update(keys)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the answers in the order of the file; a line that is no answer is counted in `damaged` and left out."""
+        """Yield the answers in the order of the file; a line that is not an answer is counted in `damaged` and left
+        out."""
         self.damaged = 0
         with self.path.open("rb") as file:
             for line in file:

@@ -125,7 +125,7 @@ def _marked(turns: int, system: bool) -> list[dict[str, str]]:
 
 
 def _cut(template: HfTemplate, turns: int, system: bool) -> list[_Text]:
-    """Render a conversation of markers and return its texts. Raises TemplateError if they cannot be told apart."""
+    """Render a conversation of markers and return its texts. Raises TemplateError if they cannot be distinguished."""
     chat = _marked(turns, system)
     rest = template.render(chat)
     texts = []
@@ -257,7 +257,7 @@ def derive_apart(
 
     Args:
         source, tokens, today: of HfTemplate.
-        added_bos: of `derive`.
+        added_bos: the argument of `derive`.
         known: file of the last derivation, which is read if it was the same, and replaced.
 
     Raises:

@@ -55,7 +55,7 @@ class Answer:
         tokens: number of generated tokens.
         queued: time in the server's queue, before it loaded the model or read the prompt.
         seconds: time of the server from the request to the end of the answer.
-        logprobs: of its tokens, see trainyard/ollama/logprobs.py; empty if they were not asked for.
+        logprobs: log-probabilities of its tokens, see trainyard/ollama/logprobs.py; empty if they were not requested.
     """
 
     text: str
@@ -98,7 +98,7 @@ class Cancel:
 
 
 class _BoundedSocket(socket.socket):
-    """A connected socket whose reads end at a deadline, however slowly the bytes arrive."""
+    """A connected socket whose reads end at a deadline, even if bytes arrive slowly."""
 
     deadline = float("inf")
     idle = 60.0
@@ -161,7 +161,7 @@ class OllamaClient:
         return {name: str(entry["digest"]) for name, entry in self._models().items()}
 
     def size(self, model: str) -> int:
-        """Return the bytes of the files of a model, with its base; 0 if the server does not have it or does not tell."""
+        """Return the bytes of the files of a model, with its base; 0 if the server does not have it or does not report it."""
         size = self._models().get(full_name(model), {}).get("size")
         return size if isinstance(size, int) else 0
 

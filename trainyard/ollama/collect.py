@@ -24,12 +24,12 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Questions:
-    """Everything that the teachers are asked.
+    """All questions for the teachers.
 
     Attributes:
         chats: the prompts.
         options: see DistillOptions.
-        seed: of the first sample of each prompt.
+        seed: seed of the first sample of each prompt.
         logprobs: whether the answers shall have the log-probabilities of their tokens.
     """
 

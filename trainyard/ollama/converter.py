@@ -11,11 +11,12 @@ import os
 import shutil
 import tarfile
 import tempfile
-import zipfile
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
 from trainer.errors import UserError, first_line
+from trainer.files import write_atomic
+from trainyard.run.trainer_archive import zip_files
 
 VERSION = "0.3.36"
 FILE = f"llama_cpp_python-{VERSION}.tar.gz"
@@ -30,7 +31,7 @@ _TIMEOUT = 60.0  # s without a byte
 
 
 def converter_folder() -> Path:
-    """Return the folder of the unpacked converter; download it if it is not there.
+    """Return the folder of the unpacked converter; download it if it is missing.
 
     Raises:
         UserError: the package cannot be downloaded, or it is not the pinned one.
@@ -49,7 +50,7 @@ def converter_folder() -> Path:
             if not folder.is_dir():
                 unpacked.rename(folder)
     except OSError as error:
-        if not folder.is_dir():  # another process has not unpacked it meanwhile
+        if not folder.is_dir():  # no other process has unpacked it
             raise UserError(f"cannot write the model converter to {cache}: {first_line(error)}") from None
     return folder
 
@@ -60,11 +61,7 @@ def converter_archive(folder: Path) -> Path:
     if not target.exists():
         source = converter_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as aside, zipfile.ZipFile(aside, "w") as archive:
-            for path in sorted(source.rglob("*.py")):
-                entry = zipfile.ZipInfo(str(path.relative_to(source)), date_time=(1980, 1, 1, 0, 0, 0))
-                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-        Path(aside.name).replace(target)
+        write_atomic(target, zip_files({str(path.relative_to(source)): path for path in sorted(source.rglob("*.py"))}))
     return target
 
 

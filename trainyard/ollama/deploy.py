@@ -22,7 +22,7 @@ from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.formats import mib, printable, quoted
-from trainer.gguf_fields import adds_bos
+from trainer.gguf.fields import adds_bos
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.ollama.adapter_base import base_misfit, run_misfit, wanted_base
 from trainyard.ollama.chat_template import derive_apart
@@ -60,7 +60,7 @@ class Artifact:
 
 @dataclass
 class Choice:
-    """What a node may get: the first artifact that answers as trained."""
+    """The artifacts for a node, which gets the first one that answers as trained."""
 
     artifacts: list[Artifact]
     refused: list[str] = field(default_factory=list)  # keys of adapters that were tried
@@ -76,7 +76,7 @@ class Deployment:
         urls: for each host the addresses at which its own server may be reached from it, the preferred one first.
         work: folder on the controller for files.
         report: receives lines while a step runs.
-        check: change nothing; say what would change.
+        check: change nothing; report what would change.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Deployment:
     def _choice(self, name: str, run: TrainedRun, state: dict[str, Any], misfit: str) -> Choice:
         """Return what a node may get. Raises UserError, RemoteError."""
         if not misfit:
-            from trainer.plain_adapter import AdapterError
+            from trainer.gguf.plain_adapter import AdapterError
 
             try:
                 return self._adapters(name, run, state)
@@ -332,7 +332,7 @@ class Deployment:
     # Installation -------------------------------------------------------------------------------------------------------
 
     def _install(self, run: TrainedRun, wanted: Mapping[str, Choice]) -> tuple[list[str], dict[str, str]]:
-        """Create the model on the nodes at once; return lines for them, and why a node has no model.
+        """Create the model on the nodes at once; return lines for them, and the reason why a node has no model.
 
         A node whose model does not answer as trained gets its next artifact, if it has searched for bases.
         """
@@ -368,7 +368,7 @@ class Deployment:
         lines: list[str],
         errors: dict[str, str],
     ) -> dict[str, Choice]:
-        """Add to `lines` and `errors` what came of the first artifact of each node; return what nodes get after a refusal."""
+        """Add the results of first artifacts to `lines` and `errors`; return the next ones of nodes that refused theirs."""
         following, answers = {}, self._export.answers(run)
         for name, choice in choices.items():
             how, text = self._how(choice.artifacts[0]), self._refusal(choice.artifacts[0], replies[name], answers)
@@ -379,7 +379,7 @@ class Deployment:
                 self._note(name, "deployed", f"{how}: {what}")
                 continue
             try:
-                after = self._following(run, choice)
+                after = self._next_choice(run, choice)
             except (RemoteError, UserError) as error:
                 errors[name] = f"{how} is not used, and the merged model is missing: {error}"
                 continue
@@ -402,8 +402,9 @@ class Deployment:
             f"{self.options.deploy_name} stays as it was; {difference}"
         )
 
-    def _following(self, run: TrainedRun, choice: Choice) -> Choice | None:
-        """Return what a node gets after the first artifact has failed: the next base that it has found, then the merged model.
+    def _next_choice(self, run: TrainedRun, choice: Choice) -> Choice | None:
+        """Return the next artifact for a node after the first one has failed: the next base that it has found, then the
+        merged model.
 
         Raises UserError, RemoteError.
         """
@@ -426,7 +427,7 @@ class Deployment:
         return math.ceil(MIN_EQUAL["f16" if artifact.base else self.options.deploy_quantize] * count)
 
     def _fetch(self, run: TrainedRun, artifact: Artifact) -> None:
-        """Copy the merged model from the run's host to the controller, unless it is there. Raises RemoteError, UserError."""
+        """Copy the merged model from the run's host, unless the controller has it. Raises RemoteError, UserError."""
         if artifact.file.exists():
             return
         try:
@@ -490,7 +491,7 @@ def server_urls(variables: Mapping[str, Any]) -> list[str]:
 
 
 def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:
-    """Return the number of equal answers, and the first difference for a person."""
+    """Return the number of equal answers, and a description of the first difference."""
     for prompt, expected, got in zip(trained["prompts"], trained["answers"], answers, strict=True):
         if expected.strip() != got.strip():
             question = prompt["messages"][-1]["content"] if "messages" in prompt else prompt["prompt"]

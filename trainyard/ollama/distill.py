@@ -26,7 +26,8 @@ from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
-from trainyard.run.session import RunSession
+from trainyard.run.session import KeepRecord, RunSession
+from trainyard.service_records import following, service_records
 
 
 def student_specs(
@@ -64,12 +65,13 @@ class Distillation:
     """One call of playbooks/distill.yml.
 
     Attributes:
-        options: what is asked.
-        specs: of the students, without a dataset.
-        machines: that may teach.
-        hosts, connect, launch: of the students, as of RunSession.
+        options: options of the distillation.
+        specs: specs of the students, without a dataset.
+        machines: machines that may teach.
+        hosts, connect, launch: for the students, as in RunSession.
         home: the project's folder.
-        queue: to which the students are added; None trains them at once.
+        queue: queue to which the students are added; None trains them at once.
+        keep_record: as in RunSession, for the students.
     """
 
     options: DistillOptions
@@ -81,12 +83,13 @@ class Distillation:
     home: Path
     report: Report = print
     queue: StudentQueue | None = None
+    keep_record: KeepRecord | None = None
 
     def run(self, check: bool = False) -> dict[str, Any]:
         """Ask the teachers, filter the answers, and train the students or add them to the queue.
 
         Returns:
-            `changed`; `lines` for a person; `students`, the result.json of each student that has finished, by run; `runs`,
+            `changed`; `lines`, readable text; `students`, the result.json of each student that has finished, by run; `runs`,
             those that wait or run in the queue.
 
         Raises:
@@ -133,6 +136,7 @@ class Distillation:
             hybrid=options.hybrid,
             home=self.home,
             report=self.report,
+            keep_record=self.keep_record,
         )
         lines = [*filtered.lines(), f"dataset: {dataset}", *student_table(runs)]
         if failed := {run.run: run.error for run in runs if run.error}:
@@ -174,19 +178,19 @@ def distill(
     report: Report,
     check: bool,
 ) -> dict[str, Any]:
-    """Do what the values of ``-e`` of playbooks/distill.yml say.
+    """Run the distillation that the values of ``-e`` of playbooks/distill.yml specify.
 
     Args:
-        variables: of every host, as of `candidates`.
+        variables: variables of every host, as for `candidates`.
         top: the project's folder.
         report: receives lines while the teachers answer and the students train.
-        check: ask and change nothing; say what would change.
+        check: send no prompts and change nothing; report the changes that would follow.
 
     Returns:
         As Distillation.run.
 
     Raises:
-        UserError: a mistake in the values. No host has been asked yet, unless only hosts can know.
+        UserError: a mistake in the values. No host has received a request yet, unless only hosts can check the value.
         RunError: a student failed, or the queue does not take it.
         InventoryError: a host is not described completely.
     """
@@ -197,4 +201,9 @@ def distill(
         queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)
     machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), variables)
     connect: Connect = lambda host: cluster.connect(host.name)  # noqa: E731
-    return Distillation(options, specs, machines, cluster.hosts, connect, launch, top, report, queue).run(check)
+    records = service_records(cluster.groups, cluster.variable, cluster.connect, report, check)
+    keep = records.keep if records else None
+    with following(records, top / ".trainyard"):
+        return Distillation(options, specs, machines, cluster.hosts, connect, launch, top, report, queue, keep).run(
+            check
+        )

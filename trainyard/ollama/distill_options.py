@@ -1,4 +1,4 @@
-"""The options of a distillation: what the teachers are asked, and which answers count."""
+"""The options of a distillation: the questions for the teachers, and the selection of answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AnswerOptions(PlaybookOptions):
 
 
 class DistillOptions(AnswerOptions):
-    """What the teachers are asked, and which answers count. What the students train is in the run spec."""
+    """The questions for the teachers, and the selection of answers. What the students train is in the run spec."""
 
     teacher: str = declare("", "name of the Ollama model that answers, such as `llama3:8b`", min_length=1)
     teacher_pull: bool = declare(False, "pull the model on hosts that do not have it")

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from trainyard.ollama.logprobs import align, unpack
 
 REASONS = {
@@ -29,9 +27,6 @@ _LOOP_LENGTH = 60  # characters of all repeats of a loop
 _COMPRESSED = 0.1  # share of its length to which no text compresses that does not repeat itself
 _LONG = 400  # characters from which compression says something
 _OVERLAP = 13  # words in a row that a prompt shares with an evaluation prompt
-_SHINGLE = 3  # words
-_BANDS, _ROWS = 20, 5  # a pair with a similarity of 0.8 shares a band with a probability of 0.9996
-_PRIME = (1 << 61) - 1
 
 
 @dataclass
@@ -47,7 +42,7 @@ class Filtered:
     without_logprobs: int | None = None
 
     def lines(self) -> list[str]:
-        """Return what was kept and left out, for people."""
+        """Return a readable summary of the answers that were kept and left out."""
         left_out = ", ".join(f"{count} {REASONS[name]}" for name, count in self.counts.items())
         lines = [f"{len(self.samples)} answers to train on" + (f"; left out: {left_out}" if left_out else "")]
         if self.without_logprobs:
@@ -77,7 +72,11 @@ def filter_answers(
     result = Filtered(without_logprobs=0 if logprobs else None)
     blocked = _Overlap(evaluation)
     seen: set[bytes] = set()
-    near = NearDuplicates(similarity) if similarity else None
+    near = None
+    if similarity:
+        from trainyard.ollama.near_duplicates import NearDuplicates  # imports numpy, which a dashboard does not need
+
+        near = NearDuplicates(similarity)
     for record in records:
         text, open_thinking = answer_text(record, keep_thinking)
         prompt = prompt_text(record["messages"])
@@ -144,58 +143,19 @@ class _Overlap:
     """Whether a prompt is an evaluation prompt, or shares 13 words in a row with one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._whole: set[str] = set()
+        self._texts: set[str] = set()
         self._runs: set[str] = set()
         for text in texts:
-            self._whole.add(normalized(text))
-            self._runs.update(_runs(text, _OVERLAP))
+            self._texts.add(normalized(text))
+            self._runs.update(word_runs(text, _OVERLAP))
 
     def __contains__(self, text: str) -> bool:
-        if not self._whole:
+        if not self._texts:
             return False
-        return normalized(text) in self._whole or any(run in self._runs for run in _runs(text, _OVERLAP))
+        return normalized(text) in self._texts or any(run in self._runs for run in word_runs(text, _OVERLAP))
 
 
-def _runs(text: str, length: int) -> Iterator[str]:
+def word_runs(text: str, length: int) -> Iterator[str]:
+    """Yield all runs of `length` words of a text, in lower case."""
     words = text.casefold().split()
     return (" ".join(words[i : i + length]) for i in range(len(words) - length + 1))
-
-
-class NearDuplicates:
-    """Finds near duplicates by MinHash and locality-sensitive hashing, and confirms each by its exact similarity.
-
-    The packages for it do not fit: datasketch needs scipy, which is larger than everything else on the controller.
-    """
-
-    def __init__(self, similarity: float) -> None:
-        self._similarity = similarity
-        draw = np.random.default_rng(1)
-        # 31 bits, so that products fit into 64 bits.
-        self._a = draw.integers(1, 1 << 31, (1, _BANDS * _ROWS), dtype=np.uint64)
-        self._b = draw.integers(0, 1 << 31, (1, _BANDS * _ROWS), dtype=np.uint64)
-        self._bands: list[dict[bytes, list[int]]] = [{} for _ in range(_BANDS)]
-        self._kept: list[np.ndarray] = []
-
-    def add(self, text: str) -> bool:
-        """Return whether a kept text is a near duplicate of this one; keep it if none is."""
-        hashes = self._shingles(text)
-        signature = ((hashes[:, None] * self._a + self._b) % np.uint64(_PRIME)).min(axis=0)
-        keys = [band.tobytes() for band in signature.reshape(_BANDS, _ROWS)]
-        candidates = {index for band, key in zip(self._bands, keys, strict=True) for index in band.get(key, ())}
-        if any(_jaccard(hashes, self._kept[index]) >= self._similarity for index in candidates):
-            return True
-        for band, key in zip(self._bands, keys, strict=True):
-            band.setdefault(key, []).append(len(self._kept))
-        self._kept.append(hashes)
-        return False
-
-    @staticmethod
-    def _shingles(text: str) -> np.ndarray:
-        """Return 32-bit hashes of all runs of three words, uint64 [runs], sorted, each once; of the text if it is short."""
-        parts = list(_runs(text, _SHINGLE)) or [text]
-        return np.unique(np.array([zlib.crc32(part.encode()) for part in parts], dtype=np.uint64))
-
-
-def _jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    shared = len(np.intersect1d(one, other, assume_unique=True))
-    return shared / (len(one) + len(other) - shared)

@@ -1,6 +1,6 @@
 """Render the chat template of a Hugging Face model as transformers does, without transformers.
 
-A chat template is a program that belongs to the model. It runs in jinja2's sandbox, and sees strings only.
+A chat template is a program that belongs to the model. It runs in jinja2's sandbox, and receives strings only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TemplateError(UserError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Accepts ``{% generation %}``, which marks the text of an assistant for the loss, and renders what is inside."""
+    """Accepts ``{% generation %}``, which marks the text of an assistant for the loss, and renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -66,7 +66,7 @@ class HfTemplate:
         Args:
             source: the text of the template.
             tokens: the special tokens by the names of `SPECIAL_TOKENS`; a template may use them.
-            today: what `strftime_now` sees.
+            today: the date that `strftime_now` formats.
 
         Raises:
             TemplateError: the template is not valid.

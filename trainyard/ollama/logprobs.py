@@ -1,8 +1,9 @@
-"""Log-probabilities of a teacher's tokens: ask for them, check them, keep them, and align them with the text of an answer.
+"""Log-probabilities of a teacher's tokens: request them, check them, keep them, and align them with the text of an
+answer.
 
 Ollama gives them from 0.12.11 on: with `logprobs` and `top_logprobs` in the request, a line of the streamed reply has
 `logprobs`, a list with `token`, `logprob`, `bytes` and `top_logprobs` (https://github.com/ollama/ollama/pull/12899,
-/pull/13068). Tokens that are no whole UTF-8 characters arrive as U+FFFD (/issues/13497), so that their bytes are unknown.
+/pull/13068). Tokens that are not complete UTF-8 characters arrive as U+FFFD (/issues/13497), so that their bytes are unknown.
 """
 
 from __future__ import annotations

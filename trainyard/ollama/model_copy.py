@@ -1,7 +1,8 @@
 """Copy a model from the Ollama store of one host to those of other hosts, over the relay: its bytes do not pass the controller.
 
-The files travel between folders of the login users, because only root may read or write a store. roles/ollama/tasks/copy.yml
-fills the folder of the source before, and the stores of the targets after that.
+The files are copied between folders of the login users, because only root may read or write a store.
+roles/ollama/tasks/copy.yml
+fills the folder of the source before the copy, and the stores of the targets after it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StoredModel(BaseModel):
     sizes: dict[str, int] = Field(max_length=1001)
 
     def copies(self) -> dict[str, Copy]:
-        """Return every file with its size and SHA-256. Raises ValueError for a path that is none of a blob."""
+        """Return every file with its size and SHA-256. Raises ValueError for a path that is not that of a blob."""
         digests = {self.manifest: self.digest}
         for blob in self.blobs:
             if not (match := _BLOB.fullmatch(blob)):
@@ -70,7 +71,7 @@ def plan_copy(
     """Return how the hosts of the play get a model that they lack, or None if none of them lacks it.
 
     Args:
-        machines: of the inventory; only trusted ones take part.
+        machines: machines of the inventory; only trusted ones take part.
         hosts: names of the hosts of the play.
 
     Raises:

@@ -35,7 +35,7 @@ SILENCE = 10.0  # s without a byte after which a node that owes an answer is pro
 PROBE_PERIOD = 5.0  # s between two probes of such a node
 PATIENCE = 300.0  # s without any live node after which the pool gives up
 _WINDOW = 30.0  # s over which the current rate is measured
-_TICK = 0.2  # s between two looks at silent and failed nodes
+_TICK = 0.2  # s between two checks of silent and failed nodes
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Prompt:
     """One chat to answer.
 
     Attributes:
-        options: of the model, with `num_predict` where log-probabilities are wanted.
+        options: options of the model, with `num_predict` where log-probabilities are wanted.
         sample: counts repeated answers to the same chat.
         logprobs: whether the answer shall have the log-probabilities of its tokens.
     """
@@ -83,9 +83,9 @@ class OllamaNode:
     """A model on an Ollama server.
 
     Attributes:
-        name: of the host.
+        name: name of the host.
         model: name of the model on the server.
-        digest: of the model.
+        digest: digest of the model.
         limit: seconds for one answer.
     """
 
@@ -111,7 +111,7 @@ class OllamaNode:
 
 @dataclass
 class _State:
-    """What the pool knows about a node. Times are of time.monotonic()."""
+    """The state of a node in the pool. Times are of time.monotonic()."""
 
     node: Node
     window: float = 1.0
@@ -343,7 +343,7 @@ class TeacherPool:
             due = now >= state.retry_at if state.down else silent and now - state.probed_at > PROBE_PERIOD
             if due:
                 state.probing, state.probed_at = True, now
-                self._executor.submit(self._probe, state)
+                self._executor.submit(self._check_server, state)
         if any(not (state.down or state.removed) for state in self._states):
             self._alive_at = now
             return
@@ -356,7 +356,7 @@ class TeacherPool:
                 "start the servers, then run the same command again"
             )
 
-    def _probe(self, state: _State) -> None:
+    def _check_server(self, state: _State) -> None:
         try:
             state.node.probe()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Students as runs of the queue: this machine asks the teachers, and the queue host trains the students."""
+"""Students as runs of the queue: this machine collects the answers, and the queue host trains the students."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StudentQueue:
     """The queue to which students are added.
 
     Attributes:
-        site: where they are added.
-        options: what each of them asks for.
+        site: the queue to which they are added.
+        options: the request of each of them.
         launch: how each of them is kept alive.
         again: whether students that have failed, or were cancelled or stopped, are added again.
     """
@@ -43,7 +43,7 @@ class StudentQueue:
     again: bool = False
 
     def check(self, specs: Sequence[RunSpec]) -> None:
-        """Check, before the teachers are asked, that the queue can run the students. Raises as `add`."""
+        """Check that the queue can run the students, before prompts are sent. Raises as `add`."""
         check_runs(self._runs(specs), self.site)
 
     def teacher_run(self, teacher: str) -> str:
@@ -52,7 +52,7 @@ class StudentQueue:
         state = run_state(name, queue) if name in queue.requests else ""
         if not state:
             return ""
-        deploy = f"deploy it with playbooks/deploy.yml -e run={name}, and repeat this command"
+        deploy = f"deploy it with ansible-playbook playbooks/deploy.yml -e run={name}, and repeat this command"
         return (
             f"run {name} has finished: {deploy}"
             if state == "finished"
@@ -64,7 +64,7 @@ class StudentQueue:
 
         Returns:
             `changed`; `runs`, as `do=list` returns them; `students`, the result.json of those that have finished, by run;
-            `failed`, why others have failed, by run; `lines` for a person.
+            `failed`, why others have failed, by run; `lines`, readable text.
 
         Raises:
             UserError, RunError: as add_runs.
@@ -132,7 +132,7 @@ def student_queue(
     """Return the queue for the students of a call of playbooks/distill.yml. No host is contacted.
 
     Args:
-        values: of ``-e``, among them the options of the queue.
+        values: values of ``-e``, among them the options of the queue.
         hybrid: each student trains on several hosts: two, if `nodes` is not set and there are two.
         again: see StudentQueue.
 
@@ -151,7 +151,7 @@ def student_queue(
 def _how_to_follow(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return how a user follows the first of these runs."""
     return [
-        f"follow them with: playbooks/queue.yml -e do=list; playbooks/attach.yml -e run={runs[0]['run']} follows a run that "
+        f"follow them with: ansible-playbook playbooks/queue.yml -e do=list; ansible-playbook playbooks/attach.yml -e run={runs[0]['run']} follows a run that "
         "has started",
         "repeat this command once they have finished: it shows their loss",
     ]

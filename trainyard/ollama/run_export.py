@@ -32,7 +32,7 @@ class RunExport:
         self._started: dict[str, FanOut] = {}  # by type of weights; "" for the answers alone
 
     def start(self, run: TrainedRun, quantize: str) -> None:
-        """Start trainer.gguf_export on the run's host, over a connection of its own: imports there may take seconds.
+        """Start trainer.gguf.export on the run's host, over a separate connection: its imports may take seconds.
 
         Args:
             quantize: type of the weights of the merged model; empty for the answers alone.
@@ -44,7 +44,7 @@ class RunExport:
         def ask(trainer: str, converter: str = "") -> dict[str, Any]:
             request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
             request |= {"converter": converter, "converter_id": CONVERTER}
-            command = f"PYTHONPATH={shlex.quote(trainer)} exec {shlex.quote(run.host.python)} -P -m trainer.gguf_export"
+            command = f"PYTHONPATH={shlex.quote(trainer)} exec {shlex.quote(run.host.python)} -P -m trainer.gguf.export"
             return connection.run(command, json.dumps(request).encode(), "gguf_export")
 
         def work() -> dict[str, Any]:
@@ -57,7 +57,7 @@ class RunExport:
         self._started[quantize] = FanOut({run.host.name: work})
 
     def reply(self, run: TrainedRun, quantize: str = "") -> dict[str, Any]:
-        """Return the reply of trainer.gguf_export on the run's host. Raises RemoteError."""
+        """Return the reply of trainer.gguf.export on the run's host. Raises RemoteError."""
         if quantize not in self._started:
             self.start(run, quantize)
         done, name = self._started[quantize].wait(EXPORT_LIMIT), run.host.name
@@ -76,7 +76,7 @@ class RunExport:
 
 
 def _put(connection: HostConnection, source: Path) -> str:
-    """Copy a file to the store of a host unless it is there; return its path on the host. Raises RemoteError."""
+    """Copy a file to the store of a host unless the store has it; return its path on the host. Raises RemoteError."""
     store, digest = f"{connection.host.data_dir}/store", sha256_file(source)
     target = f"{store}/deploy/{digest}{source.suffix}"
     request = {

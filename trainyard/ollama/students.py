@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
+from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError
 from trainer.formats import printable
-from trainer.worker_process import die_with_launcher
 from trainyard.connection import Host, HostConnection, InventoryError
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import KeepRecord, RunSession, SessionState
 from trainyard.tables import table
 
 Connect = Callable[[Host], HostConnection]
@@ -31,13 +31,13 @@ Report = Callable[[str], None]
 
 @dataclass
 class StudentRun:
-    """One student and what became of it.
+    """One student and its outcome.
 
     Attributes:
         model: as the user named it.
         run: name of the run.
-        hosts: on which it trains.
-        result: of the run; empty if it failed.
+        hosts: hosts on which it trains.
+        result: result of the run; empty if it failed.
         error: why it failed; empty if it did not.
     """
 
@@ -71,13 +71,14 @@ def train_students(
     hybrid: bool = False,
     home: Path,
     report: Report = print,
+    keep_record: KeepRecord | None = None,
 ) -> list[StudentRun]:
     """Train every student; one that fails does not end the others.
 
     Args:
         connect: makes the connection to a host. It is called in the main thread of a process.
         hybrid: see `host_groups`.
-        home: folder on the controller, as of RunSession.
+        home, keep_record: as for RunSession.
 
     Raises:
         UserError: a spec is invalid, before any host is contacted.
@@ -100,7 +101,8 @@ def train_students(
     def train(group: int, tell: Callable[[tuple[Any, ...]], None]) -> None:
         for index, state in jobs[group]:
             say = _prefixed(runs[index].run, tell) if len(specs) > 1 else lambda line: tell(("line", line))
-            session = RunSession(groups[group], connect, settings[group], home=home, report=say, state=state)
+            how: dict[str, Any] = {"home": home, "report": say, "state": state, "keep_record": keep_record}
+            session = RunSession(groups[group], connect, settings[group], **how)
             try:
                 tell(("result", index, _run(session)))
             except (RunError, UserError, InventoryError) as error:
@@ -179,7 +181,7 @@ def _free_ports(count: int) -> list[int]:
 def _in_processes(
     count: int, work: Callable[[int, Callable[[tuple[Any, ...]], None]], None], hear: Callable[[tuple[Any, ...]], None]
 ) -> None:
-    """Call `work(index, tell)` in `count` processes at once; `hear` receives in this one what they tell.
+    """Call `work(index, tell)` in `count` processes at once; in this process, `hear` receives what they pass to `tell`.
 
     A session makes its connections in the main thread of its process, so that a thread does not suffice.
     """

@@ -24,10 +24,10 @@ class Candidate:
 
     Attributes:
         name: in the inventory.
-        url: of its server.
+        url: URL of its server.
         trusted: whether it is a host of the cluster whose host key is the known one. Others get no prompts unless the
-            user says so.
-        models: folder of its models, as far as the inventory says it.
+            user requests it.
+        models: folder of its models, if the inventory specifies it.
     """
 
     name: str
@@ -42,7 +42,7 @@ def candidates(
     """Return the machines of an inventory: the hosts of the cluster, and the other discovered ones, each server once.
 
     Args:
-        variables: of every host: `ollama_url`, or `discovered_url`, or the address and port of the cluster.
+        variables: variables of every host: `ollama_url`, or `discovered_url`, or the address and port of the cluster.
     """
     members = list(cluster)
     found: dict[str, Candidate] = {}
@@ -66,7 +66,8 @@ def _url(name: str, values: Mapping[str, Any]) -> str:
 
 @dataclass
 class Found:
-    """What a server says about the model. `digest` is empty if it does not have it; `error` says why it does not answer."""
+    """A server's reply about the model. `digest` is empty if it does not have it; `error` says why it does not
+    answer."""
 
     candidate: Candidate
     client: OllamaClient | None = None
@@ -185,7 +186,7 @@ def _pull(machine: Candidate, model: str) -> Found:
 
 
 def shown_names(names: Iterable[str]) -> str:
-    """Return the first names for a message."""
+    """Return the first of several names, for a message."""
     shown = [printable(name, 40) for name in names]
     more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
     return ", ".join(shown[:MAX_SHOWN]) + more

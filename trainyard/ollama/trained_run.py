@@ -1,4 +1,4 @@
-"""Find a finished run on the hosts, and copy to the controller what describes its model."""
+"""Find a finished run on the hosts, and copy the description of its model to the controller."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_run(
             return TrainedRun(hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base, base_name)
     where = "; ".join(f"{name}: {why}" for name, why in asked.errors.items())
     raise UserError(
-        f"no host has a finished run {run}{f' ({where})' if where else ''}; playbooks/status.yml lists the runs"
+        f"no host has a finished run {run}{f' ({where})' if where else ''}; ansible-playbook playbooks/status.yml lists the runs"
     )
 
 

@@ -36,7 +36,7 @@ def duplicates(states: Sequence[HostState]) -> list[Finding]:
 
 
 def _identity(state: HostState) -> tuple[str, ...]:
-    """Return what entries of the inventory have in common that are one machine with one data directory."""
+    """Return the common property of inventory entries that are one machine with one data directory."""
     facts = state.facts
     # Containers share a boot_id, and cloned images share a machine-id. Entries that share both are one machine.
     return (facts["boot_id"], facts["machine_id"], *_own_addresses(facts), state.host.data_dir)

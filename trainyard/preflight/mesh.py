@@ -37,7 +37,7 @@ def choose_peers(names: Sequence[str], draw: random.Random) -> Peers:
     """Return which hosts measure each other: all, or those on a ring, some random ones, and everyone the head.
 
     Args:
-        names: of the hosts, the head first.
+        names: names of the hosts, the head first.
         draw: chooses the random ones, about log2 N for each host.
     """
     if len(names) <= FULL_MESH:

@@ -1,6 +1,6 @@
-"""Carry the newest checkpoint of a run to the hosts of its next allocation, and keep a copy of it on the queue host meanwhile.
+"""Carry the newest checkpoint of a run to the hosts of its next allocation, and keep a copy of it on the queue host during the run.
 
-A full copy on one host suffices: the ranks pass it on. A checkpoint that is divided among hosts is not carried.
+A full copy on one host suffices: the ranks send it to other hosts. The shards of all hosts form one full copy.
 """
 
 from __future__ import annotations
@@ -9,42 +9,85 @@ import functools
 import shlex
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from trainyard.connection import FanOut, Host, RemoteError
-from trainyard.remote.checkpoints import FILE, STEP, complete
+from trainer.supervise.files import read_json, write_json
+from trainyard.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.remote.checkpoints import FILE, MANIFEST, STEP, complete
 from trainyard.run.copy_files import fetch_file, put_file
 from trainyard.run.gather import Connect
 
 ANSWER_LIMIT = 10.0  # s for a host to list its checkpoints
-INTERVAL = 5.0  # s between two looks for a newer checkpoint
+LOOKS = 3  # at the hosts, before the shards of a checkpoint are given up
+INTERVAL = 5.0  # s between two checks for a newer checkpoint
+ABORT_INTERVAL = 0.5  # s
 SPARE = 1 << 30  # bytes that stay free on the queue host
-Checkpoints = dict[str, dict[str, int]]
 
 
-def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, Checkpoints]:
-    """Return the complete checkpoints of every host that answers."""
+class Held(NamedTuple):
+    """What one host has of a checkpoint: the sizes of its files, and for shards the files of other hosts and a common digest."""
+
+    files: dict[str, int]
+    elsewhere: frozenset[str] = frozenset()
+    digest: str = ""
+
+
+class Whole(NamedTuple):
+    """A checkpoint whose files hosts have together: its name, empty for none, and the sizes of its files by host."""
+
+    step: str
+    parts: dict[str, dict[str, int]]
+
+
+def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, dict[str, Held]]:
+    """Return the checkpoints of every host that answers, by host and name, in the order of the hosts."""
     requests = {
         host.name: functools.partial(connect(host.name).call, "checkpoints", {"run_dir": f"{host.data_dir}/runs/{run}"})
         for host in hosts
     }
-    return {name: answer["steps"] for name, answer in FanOut(requests).wait(ANSWER_LIMIT).answers.items()}
+    answers, found = FanOut(requests).wait(ANSWER_LIMIT).answers, {}
+    for name in (name for name in requests if name in answers):
+        answer = answers[name]
+        shards = {step: (frozenset(part["elsewhere"]), part["digest"]) for step, part in answer["shards"].items()}
+        found[name] = {step: Held(files, *shards.get(step, ())) for step, files in answer["steps"].items()}
+    return found
+
+
+def newest_whole(found: Mapping[str, Mapping[str, Held]]) -> Whole:
+    """Return the newest checkpoint that hosts have together."""
+    for step in sorted({step for steps in found.values() for step in steps}, reverse=True):
+        copies = {host: steps[step] for host, steps in found.items() if step in steps}
+        for host, copy in copies.items():
+            if not copy.elsewhere:
+                return Whole(step, {host: copy.files})
+        for digest in dict.fromkeys(copy.digest for copy in copies.values()):
+            shards = {host: copy for host, copy in copies.items() if copy.digest == digest}
+            here = {name for copy in shards.values() for name in copy.files}
+            if all(copy.elsewhere <= here for copy in shards.values()):
+                return Whole(step, {host: copy.files for host, copy in shards.items()})
+    return Whole("", {})
 
 
 class Copy:
-    """The copy of a run's newest checkpoint on the queue host."""
+    """The copy of a run's newest checkpoint on the queue host, a full one."""
 
     def __init__(self, folder: Path, run: str, connect: Connect, report: Callable[[str], None]) -> None:
         """Take the run's folder; its copy is in `checkpoint`."""
         self.folder, self.run, self.connect, self.report = folder / "checkpoint", run, connect, report
+        self._fetching: HostConnection | None = None
 
     def newest(self) -> str:
         """Return the name of the copied checkpoint; empty if there is none."""
         return max(complete(self.folder), default="")
 
+    def discard(self) -> None:
+        """Delete the copy."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def carry(self, hosts: list[Host], every: list[Host]) -> str:
-        """Give the newest checkpoint to the hosts of an allocation, unless one of them has it.
+        """Give the newest checkpoint to the hosts of an allocation, unless they have it.
 
         Args:
             hosts: the hosts of the allocation.
@@ -56,39 +99,59 @@ class Copy:
         Raises:
             RemoteError: a copy failed.
         """
-        found = on_hosts(every, self.run, self.connect)
-        here = max((step for host in hosts for step in found.get(host.name, {})), default="")
-        source = max(every, key=lambda host: max(found.get(host.name, {}), default=""))
-        there = max(found.get(source.name, {}), default="")
-        if there > max(here, self.newest()):
-            self.fetch(source, there, found[source.name][there])
-        if (step := self.newest()) <= here:
-            return ""
-        self.give(hosts[0], step)
-        return step
+        for _ in range(LOOKS):
+            found = on_hosts(every, self.run, self.connect)
+            here = {host.name: found.get(host.name, {}) for host in hosts}
+            whole = newest_whole(found)
+            if whole.step or self.newest() or not any(here.values()):
+                break
+        if whole.step > max(newest_whole(here).step, self.newest()):
+            self.fetch(whole)
+        if (step := self.newest()) > newest_whole(here).step:
+            self.give(hosts[0], step)
+            return step
+        if not whole.step:
+            self.set_aside(
+                [host for host in hosts if here[host.name]], sorted({host.name for host in every} - {*found})
+            )
+        return ""
 
-    def fetch(self, host: Host, step: str, files: dict[str, int]) -> None:
-        """Copy a checkpoint of a host here, and delete the older copy. Raises RemoteError."""
+    def fetch(self, whole: Whole, ended: threading.Event | None = None) -> None:
+        """Copy a checkpoint from the hosts to this host, and delete the older copy. Raises RemoteError, also once
+        `ended` is set."""
+        step, first = whole.step, next(iter(whole.parts))
+        # Each file from the first host that has it.
+        files = {name: (host, size) for host, part in reversed(whole.parts.items()) for name, size in part.items()}
         if not STEP.fullmatch(step) or not all(map(FILE.fullmatch, files)):
-            raise RemoteError(f"{host.name}: {step} is not a checkpoint")
+            raise RemoteError(f"{first}: {step} is not a checkpoint")
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        if shutil.disk_usage(self.folder).free < sum(files.values()) + SPARE:
+        for left in self.folder.glob(".tmp-*"):
+            shutil.rmtree(left)
+        if shutil.disk_usage(self.folder).free < sum(size for _, size in files.values()) + SPARE:
             raise RemoteError(f"the disk of the queue host has no space for {step}: make room below {self.folder}")
         temporary = self.folder / f".tmp-{step}"
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        connection = self.connect(host.name)
-        for name in files:
-            source = f"{host.data_dir}/runs/{self.run}/checkpoints/{step}/{name}"
-            fetch_file(connection, source, temporary / name, files[name])
+        for name, (host, size) in files.items():
+            if ended and ended.is_set():
+                raise RemoteError(f"{step}: the run has ended in the meantime")
+            self._fetching = connection = self.connect(host)
+            source = f"{connection.host.data_dir}/runs/{self.run}/checkpoints/{step}/{name}"
+            fetch_file(connection, source, temporary / name, size)
+        if len(whole.parts) > 1:
+            _join_manifest(temporary / MANIFEST)
         shutil.rmtree(self.folder / step, ignore_errors=True)
         temporary.replace(self.folder / step)
-        if step not in complete(self.folder):  # what the host sent differs from what it said
+        if {*complete(self.folder).get(step, {})} != {*files}:  # what a host sent differs from what it said
             shutil.rmtree(self.folder / step)
-            raise RemoteError(f"{host.name}: the copy of its checkpoint {step} is not complete")
+            raise RemoteError(f"{', '.join(whole.parts)}: the copy of its checkpoint {step} is not complete")
         for older in complete(self.folder):
             if older < step:
                 shutil.rmtree(self.folder / older)
+
+    def abort(self) -> None:
+        """End the copy of a file that another thread makes here; `fetch` then raises RemoteError."""
+        if connection := self._fetching:
+            connection.transport.abort()
 
     def give(self, host: Host, step: str) -> None:
         """Copy the checkpoint to a host. Raises RemoteError."""
@@ -100,29 +163,69 @@ class Copy:
             put_file(connection, file, f"{folder}/.queue-{step}/{file.name}")
         connection.run(f"rm -rf {target} && mv {temporary} {target} && echo '{{}}'")
 
+    def set_aside(self, hosts: list[Host], silent: list[str]) -> None:
+        """Restart a run from step 0 if the hosts have only shards of its checkpoints: these are moved to `incomplete`.
 
-class Keeper(threading.Thread):
-    """Copies every new checkpoint of a run on a single host to the queue host: with the host, all others would be lost."""
+        Args:
+            silent: the hosts that do not answer.
+        """
+        for host in hosts:
+            folder = shlex.quote(f"{host.data_dir}/runs/{self.run}/checkpoints")
+            move = "rm -rf incomplete && mkdir incomplete && mv step-* incomplete && echo '{}'"
+            self.connect(host.name).run(f"cd {folder} && {move}")
+            lost = f"{', '.join(silent)} does not answer, and " if silent else ""
+            self.report(
+                f"starts from step 0: {lost}no other host has the rest of the checkpoints of {host.name}, which are moved "
+                "to checkpoints/incomplete"
+            )
 
-    def __init__(self, copy: Copy, host: Host) -> None:
+
+def _join_manifest(path: Path) -> None:
+    """Mark all files as present in the manifest of one host's shards."""
+    manifest = read_json(path) or {}
+    files, elsewhere = manifest.get("files"), manifest.get("elsewhere")
+    if isinstance(files, dict) and isinstance(elsewhere, dict):
+        write_json(path, {"step": manifest.get("step"), "finite": True, "files": {**files, **elsewhere}})
+
+
+class CopyThread(threading.Thread):
+    """Copies every new checkpoint of a run to the queue host that would be lost with one of its hosts.
+
+    Such a checkpoint is on a single host, or divided among hosts.
+    """
+
+    def __init__(self, copy: Copy, hosts: list[Host]) -> None:
         """Prepare; `start` begins."""
         super().__init__(daemon=True)
-        self.copy, self.host, self.ended = copy, host, threading.Event()
+        self.copy, self.hosts, self.first, self.ended = copy, hosts, "", threading.Event()
 
     def run(self) -> None:
-        """Look for a newer checkpoint until `stop`."""
-        said = ""
-        while not self.ended.wait(INTERVAL):
+        """Look for a newer checkpoint until `stop`, or until the run is known to keep full copies on several hosts."""
+        said, needed = "", True
+        while needed and not self.ended.wait(INTERVAL):
             try:
-                steps = on_hosts([self.host], self.copy.run, self.copy.connect).get(self.host.name, {})
-                if (step := max(steps, default="")) > self.copy.newest():
-                    self.copy.fetch(self.host, step, steps[step])
+                needed = self.look()
             except (RemoteError, OSError) as error:
-                if str(error) != said:
+                if str(error) != said and not self.ended.is_set():
                     self.copy.report(f"cannot copy a checkpoint to the queue host: {error}")
                 said = str(error)
 
+    def look(self) -> bool:
+        """Copy a newer checkpoint; return whether later ones need a copy, too. Raises RemoteError and OSError."""
+        whole = newest_whole(on_hosts(self.hosts, self.copy.run, self.copy.connect))
+        if not whole.step:
+            return True
+        if len(self.hosts) > 1 and len(whole.parts) == 1:
+            # The checkpoint from which the run resumed may be a full copy, although it writes shards.
+            self.first = self.first or whole.step
+            return whole.step == self.first
+        if whole.step > self.copy.newest():
+            self.copy.fetch(whole, self.ended)
+        return True
+
     def stop(self) -> None:
-        """End, after a copy that is in progress."""
+        """End; a copy that is in progress is given up, because it would keep the hosts of the run."""
         self.ended.set()
-        self.join()
+        while self.is_alive():
+            self.copy.abort()
+            self.join(ABORT_INTERVAL)

@@ -36,11 +36,11 @@ class Job:
     """A job of Slurm.
 
     Attributes:
-        name: of its run, or whatever a user called it.
+        name: name of its run, or the name that a user gave it.
         state: such as `PENDING`.
         reason: why it waits, in Slurm's words.
         start, end: seconds since the epoch, expected or past; 0 if unknown, or without a time limit.
-        hosts: that it has.
+        hosts: hosts that it has.
     """
 
     number: int
@@ -59,8 +59,8 @@ class Node:
 
     Attributes:
         state: such as `idle`, in lower case and without its flags.
-        memory: that runs may use, in MiB.
-        gpu_memory: of its smallest GPU, in GB; 0 without GPUs.
+        memory: memory that runs may use, in MiB.
+        gpu_memory: memory of its smallest GPU, in GB; 0 without GPUs.
     """
 
     name: str
@@ -78,14 +78,15 @@ class Node:
 
 @dataclass(frozen=True)
 class QueueState:
-    """What the queue host says.
+    """The state of the queue that the queue host reports.
 
     Attributes:
-        jobs: that wait or run, by the names of their runs.
+        jobs: jobs that wait or run, by the names of their runs.
         ended: the last end of each job that is in the completion log, by name.
-        leases: every job that has hosts, and every one of the completion log that had some, also those that are no runs.
-        requests: of the runs that have a folder.
-        states: what the drivers say of their runs.
+        leases: every job that has hosts, and every one of the completion log that had some, also those that are not
+        runs.
+        requests: requests of the runs that have a folder.
+        states: states of the runs as their drivers report them.
         specs: spec and digests of the runs that were asked for.
         now: seconds since the epoch on the queue host.
     """
@@ -112,7 +113,7 @@ class QueueClient:
         """Return jobs, hosts and runs of the queue. Raises RunError if Slurm does not answer.
 
         Args:
-            specs: names of runs whose spec is of interest.
+            specs: names of the runs whose spec is returned.
         """
         return parse_state(self._call("queue_info", {"folder": self.folder, "specs": list(specs)}))
 
@@ -122,22 +123,32 @@ class QueueClient:
         """Write the folder of a run and submit its job; return the id of the job.
 
         Args:
-            contents: of the files of the folder besides `request.json`; they may hold secrets.
+            contents: contents of the files of the folder besides `request.json`; they may hold secrets.
             links: {name in the folder: path on the queue host} of its other files.
-            arguments: of sbatch.
+            arguments: arguments of sbatch.
 
         Raises:
             RunError: Slurm refuses the job, or a job of this name waits or runs.
         """
         files = {"request.json": request.model_dump_json(indent=1).encode(), **contents}
         encoded = {name: (0o600, base64.b64encode(content).decode()) for name, content in files.items()}
-        folder = f"{self.folder}/{request.run}"
         wanted = {"contents": encoded, "links": dict(links), "arguments": list(arguments)}
-        answer = self._call("queue_add", {"folder": folder, **wanted})
+        return self._job_of("queue_add", request.run, wanted)
+
+    def again(self, run: str, after: Sequence[int]) -> int:
+        """Submit a new job for a run that has ended; return its id. Raises RunError as `add`.
+
+        Args:
+            after: ids of the jobs that must finish first.
+        """
+        return self._job_of("queue_again", run, {"after": list(after)})
+
+    def _job_of(self, verb: str, run: str, request: dict[str, Any]) -> int:
+        answer = self._call(verb, {"folder": f"{self.folder}/{run}", **request})
         if "exists" in answer:
-            raise RunError(f"run {request.run} was added by another controller meanwhile, as job {answer['exists']}")
+            raise RunError(f"run {run} has been added by another controller, as job {answer['exists']}")
         if "job" not in answer:
-            raise RunError(f"queue host {self.host.name}: sent no number of a job for run {request.run}")
+            raise RunError(f"queue host {self.host.name}: sent no number of a job for run {run}")
         return int(answer["job"])
 
     def change(self, do: str, jobs: Iterable[int], priority: str = "") -> dict[int, str]:
@@ -155,7 +166,7 @@ class QueueClient:
 
 
 def parse_state(answer: Mapping[str, Any]) -> QueueState:
-    """Return the answer of the queue host as checked data; what is not understood is left out."""
+    """Return the answer of the queue host as checked data; unknown data is left out."""
     names = {text: tuple(hosts) for text, hosts in answer["hosts"].items()}
     jobs = [job for line in answer["jobs"] if (job := parse_job(line, names))]
     offset = answer["offset"]

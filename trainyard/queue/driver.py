@@ -2,10 +2,13 @@
 
     python -m trainyard.queue.driver FOLDER     started by service.py when the job has hosts
 
-One call drives one allocation of the job: it waits for the leases, lets teachers answer the prompts of the run, starts or monitors
-the ranks through RunSession, deploys the model, and says how the lease ends: the run has finished, it has failed for good, or it
+One call drives one allocation of the job: it waits for the leases, collects the answers of teachers to the prompts of
+the run, starts or monitors
+the ranks through RunSession, deploys the model, and says how the lease ends: the run has finished, it has failed
+permanently, or it
 returns to the queue because it was preempted or lost a host. Killed and started again, the driver finds the ranks running and
-monitors them. It also ends a run that can never start, because one that it waits for has not finished.
+monitors them. It also ends a run that can never start, because one that it waits for has not finished, and one that loses a host
+in every attempt.
 """
 
 from __future__ import annotations
@@ -20,19 +23,20 @@ from trainer.errors import UserError
 from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_json
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.openssh import OpenSSHTransport
-from trainyard.queue.carry import Copy, Keeper
-from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, Job, Leases, leased_hosts, read_job
-from trainyard.queue.never_starts import never_starts
+from trainyard.queue.carry import Copy, CopyThread
+from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, TIME_LIMIT, Job, Leases, leased_hosts, read_job
+from trainyard.queue.never_starts import loses_hosts, never_starts
 from trainyard.queue.run_folder import Session, read_session
 from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, has_model, with_dataset
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
-from trainyard.run.errors import PartlyActiveError, RunError
+from trainyard.run.errors import HostUnreachableError, PartlyActiveError, RunError
 from trainyard.run.launch import stop_parts
 from trainyard.run.monitor import Part
+from trainyard.run.restart_policy import furthest_step
 from trainyard.run.session import RunSession, SessionState
 
-POLL = 0.3  # s between two questions to Slurm
+POLL = 0.3  # s between two queries to Slurm
 LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases
 LOST_LIMIT = 90.0  # s for Slurm to see that a host is lost
 END_LIMIT = 60.0  # s for a job to end after its leases
@@ -40,7 +44,7 @@ FORGET_LIMIT = (
     600.0  # s after its submission in which a crash of slurmctld can lose a job; it saves its state every 6 s
 )
 PHASES = {FINISHED: "finished", FAILED: "failed", AGAIN: "waiting"}
-REASONS = {"TIMEOUT": "its time limit", "DEADLINE": "its deadline", "CANCELLED": "it was cancelled"}
+REASONS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": "its deadline", "CANCELLED": "it was cancelled"}
 
 
 class Driver:
@@ -56,6 +60,12 @@ class Driver:
         self.state: dict[str, Any] = state
         self.run = str(self.session.prepared["run"])
         self.copy = Copy(folder, self.run, self.connect, self.report)
+        self.reached = max((attempt.get("reached", 0) for attempt in state["attempts"]), default=0)  # furthest step
+
+    @property
+    def continues(self) -> bool:
+        """Whether the first attempt continues a run that existed before it was added."""
+        return self.session.continues and self.session.prepared["spec"].get("resume") != "never"
 
     def drive(self) -> None:
         """Drive the run until its job waits or has ended."""
@@ -135,22 +145,25 @@ class Driver:
                 if result != "stopped":
                     return FINISHED, ""
                 stopped = leases.lost()
-                return (AGAIN, describe(stopped)) if stopped else (FAILED, "it was stopped")
+                return left_for(stopped) if stopped else (FAILED, "it was stopped")
             except PartlyActiveError:
                 self.report("ranks of an interrupted start are stopped")
                 parts = [Part(host.name, f"{host.data_dir}/runs/{self.run}") for host in hosts]
                 stop_parts(parts, self.connect, {"now": True})
             except LeaseLostError as error:
-                return AGAIN, str(error)
+                lost = leases.lost()
+                return left_for(lost) if lost else (AGAIN, str(error))
             except (RunError, UserError, InventoryError) as error:
                 for line in [f"failed: {error}", *getattr(error, "details", {}).get("lines", [])]:
                     self.report(line)
+                self.reached = max(self.reached, furthest_step(getattr(error, "details", {})))
                 if lost := leases.lost():
-                    return AGAIN, describe(lost)
-                return FAILED, str(error)
+                    return left_for(lost)
+                return AGAIN if host_was_lost(error) else FAILED, str(error)
 
     def do_steps(self, leases: Leases, hosts: list[Host]) -> str:
-        """Let teachers answer, train and deploy, each once; return the status of the run: finished, or stopped."""
+        """Collect the answers of teachers, train, and deploy, each once; return the status of the run: finished, or
+        stopped."""
         steps = self.session.steps
         if "student" in steps and not self.state.get("dataset"):
             self.save(step="answers")
@@ -176,13 +189,11 @@ class Driver:
         """Do the steps of the session; return the status of the run: finished, or stopped."""
         name = self.state.get("dataset")
         prepared = with_dataset(self.session.prepared, self.folder / name if name else None, self.folder)
-        if len(self.state["attempts"]) > 1:  # resume=never refuses only what was there before the run was added
+        again = len(self.state["attempts"]) > 1
+        if again:  # resume=never refuses only checkpoints from before the run was added
             prepared = prepared | {"spec": prepared["spec"] | {"resume": "auto"}}
-            try:
-                if step := self.copy.carry(hosts, self.session.hosts):
-                    self.report(f"copied the checkpoint {step} to {hosts[0].name}")
-            except RemoteError as error:
-                raise RunError(f"cannot carry the checkpoint: {error}") from None
+        if again or self.continues:
+            self.carry(hosts)
         here = {host.name: host for host in hosts}
         session = RunSession(
             hosts,
@@ -193,16 +204,22 @@ class Driver:
             state=SessionState(prepared=prepared),
             veto=lambda failure: describe(leases.lost()),
         )
-        keeper = Keeper(self.copy, hosts[0]) if len(hosts) == 1 else None
-        if keeper:
-            keeper.start()
+        copying = CopyThread(self.copy, hosts)
+        copying.start()
         try:
             session.run()
         finally:
-            if keeper:
-                keeper.stop()
+            copying.stop()
         # A driver that finds the run finished has nothing to follow.
         return "finished" if session.state.phase == "finished" else session.state.status
+
+    def carry(self, hosts: list[Host]) -> None:
+        """Give the newest checkpoint of the run to its hosts. Raises RunError."""
+        try:
+            if step := self.copy.carry(hosts, self.session.hosts):
+                self.report(f"copied the checkpoint {step} to {hosts[0].name}")
+        except RemoteError as error:
+            raise RunError(f"cannot carry the checkpoint: {error}") from None
 
     def head(self, hosts: list[Host]) -> str:
         """Return the launch option `head` if the run has that host, else an empty string."""
@@ -220,7 +237,7 @@ class Driver:
     # Ends -------------------------------------------------------------------------------------------------------------
 
     def leave(self, job: Job, leases: Leases, reason: str) -> None:
-        """Return the run to the queue; Slurm does so itself when it preempts a job or loses a host."""
+        """Return the run to the queue; Slurm does this itself when it preempts a job or loses a host."""
         self.report(f"returns to the queue: {reason}")
         deadline = time.monotonic() + LOST_LIMIT
         while self.has_hosts(job) and leases.lost():
@@ -248,6 +265,13 @@ class Driver:
         self.wait_for_end(job)
         stopped = code == FAILED and reason == "it was stopped"
         self.save(phase="stopped" if stopped else PHASES[code], exit={"code": code, "reason": reason})
+        if reason == TIME_LIMIT and (now := self.job()) is not None and now.state not in ENDED:
+            self.cancel(now)  # the steps had ended before the order, and Slurm has returned the job to the queue
+
+    def cancel(self, job: Job) -> None:
+        """Cancel a job."""
+        with contextlib.suppress(SupervisorError):
+            command(["scancel", str(job.number)])
 
     def end_again(self) -> None:
         """End a job that Slurm has started again after the end of its run, because slurmctld or a host failed as it ended.
@@ -264,24 +288,29 @@ class Driver:
         self.wait_for_end(job)
 
     def give_up(self, job: Job) -> bool:
-        """Cancel a job that can never start, because a run that it waits for has not finished; return whether it is."""
-        why = str(self.state.get("given_up") or "") or never_starts(job, self.folder, self.state)
+        """Cancel a job whose run is not started (again), because a run that it waits for has not finished, or because
+        it loses a host every time; return whether it is."""
+        why = str(self.state.get("given_up") or "") or loses_hosts(self.state["attempts"])
+        why = why or never_starts(job, self.folder, self.state)
         if not why:
             return False
         self.save(given_up=why)  # a driver after this one finds the job cancelled
-        with contextlib.suppress(SupervisorError):
-            command(["scancel", str(job.number)])
+        self.cancel(job)
         time.sleep(POLL)
         return True
 
     def wait_for_end(self, job: Job) -> None:
-        """Wait until the job no longer has the hosts of an allocation; cancel its steps if that takes too long."""
+        """Wait until the job no longer has the hosts of an allocation; let Slurm return it to the queue if that takes too long.
+
+        A slurmctld that was killed may have forgotten the end of the steps. If the job were cancelled, its run, or the runs `after`
+        it, would be. The job of a run that has ended ends again once it has hosts.
+        """
         deadline = time.monotonic() + END_LIMIT
         while self.has_hosts(job):
             if time.monotonic() > deadline:
-                self.report("the steps of the job do not end: scancel")
+                self.report("the steps of the job do not end: Slurm returns it to the queue")
                 with contextlib.suppress(SupervisorError):
-                    command(["scancel", "--signal=KILL", str(job.number)])
+                    command(["scontrol", "requeue", str(job.number)])
                 deadline += END_LIMIT
             time.sleep(POLL)
 
@@ -338,6 +367,8 @@ class Driver:
         if attempts and attempts[-1]["restart"] == job.restart:
             self.report("the driver monitors the run again")
         else:
+            if not attempts and not self.continues:
+                self.copy.discard()  # of an earlier run of this name
             shown = {host.name: {"gpus": list(host.gpus or ()), "cpus": list(host.cpus)} for host in hosts}
             attempts.append({"restart": job.restart, "begin": time.time(), "end": None, "hosts": shown, "order": None})
             self.report(f"has {', '.join(shown)}")
@@ -348,7 +379,7 @@ class Driver:
         attempts = self.state["attempts"]
         if not attempts or attempts[-1]["restart"] != job.restart:
             attempts.append({"restart": job.restart, "begin": time.time(), "hosts": {}})
-        attempts[-1] |= {"end": time.time(), "order": order, "reason": reason}
+        attempts[-1] |= {"end": time.time(), "order": order, "reason": reason, "reached": self.reached}
         self.save()
 
     def save(self, **changed: Any) -> None:
@@ -359,6 +390,17 @@ class Driver:
     def report(self, line: str) -> None:
         """Write a line to the log of the driver, which is standard output."""
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
+
+
+def host_was_lost(error: Exception) -> bool:
+    """Return whether a run failed because a host did not answer, although it may answer now."""
+    cause = getattr(error, "details", {}).get("cause") or {}
+    return isinstance(error, HostUnreachableError) or cause.get("kind") == "lost"
+
+
+def left_for(lost: dict[str, str]) -> tuple[int, str]:
+    """Return how a lease ends whose run must leave hosts, and why."""
+    return (FAILED, TIME_LIMIT) if TIME_LIMIT in lost.values() else (AGAIN, describe(lost))
 
 
 def describe(lost: dict[str, str]) -> str:

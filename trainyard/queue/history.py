@@ -22,7 +22,7 @@ _WHY = {"TIMEOUT": "its time limit was reached", "NODE_FAIL": "a host was lost",
 
 
 def run_state(run: str, queue: QueueState) -> str:
-    """Return what a run does: waiting, held, running, ending, or how it ended; `unknown` without a trace."""
+    """Return the state of a run: waiting, held, running, ending, or how it ended; `unknown` without a trace."""
     if job := queue.jobs.get(run):
         if job.state in RUNNING:
             return "ending" if job.state == "COMPLETING" else "running"
@@ -36,22 +36,33 @@ def run_state(run: str, queue: QueueState) -> str:
     return _BY_SLURM.get(ended.state, "failed") if ended else "unknown"
 
 
+def state_words(state: str) -> str:
+    """Return what follows the name of a run in this state in a sentence: `has failed`, `is waiting`."""
+    return "has failed" if state == "failed" else f"is {state}"
+
+
 def describe(run: str, queue: QueueState) -> dict[str, Any]:
     """Return one run as plain data: times are seconds since the epoch, and 0 if unknown."""
     request, job, state = queue.requests[run], queue.jobs.get(run), run_state(run, queue)
     last = job or queue.ended.get(run)
     attempts = read_attempts(queue.states.get(run, {}))
     begun = [attempt["begin"] for attempt in attempts if attempt["begin"]]
-    start = begun[0] if begun else last.start if last and (not job or job.state in RUNNING) else 0.0
+    # Slurm gives a job that was cancelled while it waited a start, too, but no hosts.
+    started = last is not None and (job.state in RUNNING if job else bool(last.hosts))
+    start = begun[0] if begun else last.start if last and started else 0.0
     end = last.end if last else 0.0
     if not job and attempts and attempts[-1]["end"]:
         end = attempts[-1]["end"]
+    # Slurm's log of ended jobs has a list of hosts, such as node[1-2], in place of their names.
+    hosts = list(last.hosts) if last else []
+    if attempts and (not job or not hosts):
+        hosts = attempts[-1]["hosts"] or hosts
     return {
         "run": run,
         "job": last.number if last else None,
-        "priority": _priority(request, job),
+        "priority": _priority(request, last),
         "state": state,
-        "hosts": list(last.hosts) if last and last.hosts else (attempts[-1]["hosts"] if attempts else []),
+        "hosts": hosts,
         "submitted": request.submitted,
         "user": request.user,
         "start": start,
@@ -63,7 +74,7 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
 
 def _priority(request: Request, job: Job | None) -> str:
     """Return the priority, which may have been changed since the run was added."""
-    return job.priority if job else request.priority
+    return job.priority if job and job.priority in PRIORITIES else request.priority
 
 
 def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict[str, Any]]) -> str:
@@ -73,11 +84,12 @@ def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict
     recorded = queue.states.get(request.run, {})
     if state == "running" and (doing := _STEPS.get(str(recorded.get("step")))):
         return doing
+    # The last attempt of a run that was cancelled, or given up, ended for another reason than the run.
+    ending = recorded.get("exit")
+    if state in ENDED and isinstance(ending, dict):
+        return "" if state == "cancelled" else printable(ending.get("reason") or "", 200)
     if attempts and attempts[-1]["reason"]:
         return str(attempts[-1]["reason"])
-    ending = recorded.get("exit")
-    if state == "failed" and not attempts and isinstance(ending, dict):
-        return printable(ending.get("reason") or "", 200)
     ended = queue.ended.get(request.run)
     if state in ENDED and ended and not job:
         return _WHY.get(ended.state, "")
@@ -88,7 +100,7 @@ def read_attempts(state: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the starts of a run, as its driver recorded them in `state` on the queue host.
 
     Each has `hosts`, names; `gpus`, numbers or UUIDs by host; `begin` and `end` in seconds since the epoch, 0 if unknown;
-    `reason`, why it ended, or an empty string.
+    `reason`, why it ended, or an empty string; `order`, the code with which it ended, or None.
     """
     listed = state.get("attempts")
     found = []
@@ -99,7 +111,8 @@ def read_attempts(state: dict[str, Any]) -> list[dict[str, Any]]:
             gpus = {printable(name, 64): _gpus(has) for name, has in hosts.items()} if isinstance(hosts, dict) else {}
             times = {name: _time(attempt.get(name)) for name in ("begin", "end")}
             reason = printable(attempt.get("reason") or "", 200)
-            found.append({"hosts": names, "gpus": gpus, **times, "reason": reason})
+            order = attempt["order"] if isinstance(attempt.get("order"), int) else None
+            found.append({"hosts": names, "gpus": gpus, **times, "reason": reason, "order": order})
     return found
 
 
@@ -119,14 +132,16 @@ def list_queue(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
     """Return the runs that wait or run: `runs` as data, `lines` as a table. The order is that in which they start.
 
     Args:
-        names: of the runs that are shown; empty for all.
+        names: names of the runs that are shown; empty for all.
     """
     runs = [describe(run, queue) for run in queue.requests if run in queue.jobs and (not names or run in names)]
     order = ("running", "ending", "waiting", "held")
     runs.sort(key=lambda run: (order.index(run["state"]) if run["state"] in order else 9, _place(run)))
     rows = [
         [
-            *(run["run"], run["priority"], run["state"], _hosts(run), _shown(run["submitted"], queue)),
+            *(run["run"], run["priority"], run["state"]),
+            _hosts(run) if run["state"] in ("running", "ending") else "-",
+            _shown(run["submitted"], queue),
             _shown(run["end"] if run["state"] == "running" else 0.0, queue),
             run["reason"] or "-",
         ]
@@ -145,7 +160,7 @@ def _hint(queue: QueueState) -> list[str]:
 
 
 def list_history(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return every run of the queue, the newest first: `runs` as data, `lines` as a table. `names` as of `list_queue`."""
+    """Return every run of the queue, the newest first: `runs` as data, `lines` as a table. `names` as for `list_queue`."""
     wanted = [run for run in queue.requests if not names or run in names]
     runs = sorted((describe(run, queue) for run in wanted), key=lambda run: -run["submitted"])
     rows = []

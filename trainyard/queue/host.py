@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.errors import UserError
+from trainyard.cluster import service_host
 
 
 def queue_host(groups: Mapping[str, Sequence[str]], variable: Callable[[str, str], Any]) -> str:
@@ -17,15 +18,14 @@ def queue_host(groups: Mapping[str, Sequence[str]], variable: Callable[[str, str
     Raises:
         UserError: there is none, or the queue is not installed.
     """
-    members = list(groups.get("cluster", []))
-    names = [name for group in ("queue", "head", "cluster") for name in groups.get(group, []) if name in members]
-    if not names:
+    name = service_host(groups)
+    if not name:
         raise UserError(
             "queue: the inventory has no group cluster: add the hosts to one, as in inventory/hosts.example.yml"
         )
-    if variable(names[0], "queue_state") != "present":
+    if variable(name, "queue_state") != "present":
         raise UserError(
-            f"the queue is not installed on {names[0]}: set queue_state: present for the group cluster in the inventory, and "
+            f"the queue is not installed on {name}: set queue_state: present for the group cluster in the inventory, and "
             "run site.yml"
         )
-    return names[0]
+    return name

@@ -1,9 +1,11 @@
-"""What the driver of a run asks of Slurm and of the hosts about the lease: the job, its hosts with processors and GPUs, its end."""
+"""The lease of a run, as its driver reads it from Slurm and the hosts: the job, its hosts with processors and GPUs, its end."""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from trainer.supervise.files import SupervisorError
 from trainyard.connection import FanOut, Host
 from trainyard.queue.lease_step import AGAIN, FAILED, FINISHED
-from trainyard.remote.queue_job import command
+from trainyard.remote.queue_job import WARNING, command
 from trainyard.run.gather import Connect
 
 __all__ = ["AGAIN", "FAILED", "FINISHED", "Job", "Leases", "leased_hosts", "read_job"]
@@ -29,7 +31,11 @@ ENDED = (
     "OUT_OF_MEMORY",
 )
 FINAL = ("COMPLETED", "CANCELLED", "TIMEOUT", "DEADLINE")  # ends after which the run is not started again
+TIME_LIMIT = "its time limit"  # why a run must leave its hosts
+SIGNAL_EARLY = 65  # s: Slurm may send the signal before a time limit up to 60 s earlier than requested
+ASKED_FOR = "Slurm has asked for the host"  # for a run of a higher priority, or because its administrator drains it
 MAX_CPUS = 65_536
+_LIMIT = re.compile(r"(?:(\d{1,5})-)?(\d{1,2}):(\d{2}):(\d{2})")
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z_/:-]+)=(\S*)")
 _PART = re.compile(r"\sNodes=(\S+)\s+CPU_IDs=([\d,-]+)\s")
 
@@ -40,12 +46,13 @@ class Job:
 
     Attributes:
         state: its main state, such as RUNNING.
-        name: of its run.
+        name: name of its run.
         restart: how often the job was returned to the queue.
         hosts: those that it has, or had.
         cpus: its processors by host, by Slurm's numbers.
         whole: whether it has its hosts for itself.
         reason: why it waits or has ended, in Slurm's word.
+        end: when its time limit ends it (s since the epoch), while it runs.
     """
 
     number: int
@@ -56,6 +63,7 @@ class Job:
     whole: bool = False
     reason: str = ""
     name: str = ""
+    end: float = math.inf
 
 
 def read_job(number: int, run: str) -> Job | None:
@@ -93,7 +101,28 @@ def parse_job(text: str, expand: Any) -> Job:
         whole=fields.get("OverSubscribe") == "NO",
         reason=fields.get("Reason", ""),
         name=fields.get("JobName", ""),
+        end=_limit_end(fields.get("StartTime", ""), fields.get("TimeLimit", "")),
     )
+
+
+def _limit_end(start: str, limit: str) -> float:
+    """Return when a time limit ends, in seconds since the epoch; infinity without a limit or a start.
+
+    Not Slurm's EndTime, which a preemption sets to the end of its grace time.
+
+    Args:
+        start: time in this host's zone.
+        limit: `[DAYS-]HOURS:MINUTES:SECONDS`, or `UNLIMITED`.
+    """
+    found = _LIMIT.fullmatch(limit)
+    try:
+        began = time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return math.inf
+    if not found:
+        return math.inf
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    return began + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def expand(names: str) -> list[str]:
@@ -116,7 +145,7 @@ def number_list(text: str) -> tuple[int, ...]:
 def leased_hosts(hosts: Iterable[Host], job: Job, grants: dict[str, list[str]]) -> list[Host]:
     """Return the hosts of a job in inventory order, limited to what Slurm has granted.
 
-    A job with whole hosts and no GPUs asked for has all that the inventory permits.
+    A job with whole hosts that requests no GPUs gets all GPUs that the inventory permits.
 
     Args:
         grants: the numbers of the granted GPUs by host.
@@ -134,7 +163,7 @@ class Leases:
     """The leases of one allocation of a job."""
 
     def __init__(self, hosts: Iterable[Host], run: str, job: Job, connect: Connect) -> None:
-        """Take the hosts of the allocation; nothing is asked."""
+        """Take the hosts of the allocation without a query."""
         self.hosts = [host for host in hosts if host.name in job.hosts]
         self.run, self.job, self.connect = run, job, connect
 
@@ -155,10 +184,12 @@ class Leases:
             answer = answers.get(host.name)
             if answer is None:
                 found[host.name] = "does not answer"
+            elif answer["ending"] and answer["restart"] == self.job.restart:  # also once its step has ended
+                # Slurm gives both the same signal: close to the limit, the limit is the cause.
+                at_limit = answer["time"] > self.job.end - WARNING - SIGNAL_EARLY
+                found[host.name] = TIME_LIMIT if at_limit else ASKED_FOR
             elif not answer["held"] or answer["restart"] != self.job.restart:
                 found[host.name] = "the lease has ended"
-            elif answer["ending"]:
-                found[host.name] = "Slurm has asked for the host"
         return found
 
     def grants(self) -> dict[str, list[str]] | None:

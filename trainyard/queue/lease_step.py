@@ -4,7 +4,7 @@
 
 The lease is the file `<data directory>/leases/<job>`, which this process keeps locked; docs/queue.md describes it. The driver of the
 run, on the queue host, ends the lease with a file beside it. On SIGTERM the step asks the ranks of this host for a checkpoint and
-ends when they have ended. The role queue installs this file; it needs the standard library alone.
+ends when they have ended. The role queue installs this file; it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from trainer.supervise.files import is_alive, read_json, write_json
 
 FINISHED, FAILED, AGAIN = 10, 11, 75  # exit codes of a lease; srun itself may return 0 when a host is lost
-POLL = 0.1  # s between two looks at the files
+POLL = 0.1  # s between two checks of the files
 AWAITED = {signal.SIGTERM, signal.SIGINT}
 _GPUS = re.compile(r"\d{1,3}(,\d{1,3})*")
 
@@ -51,7 +51,7 @@ def granted_gpus() -> list[str]:
 
 
 def describe(path: Path, lease: dict[str, Any]) -> None:
-    """Write what the driver needs to know of the lease."""
+    """Write the data of the lease that the driver needs."""
     write_json(path.with_name(f"{path.name}.json"), lease | {"time": time.time()})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,18 +17,20 @@ from trainyard.cluster import Cluster
 from trainyard.extra_vars import check_names, check_pairs
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.queue.client import Job, QueueClient, QueueState
-from trainyard.queue.history import list_history, list_queue, run_state
+from trainyard.queue.history import ENDED, list_history, list_queue, run_state, state_words
 from trainyard.queue.host import queue_host
 from trainyard.queue.new_runs import NewRun, read_runs
+from trainyard.queue.reasons import refusal
 from trainyard.queue.request import Priority, is_run_name
 from trainyard.queue.requests import Site, add_runs
 from trainyard.queue.steps import servers_of
+from trainyard.queue.sweep import in_order
 from trainyard.run.errors import RunError
 from trainyard.run.spec_files import Report
 
-Verb = Literal["add", "list", "cancel", "hold", "release", "priority", "history"]
+Verb = Literal["add", "list", "cancel", "hold", "release", "priority", "again", "history"]
 VERBS: tuple[str, ...] = get_args(Verb)
-CHANGES = ("cancel", "hold", "release", "priority")
+CHANGES = ("cancel", "hold", "release", "priority", "again")
 _DONE = {"cancel": "cancelled", "hold": "held", "release": "released", "priority": "changed"}
 
 
@@ -70,16 +72,18 @@ def change_options(verb: Verb, values: Mapping[str, Any]) -> ChangeOptions:
 
 
 def change_runs(client: QueueClient, verb: Verb, options: ChangeOptions, *, check: bool = False) -> dict[str, Any]:
-    """Cancel, hold or release runs, or give them another priority.
+    """Cancel, hold or release runs, give them another priority, or add runs that have ended again.
 
     Returns:
-        `changed`; `runs`, the state of each before; `lines` for a person.
+        `changed`; `runs`, the state of each before; `lines`, readable text.
 
     Raises:
         UserError: a run is not in the queue, or is not in a state in which that is possible.
         RunError: Slurm refuses.
     """
     queue = client.state()
+    if verb == "again":
+        return _add_again(client, queue, list(dict.fromkeys(options.run)), check)
     jobs = {name: _job(name, verb, queue) for name in dict.fromkeys(options.run)}
     states = {name: run_state(name, queue) for name in jobs}
     wanted = [name for name, job in jobs.items() if not _is_done(verb, job, states[name], options.priority)]
@@ -93,16 +97,60 @@ def change_runs(client: QueueClient, verb: Verb, options: ChangeOptions, *, chec
     said = f"would be {_DONE[verb]}" if check else _DONE[verb]
     lines = [f"run {name}, which is {states[name]}, {said}{to}" for name in wanted]
     lines += [f"run {name} is {states[name]}: nothing to do" for name in jobs if name not in wanted]
-    return {"changed": bool(wanted), "runs": states, "lines": [*lines, *_effect(verb, wanted, states)]}
+    return {
+        "changed": bool(wanted),
+        "runs": states,
+        "lines": lines if check else [*lines, *_effect(verb, wanted, states)],
+    }
+
+
+def _add_again(client: QueueClient, queue: QueueState, names: Sequence[str], check: bool) -> dict[str, Any]:
+    """Submit new jobs for runs that have failed, or were cancelled or stopped."""
+    states = {name: _known(name, queue) for name in names}
+    ended = [name for name in names if states[name] != "finished"]
+    waits = {name: _runs_before(name, states[name], queue, ended) for name in ended}
+    jobs = {name: job.number for name, job in queue.jobs.items()}
+    lines = [f"run {name} is finished: nothing to do" for name in names if name not in waits]
+    for name in in_order({name: tuple(after) for name, after in waits.items()}):
+        if not check:
+            jobs[name] = client.again(name, [jobs[after] for after in waits[name]])
+        job = "" if check else f" (job {jobs[name]})"
+        was = "had failed" if states[name] == "failed" else f"was {states[name]}"
+        lines.append(f"run {name}, which {was}, {'would be ' if check else ''}added again{job}")
+    return {"changed": bool(waits), "runs": states, "lines": lines}
+
+
+def _runs_before(name: str, state: str, queue: QueueState, anew: Collection[str]) -> list[str]:
+    """Return the runs for which a run that is added again must wait. Raises UserError if it cannot be added, or never starts.
+
+    Args:
+        anew: runs that the same call adds again.
+    """
+    request = queue.requests[name]
+    if name in queue.jobs or state not in ENDED:
+        raise UserError(f"run {name} is {state}: only a run that has ended can be added again")
+    if why := refusal(request, queue.nodes):
+        raise UserError(f"run {name}: {why}")
+    left = [after for after in request.after if run_state(after, queue) != "finished"]
+    if gone := [after for after in left if after not in queue.jobs and after not in anew]:
+        what = state_words(run_state(gone[0], queue))
+        raise UserError(f"run {name} waits for run {gone[0]}, which {what}: add that one again, too")
+    return left
+
+
+def _known(name: str, queue: QueueState) -> str:
+    """Return the state of a run of the queue. Raises UserError for another one."""
+    if name not in queue.requests:
+        raise UserError(f"run: the queue has no run {name}{nearest(name, sorted(queue.requests))}: do=list lists them")
+    return run_state(name, queue)
 
 
 def _job(name: str, verb: Verb, queue: QueueState) -> Job:
     """Return the job of a run. Raises UserError."""
-    if name not in queue.requests:
-        raise UserError(f"run: the queue has no run {name}{nearest(name, sorted(queue.requests))}: do=list lists them")
-    state = run_state(name, queue)
+    state = _known(name, queue)
     if name not in queue.jobs:
-        raise UserError(f"run {name} is {state}: only a run that waits or runs can be {_DONE[verb]}")
+        able = "waits or runs" if verb == "cancel" else "waits"
+        raise UserError(f"run {name} is {state}: only a run that {able} can be {_DONE[verb]}")
     if verb != "cancel" and state in ("running", "ending"):
         raise UserError(f"run {name} is {state}: only a run that waits can be {_DONE[verb]}; do=cancel stops it")
     return queue.jobs[name]
@@ -129,7 +177,7 @@ def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dic
     """Return the runs that wait or run (`list`), or all (`history`): `runs` as data, `lines` as a table.
 
     Args:
-        names: of the runs that are shown; empty for all.
+        names: names of the runs that are shown; empty for all.
 
     Raises:
         UserError: there is no such run.
@@ -143,19 +191,20 @@ def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dic
 
 
 def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report: Report, check: bool) -> dict[str, Any]:
-    """Do what the values of ``-e`` say: `do`, and the names of runs or the options of new ones.
+    """Run the operation that the values of ``-e`` specify: `do`, and the names of runs or the options of new ones.
 
     Args:
         top: the project's folder.
         report: receives lines while files are prepared and copied.
-        check: change nothing; say what would change.
+        check: change nothing; report the changes that would follow.
 
     Returns:
-        `changed`; `runs`; `lines` for a person.
+        `changed`; `runs`; `lines`, readable text.
 
     Raises:
-        UserError: a mistake in the values. No host has been asked yet, unless only the queue host can know.
-        RunError: the queue host or Slurm does not do what was asked.
+        UserError: a mistake in the values. No host has received a request yet, unless only the queue host can check the
+        value.
+        RunError: the queue host or Slurm refuses the request, or fails.
     """
     check_pairs(values)
     verb = check_verb(values.get("do"))

@@ -1,4 +1,4 @@
-"""Why a run that waits for other runs can never start, from what their drivers have recorded. Runs on the queue host."""
+"""Why a queued run is not started (again), from what its driver and those of other runs have recorded. Runs on the queue host."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from trainer.formats import printable
 from trainer.supervise.files import read_json
-from trainyard.queue.lease import FAILED, Job
+from trainyard.queue.lease import AGAIN, ASKED_FOR, FAILED, Job
 from trainyard.remote.queue_phases import LIVE, UNSATISFIED
 
 _DEPENDENCY = re.compile(r"--dependency=afterok:([\d:]+)")
+LOST_LIMIT = 10  # attempts in a row that lose a host and reach no further step
 _WORDS = {"failed": "has failed", "cancelled": "was cancelled", "stopped": "was stopped"}
 
 
@@ -19,7 +20,7 @@ def never_starts(job: Job, folder: Path, state: dict[str, Any]) -> str:
     """Return why the job of a run can never start; empty if it can, or if that is not known yet.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         state: its `state.json`.
     """
     if not job.reason.startswith(UNSATISFIED):
@@ -45,6 +46,18 @@ def never_starts(job: Job, folder: Path, state: dict[str, Any]) -> str:
     if unknown or not unfinished:
         return "a run that it waits for did not finish, and was added again since: add this run again, too"
     return f"run {unfinished} has finished, but its job did not complete: add this run again"
+
+
+def loses_hosts(attempts: list[dict[str, Any]]) -> str:
+    """Return why a run that lost a host in each of its last attempts does not start again; empty if it may.
+
+    Attempts that reached a further step, or that Slurm ended, for example for a preemption, begin the count anew.
+    """
+    last = attempts[-LOST_LIMIT:]
+    lost = [attempt for attempt in last if attempt.get("order") == AGAIN and ASKED_FOR not in attempt.get("reason", "")]
+    if len(lost) < LOST_LIMIT or len({attempt.get("reached", 0) for attempt in lost}) > 1:
+        return ""
+    return f"{LOST_LIMIT} attempts in a row lost a host and made no progress, the last one: {lost[-1]['reason']}"
 
 
 def _awaited(state: dict[str, Any]) -> set[int]:

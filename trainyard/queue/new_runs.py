@@ -40,7 +40,7 @@ class NewRun:
 
     Attributes:
         grid: name of the grid to which it belongs; empty for none.
-        steps: what it does besides training.
+        steps: its steps besides training.
     """
 
     options: QueueOptions
@@ -50,7 +50,7 @@ class NewRun:
     steps: Steps = field(default_factory=Steps)
 
     def request(self, hosts: Sequence[str] = (), **more: Any) -> Request:
-        """Return what it asks for. Its name is that of the spec, or `run`."""
+        """Return its request. Its name is that of the spec, or `run`."""
         fields = self.options.model_dump() | {"run": self.spec.run or "run", "hosts": tuple(hosts), "grid": self.grid}
         fields["deploy_name"] = self.steps.deploy_name
         return Request.model_validate(fields | {"max_restarts": self.launch.max_restarts} | more)
@@ -114,7 +114,7 @@ def read_runs(
                 known = [*OPTIONS, *STEP_OPTIONS, *FIELDS, *launch_options.names()]
                 raise UserError(f"{file}: unknown name {printable(name, 80)}{nearest(name, known)}")
     quiet: list[str] = []
-    runs = [_new_run(entry, launch_of, top, quiet.append) for entry in listed]
+    runs = [_new_run(entry, launch_of, top, quiet.append, file) for entry in listed]
     for line in dict.fromkeys(quiet):
         report(line)
     _check_deployments(runs)
@@ -137,7 +137,7 @@ def _check_deployments(runs: Sequence[NewRun]) -> None:
 
 
 def _new_run(
-    entry: SweepRun, launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
+    entry: SweepRun, launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report, file: str
 ) -> NewRun:
     options = QueueOptions.from_variables(entry.values, "queue")
     steps = read_steps(entry.values)
@@ -148,4 +148,6 @@ def _new_run(
     launch = launch_of(
         {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
     )
-    return make_run(options, read_run_spec(launch.spec, of_run, top, report), launch, entry.grid, steps)
+    source = f"run {entry.values['run']} of {file}" if file else "-e"
+    spec = read_run_spec(launch.spec, of_run, top, report, source=source, more=(*OPTIONS, *STEP_OPTIONS))
+    return make_run(options, spec, launch, entry.grid, steps)

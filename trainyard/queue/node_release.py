@@ -2,12 +2,14 @@
 
     python node_release.py prolog|epilog|health NODE
 
-Every process of a leased run has the file of its lease in its environment, so no record is needed that could be missing. The Epilog
-kills what is left of its job, and Slurm releases the host only when this program has ended. The Prolog kills what is left of jobs
+Every process of a leased run has the file of its lease in its environment, so no record is needed that could be missing. The
+Epilog kills the remaining processes of its job, and Slurm releases the host only when this program has ended. The
+Prolog kills the remaining processes of jobs
 whose lease has ended without an Epilog, as on a host that was unreachable while its job was started elsewhere. The exit code is not
 0 if a process does not end: Slurm then drains the host.
 
-The health check returns the host to the queue where Slurm drains it although nothing is wrong with it.
+The health check returns a host to the queue that Slurm drained although nothing is wrong with it, or because of a process that has
+since ended.
 
 A user may set the variable as they like; only processes of the job's user are concerned. The role queue installs this file.
 """
@@ -29,10 +31,12 @@ POLL = 0.02
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
 # slurmd ended while it started a job, and slurmctld asked it to start the job a second time.
 HARMLESS = ("Duplicate jobid",)
+# A process of a job did not end in time, such as while the host shut down: harmless when it has ended.
+PROCESS_LEFT = ("Kill task failed", "Epilog error", "Prolog error")
 
 
 def main() -> int:
-    """Kill what is left; return the exit code."""
+    """Kill the remaining processes; return the exit code."""
     phase = sys.argv[1]
     if phase == "health":
         resume(sys.argv[2])
@@ -53,13 +57,15 @@ def resume(node: str) -> None:
     """Return a host to the queue that is drained for a harmless reason."""
     words = ["sinfo", "--noheader", "--states=drain", f"--nodes={node}", "--format=%E"]
     found = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_LIMIT, check=False)
-    if set(found.stdout.split("\n")) & set(HARMLESS):
+    reasons = set(found.stdout.split("\n"))
+    if reasons & set(HARMLESS) or (reasons & set(PROCESS_LEFT) and not stale("")):
         words = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
         subprocess.run(words, capture_output=True, timeout=ANSWER_LIMIT, check=False)
 
 
 def leased() -> dict[int, Path]:
-    """Return the file of the lease of every process that has one, but for processes of containers: they have other files."""
+    """Return the file of the lease of every process that has one, except for processes of containers, which have other
+    files."""
     found = {pid: environ(pid).get(LEASE_VARIABLE, "") for pid in all_pids()}
     here = namespace("self")
     return {
@@ -84,7 +90,7 @@ def leftovers(job: str, uid: int) -> set[int]:
 
 
 def stale(job: str) -> set[int]:
-    """Return the processes of runs whose lease nobody holds, but those of `job`."""
+    """Return the processes of runs whose lease is not held, except those of `job`."""
     found = set()
     for pid, lease in leased().items():
         try:

@@ -1,4 +1,5 @@
-"""Why a run waits, in words, and what the closest host lacks for a request that no host can satisfy."""
+"""The reason why a run waits, as text, and the missing resources of the closest host for a request that no host can
+satisfy."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _NOT_NOW = ("JobHeld", "Dependency", "BeginTime", "Partition")  # of a job that 
 
 
 def needs(request: Request) -> list[tuple[str, str, int]]:
-    """Return what the run needs of each host: the attribute of Node, its unit, and the minimum."""
+    """Return the resources that the run needs on each host: the attribute of Node, its unit, and the minimum."""
     wanted = [
         ("gpu_memory", "GB of GPU memory", request.gpu_memory),
         ("gpus", "GPU", host_gpus(request)),
@@ -41,7 +42,8 @@ def _may_use(request: Request, node: Node) -> bool:
 
 
 def refusal(request: Request, nodes: Mapping[str, Node]) -> str:
-    """Return why the run can never start, with the closest host and what it lacks; empty if it can."""
+    """Return the reason why the run can never start, with the closest host and its missing resources; empty if it
+    can."""
     offered = [node for node in nodes.values() if _may_use(request, node)]
     able = [node for node in offered if can_run(request, node)]
     if len(able) >= request.nodes:
@@ -89,7 +91,7 @@ def why_waiting(request: Request, job: Job, queue: QueueState) -> str:
         return f"is held: release it with do=release run={request.run}"
     if job.reason.startswith("DependencyNeverSatisfied"):
         return f"never starts, because {_and(request.after)} did not finish: cancel it with do=cancel run={request.run}"
-    # Slurm says "Dependency" only when it has looked at the job, some seconds after it was added.
+    # Slurm reports "Dependency" only after it has examined the job, some seconds after the job was added.
     left = [name for name in request.after if name in queue.jobs]
     if left or job.reason.startswith("Dependency"):
         return f"waits for the end of {_and(left or request.after)}"
@@ -141,7 +143,7 @@ def _on(host: str, jobs: Collection[Job]) -> list[Job]:
 
 
 def _competes(other: Job, free: Sequence[Node], queue: QueueState) -> bool:
-    """Return whether a pending job may want one of these hosts."""
+    """Return whether a pending job may use one of these hosts."""
     request = queue.requests.get(other.name)
     return request is None or any(can_run(request, node) for node in free)
 

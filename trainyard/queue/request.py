@@ -1,4 +1,5 @@
-"""What a queued run asks of the cluster. The controller writes it to `request.json` in the folder of the run on the queue host.
+"""The request of a queued run to the cluster. The controller writes it to `request.json` in the folder of the run on
+the queue host.
 
 This is the only place that declares an option of the queue. Names for ``-e``, flags, checks, defaults and the table in the
 documentation are read off `QueueOptions`.
@@ -25,7 +26,8 @@ _Gpus = Annotated[int | None, BeforeValidator(lambda value: None if value == "" 
 
 
 class QueueOptions(PlaybookOptions):
-    """What a run asks of the queue. What it trains is in the run spec, how it is kept alive in the launch options."""
+    """The request of a run to the queue. The run spec describes the training, and the launch options the
+    supervision."""
 
     priority: Priority = declare(
         "normal", "runs of a higher priority start first, and may preempt those of `queue_preempt`"
@@ -93,7 +95,7 @@ def is_run_name(text: str) -> bool:
 
 
 def slurm_options(request: Request, excluded: Sequence[str] = ()) -> list[str]:
-    """Return the arguments of sbatch that say what the run asks for; `after` needs the ids of jobs and is not among them.
+    """Return the arguments of sbatch for the run's request; `after` needs the ids of jobs and is not among them.
 
     Args:
         excluded: hosts of the queue that the run must not use.

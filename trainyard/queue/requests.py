@@ -19,7 +19,7 @@ from trainer.planner.recommend import estimate_seconds
 from trainer.strategy import AUTO
 from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.queue.client import Node, QueueClient, QueueState
-from trainyard.queue.history import ENDED, run_state
+from trainyard.queue.history import ENDED, run_state, state_words
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
@@ -53,12 +53,12 @@ class Site:
     """Where a run is added.
 
     Attributes:
-        hosts: of the cluster that the runs may use, in inventory order.
+        hosts: hosts of the cluster that the runs may use, in inventory order.
         limited: whether these are not all hosts of the cluster.
         connect: makes the connection to a host by its name; called in the main thread.
         home: the project's folder on the controller.
-        token: of this controller's transfers.
-        servers: of Ollama, for runs that deploy a model or have teachers.
+        token: token of this controller's transfers.
+        servers: servers of Ollama, for runs that deploy a model or have teachers.
     """
 
     hosts: Sequence[Host]
@@ -79,11 +79,11 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
         again: whether runs that have failed, or were cancelled or stopped, are added again.
 
     Returns:
-        `changed`; `runs`, for each its name, job and time limit; `lines` for a person.
+        `changed`; `runs`, for each its name, job and time limit; `lines`, readable text.
 
     Raises:
         UserError: a mistake in a run, or no host can satisfy its request.
-        RunError: the queue host or Slurm does not do what was asked.
+        RunError: the queue host or Slurm refuses the request, or fails.
     """
     before = site.queue.state()
     waiting = _checked(runs, site, before)
@@ -105,7 +105,8 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
             answers.append(_already(prepared.run, queue))
             continue
         run = dataclasses.replace(run, spec=run.spec.model_copy(update={"run": prepared.run}))
-        answers.append(_add(run, prepared, site, queue, jobs, after))
+        continues = bool(there[prepared.run]) or prepared.run in queue.requests
+        answers.append(_add(run, prepared, site, queue, jobs, after, continues=continues))
     return {"changed": not all(known), "runs": answers, "lines": [answer.pop("line") for answer in answers]}
 
 
@@ -182,11 +183,13 @@ def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState, anew: Colle
             grids = (request.grid for request in queue.requests.values())
             known = sorted({*queue.requests, *batch, *filter(None, grids)})
             raise UserError(
-                f"after: the queue has no run and no grid {name}{nearest(name, known)}: playbooks/queue.yml -e do=history "
+                f"after: the queue has no run and no grid {name}{nearest(name, known)}: ansible-playbook playbooks/queue.yml -e do=history "
                 "lists the runs"
             )
         elif state != "finished":
-            raise UserError(f"after: run {name} is {state}, so {_label(run)} would never start: add {name} again first")
+            raise UserError(
+                f"after: run {name} {state_words(state)}, so {_label(run)} would never start: add {name} again first"
+            )
     return left
 
 
@@ -291,18 +294,26 @@ def _specs_on_hosts(names: Sequence[str], site: Site) -> dict[str, dict[str, str
 def _already(name: str, queue: QueueState) -> dict[str, Any]:
     job = queue.jobs.get(name)
     state = run_state(name, queue)
-    ended = f"run {name} {'has failed' if state == 'failed' else f'is {state}'}: {'nothing to do' if state == 'finished' else 'not added again'}"
+    ended = f"run {name} {state_words(state)}: {'nothing to do' if state == 'finished' else 'not added again'}"
     line = f"run {name} is {state} already, as job {job.number}" if job else ended
     return {"run": name, "job": job.number if job else None, "state": state, "line": line}
 
 
 def _add(
-    run: NewRun, prepared: PreparedRun, site: Site, queue: QueueState, jobs: dict[str, int], after: Sequence[str]
+    run: NewRun,
+    prepared: PreparedRun,
+    site: Site,
+    queue: QueueState,
+    jobs: dict[str, int],
+    after: Sequence[str],
+    *,
+    continues: bool,
 ) -> dict[str, Any]:
     """Stage the files of a run on the queue host and submit its job, whose id is added to `jobs`.
 
     Args:
         after: the runs that it waits for.
+        continues: whether hosts, or the queue host, have a folder of the run.
     """
     minutes, why = time_limit(run, prepared, queue)
     more = {"time_limit": minutes, "submitted": queue.now, "user": _user()}
@@ -321,7 +332,7 @@ def _add(
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
     contents = {
-        "session.json": Session(list(site.hosts), options, staged.as_dict(), steps).as_json(),
+        "session.json": Session(list(site.hosts), options, staged.as_dict(), steps, continues).as_json(),
         "program.zip": program_archive(),
     }
     job = jobs[request.run] = site.queue.add(request, contents, links, arguments)
@@ -360,9 +371,9 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
     if run.options.time_limit:
         return run.options.time_limit, f"time limit {_minutes(run.options.time_limit)}"
     if run.steps.student:
-        return 0, "no time limit, because the plan does not know how long its teachers answer: set time_limit=MINUTES"
+        return 0, "no time limit, because the plan cannot estimate the time of its teachers: set time_limit=MINUTES"
     if run.spec.script:
-        return 0, "no time limit, because the plan knows nothing of a script: set time_limit=MINUTES"
+        return 0, "no time limit, because the plan cannot estimate a script: set time_limit=MINUTES"
     request = run.request()
     able = [node for node in queue.nodes.values() if can_run(request, node)]
     hosts = [_as_host(request, node) for node in sorted(able, key=lambda node: node.cores)[: request.nodes]]
@@ -372,7 +383,7 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
     except UserError as error:
         return 0, f"no time limit, because the plan has no estimate ({error}): set time_limit=MINUTES"
     if not seconds:
-        return 0, "no time limit, because the plan does not know the size of the dataset: set time_limit=MINUTES"
+        return 0, "no time limit, because the size of the dataset is unknown: set time_limit=MINUTES"
     minutes = max(MIN_LIMIT, math.ceil(LIMIT_FACTOR * seconds / 60))
     estimate = _minutes(max(1, round(seconds / 60)))
     least = f", at least {MIN_LIMIT} minutes" if minutes == MIN_LIMIT else ""

@@ -40,20 +40,23 @@ class Session:
     Attributes:
         hosts: all hosts that it may use, in inventory order.
         prepared: the fields of PreparedRun; `src` of a file is below the run's folder.
-        steps: what the run does besides training, as of `step_data`.
+        steps: the run's steps besides training, as for `step_data`.
+        continues: whether hosts, or the queue host, have a folder of the run from before it was added.
     """
 
     hosts: list[Host]
     options: LaunchOptions
     prepared: dict[str, Any]
     steps: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
     def as_json(self) -> bytes:
         """Return the contents of `session.json`."""
         hosts = [asdict(host) | {"env": dict(host.env)} for host in self.hosts]
         state = SessionState(prepared=self.prepared).as_dict()
         options = self.options.model_dump(mode="json")
-        return json.dumps({"hosts": hosts, "options": options, "state": state, "steps": self.steps}).encode()
+        more = {"steps": self.steps, "continues": self.continues}
+        return json.dumps({"hosts": hosts, "options": options, "state": state, **more}).encode()
 
 
 def service_login(host: Host, key: str = KEY) -> Host:
@@ -85,7 +88,7 @@ def read_session(folder: Path) -> Session:
                 entry["src"] = str(_below(folder, entry["src"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
-    return Session(hosts, options, prepared, steps)
+    return Session(hosts, options, prepared, steps, bool(content.get("continues")))
 
 
 def read_host(entry: dict[str, Any], key: str = KEY) -> Host:

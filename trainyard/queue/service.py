@@ -2,9 +2,10 @@
 
     python service.py FOLDER      `FOLDER` is <cluster_data_dir>/queue, with a folder for each run
 
-A run that waits costs nothing but a line in Slurm's answer. A driver that crashed is started again, and monitors the ranks, which do
+A waiting run costs only a line in Slurm's answer. A driver that crashed is started again, and monitors the ranks, which
+do
 not depend on it. So does this service after a reboot. It runs as the user of the hosts; the role queue installs this file, which
-needs the standard library alone. The driver itself comes with the run: `program.zip`.
+needs the standard library alone. The run contains its driver: `program.zip`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from trainer.supervise.files import read_json
 from trainyard.remote.queue_phases import LIVE, NEW, UNSATISFIED
 
-POLL = 0.5  # s between two questions to Slurm while there are runs
+POLL = 0.5  # s between two queries to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
 UNSATISFIED_POLL = 5.0  # s between two drivers of a run that waits for one that did not finish
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
@@ -38,7 +39,8 @@ _PROGRAMS = ".programs"
 
 
 class JobState(NamedTuple):
-    """What Slurm says of a job: its state, such as PENDING, its comment, the run that is its name, and the reason for its state."""
+    """A job in Slurm: its state, such as PENDING, its comment, the run that is its name, and the reason for its
+    state."""
 
     state: str
     comment: str = ""
@@ -46,7 +48,7 @@ class JobState(NamedTuple):
     reason: str = ""
 
     def is_held(self, live: bool) -> bool:
-        """Return whether the job is held, and no user wants that.
+        """Return whether the job is held, but not by a user.
 
         Args:
             live: whether its run has not ended. If the run has ended, Slurm has forgotten the end of the job, which has to end
@@ -73,12 +75,12 @@ class Service:
         self.asked = float("-inf")
 
     def run(self) -> None:
-        """Start drivers for ever."""
+        """Start drivers indefinitely."""
         while True:
-            self.look()
+            self.start_due()
             time.sleep(POLL)
 
-    def look(self) -> None:
+    def start_due(self) -> None:
         """Start the drivers that are due, and release the jobs that no user holds."""
         self.reap()
         runs = self.runs()

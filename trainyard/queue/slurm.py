@@ -1,4 +1,5 @@
-"""What Slurm's configuration says of each host, from the facts that the hosts report, and which versions of Slurm fit together.
+"""The entry of each host in Slurm's configuration, from the facts that the hosts report, and which versions of Slurm
+fit together.
 
 A host may be compromised: a name, a number or a version that it reports is data until it is parsed here. Sources: slurm.conf(5),
 gres.conf(5) and "Compatibility" in Slurm's upgrade guide.
@@ -32,11 +33,11 @@ class QueueNode:
 
     Attributes:
         name: in the inventory, and in Slurm.
-        hostname: what the host calls itself, by which its daemons know their entry.
-        address: at which its peers reach it.
-        memory_mib: that jobs may use.
+        hostname: the host's own name, with which its daemons find their entry.
+        address: address at which its peers reach it.
+        memory_mib: memory that jobs may use.
         gpus: number of GPUs by type.
-        gpu_memory: of the smallest GPU, in GB as its vendor states it; 0 without GPUs.
+        gpu_memory: memory of the smallest GPU, in GB as its vendor states it; 0 without GPUs.
         devices: device files of the GPUs by type.
     """
 
@@ -71,7 +72,7 @@ def queue_nodes(
 
     Args:
         facts: by host, see the module queue_info.
-        addresses: of the hosts, in inventory order.
+        addresses: addresses of the hosts, in inventory order.
         gpus: `cluster_gpus` of the hosts that have it: numbers or UUIDs of the GPUs that runs may use.
 
     Raises:
@@ -115,10 +116,10 @@ def gpu_type(name: str) -> str:
 
 
 def version_problems(versions: Mapping[str, str], controller: str) -> list[str]:
-    """Return one line for each host whose Slurm the controller cannot work with.
+    """Return one line for each host whose version of Slurm is not compatible with the controller.
 
     Args:
-        versions: that each host has or would install, such as `22.05.8-4`.
+        versions: versions that each host has or would install, such as `22.05.8-4`.
         controller: the host of slurmctld, one of them.
     """
     problems = []

@@ -1,6 +1,7 @@
-"""The further steps of a queued run, on the queue host: its dataset is made of answers of teachers, its model is deployed.
+"""The further steps of a queued run, on the queue host: its dataset is built from answers of teachers, its model is
+deployed.
 
-Both may be repeated: answers that are on disk are not asked again, and a host that has the model is left as it is. So a driver
+Both may be repeated: answers on disk are reused, and a host that has the model is not changed. So a driver
 that was killed repeats the step.
 """
 
@@ -51,7 +52,7 @@ def ask_teachers(
     Args:
         data: `student` of `step_data`.
         prepared: the fields of PreparedRun.
-        folder: of the run.
+        folder: folder of the run.
         lost: returns why the run must leave its hosts, or an empty string.
 
     Raises:
@@ -135,7 +136,7 @@ def deploy_model(
         data: `deploy` of `step_data`.
         prepared: the fields of PreparedRun.
         hosts: all that the run may use; one of them has the run.
-        folder: of the run.
+        folder: folder of the run.
 
     Raises:
         RunError: a host did not get the model.
@@ -167,7 +168,7 @@ def _text(error: Exception) -> str:
 
 
 def _read_student(data: Mapping[str, Any]) -> tuple[DistillOptions, list[Candidate]]:
-    """Return what the teachers are asked, and the machines. Raises UserError."""
+    """Return the questions for the teachers, and the machines. Raises UserError."""
     try:
         return DistillOptions.model_validate(data["options"]), [Candidate(**machine) for machine in data["machines"]]
     except (ValidationError, KeyError, TypeError) as error:

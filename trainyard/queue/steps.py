@@ -1,4 +1,5 @@
-"""What a queued run does besides training: teachers answer its prompts before it, and its model is deployed after it.
+"""The steps of a queued run besides training: teachers answer its prompts before it, and its model is deployed after
+it.
 
 The controller checks the options here, and sends them with the run. The driver does the steps: see step_work.py.
 """
@@ -42,7 +43,7 @@ _VARIABLES = (
 
 
 class StudentOptions(AnswerOptions):
-    """What a run asks teachers before it trains on their answers."""
+    """The questions of a run to its teachers before it trains on their answers."""
 
     ollama_teacher: str = declare(
         "",
@@ -63,7 +64,7 @@ class Steps:
     """The further steps of a run.
 
     Attributes:
-        student: what its teachers are asked; None for a run with a dataset.
+        student: the questions for its teachers; None for a run with a dataset.
         deploy: how its model is deployed; None if it is not. `run` is not set yet.
         follows_deployment: whether the teacher is the deployed model of a run, so that the hosts of the call teach.
     """
@@ -96,7 +97,10 @@ class Steps:
         if spec.script:
             raise UserError("prompts: a script reads its dataset itself: set dataset, or leave out script")
         if spec.model == TINY:
-            raise UserError("prompts: the model tiny is made of its dataset, which is not known yet: set model=FOLDER")
+            raise UserError(
+                "prompts: the model tiny is made of its dataset, which is not known yet: set model=FOLDER, or add the student with "
+                "playbooks/distill.yml -e queue=true, which collects the answers first"
+            )
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Servers:
     """The Ollama servers of an inventory.
 
     Attributes:
-        urls: for each host the addresses of its own server, as of Deployment.
+        urls: for each host the addresses of its own server, as for Deployment.
         teachers: machines that may answer prompts.
     """
 
@@ -129,7 +133,7 @@ def read_steps(values: Mapping[str, Any]) -> Steps:
     student = deploy = None
     for main, options, what in (
         ("deploy_name", DEPLOY_OPTIONS, "the name of the model in Ollama"),
-        (PROMPTS, STUDENT_OPTIONS, "what the teachers are asked"),
+        (PROMPTS, STUDENT_OPTIONS, "the questions for the teachers"),
     ):
         if (given := [name for name in options if name in values]) and not values.get(main):
             raise UserError(f"queue: {given[0]} has no effect without {main}, {what}: set it, too")
@@ -149,7 +153,7 @@ def read_steps(values: Mapping[str, Any]) -> Steps:
 def prepare_student(
     spec: RunSpec, options: StudentOptions, work: Path, report: Report, access: HostAccess | None
 ) -> PreparedRun:
-    """Prepare a run whose dataset is not known yet; its prompts take the place of the dataset. Arguments as of `prepare`.
+    """Prepare a run whose dataset is not known yet; its prompts take the place of the dataset. Arguments as for `prepare`.
 
     Raises:
         UserError: the model or the prompts are missing or damaged.
@@ -166,13 +170,14 @@ def prepare_student(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, text, 0o600)
         files.append(file_entry(path, f"store/prompts/{digest[:16]}.jsonl", {"": digest}, kind))
-    # The prompts are chats by now: the settings of their columns are not those of the dataset.
+    # The prompts have been converted to chats: the settings of their columns do not apply to the dataset.
     change = {"fake_data": False, "dataset_split": "train", "dataset_config": "", "columns": {}}
     return dataclasses.replace(prepared, spec=prepared.spec | change, files=files)
 
 
 def converter_files(steps: Steps, work: Path, report: Report) -> list[dict[str, Any]]:
-    """Return the entry of the converter of models that a deployment may need; none if it does not, or it is unavailable.
+    """Return the entry of the model converter if a deployment may need it; none if it needs none, or if it is
+    unavailable.
 
     Args:
         work: folder on the controller for files.
@@ -190,12 +195,12 @@ def converter_files(steps: Steps, work: Path, report: Report) -> list[dict[str, 
 
 
 def is_student(prepared: PreparedRun) -> bool:
-    """Return whether the dataset of a run is made of answers to its prompts."""
+    """Return whether the dataset of a run consists of answers to its prompts."""
     return any(file["kind"] == PROMPTS for file in prepared.files)
 
 
 def step_data(steps: Steps, run: str, servers: Servers) -> dict[str, Any]:
-    """Return what the driver of a run needs for its further steps, as plain data; it may hold secrets.
+    """Return the data that the driver of a run needs for its further steps, as plain data; it may hold secrets.
 
     Raises:
         UserError: the address of a server is not valid, or the file of a template cannot be read.

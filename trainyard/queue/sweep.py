@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import read_yaml
+from trainer.config.aliases import field_of
 from trainer.errors import UserError
 from trainer.formats import printable, quoted
 from trainyard.queue.request import MAX_RUNS, is_run_name
@@ -57,19 +58,21 @@ def expand(document: Mapping[str, Any], given: Mapping[str, Any], source: str, s
     """Return the values of every run of a sweep. Arguments and errors are those of `read_sweep`.
 
     Args:
-        source: what messages call the sweep.
+        source: name of the sweep in messages.
         stem: start of the names of runs that the sweep does not name.
     """
     found: list[tuple[SweepRun, str, bool]] = []
+    fields = {field_of(name) for name in given}
     for entry, number in _entries(document, source):
         grid = _grid(entry.pop(GRID, None), source)
         for name in (*entry, *grid):
-            if name in given and (name in grid or name == "run"):
+            if field_of(name) in fields and (name in grid or name == "run"):
                 raise UserError(f"{source}: {printable(name, 80)} is in the file and given: set it in one place")
         label = str(given.get("run") or entry.get("run") or stem)
         base = label if "run" in entry or number is None else f"{label}-{number}"
+        fixed = {**_without(entry, given), **given}
         for combination in _combinations(grid):
-            values = {**entry, **given, **combination}
+            values = {**fixed, **combination}
             run = SweepRun(values, _clean(base) if combination and is_run_name(_clean(base)) else "")
             found.append((run, base + _suffix(combination), bool(combination) or "run" not in values))
             if len(found) > MAX_RUNS:
@@ -93,7 +96,13 @@ def _entries(document: Mapping[str, Any], source: str) -> Iterator[tuple[dict[st
         if RUNS in values:
             raise UserError(f"{source}: run {number} has {RUNS}: it cannot be nested")
         grids = {GRID: {**_grid(common.get(GRID), source), **_grid(values.get(GRID), source)}}
-        yield {**common, **values, **grids}, number
+        yield {**_without(common, values), **values, **grids}, number
+
+
+def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values whose fields `others` do not set, under whatever name."""
+    fields = {field_of(name) for name in others}
+    return {name: value for name, value in values.items() if field_of(name) not in fields}
 
 
 def _grid(grid: Any, source: str) -> dict[str, list[Any]]:
@@ -120,7 +129,7 @@ def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _suffix(combination: Mapping[str, Any]) -> str:
-    """Return the part of a name that tells the values, such as `-lr1e-4-seed2`."""
+    """Return the part of a name that lists the values, such as `-lr1e-4-seed2`."""
     words = [f"{name}{_word(value)}" for name, value in combination.items()]
     return "".join(f"-{_OUTSIDE.sub('-', word).strip('-.')}" for word in words)
 
@@ -150,7 +159,7 @@ def _named(found: list[tuple[SweepRun, str, bool]], source: str) -> list[SweepRu
 
 
 def _clean(name: str) -> str:
-    """Return a derived name without what the name of a run cannot have."""
+    """Return a derived name without characters that the name of a run cannot have."""
     return _OUTSIDE.sub("-", name).replace("+", "").strip("-._")
 
 

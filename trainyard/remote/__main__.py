@@ -1,6 +1,6 @@
 """The entry point of the archive on a host: `VERB`, the request as JSON on standard input, the answer as JSON lines.
 
-Standard library only. A verb imports its own module alone: a status request is made twice a second.
+Standard library only. A verb imports its own module alone: status requests arrive twice a second.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ VERBS = {
     "commit": ("trainyard.remote.commit", "commit"),
     "ollama": ("trainyard.remote.ollama", "ollama"),
     "read_files": ("trainyard.remote.read_files", "read_files"),
+    "keep_record": ("trainyard.remote.keep_record", "keep_record"),
     "slurm_check": ("trainyard.remote.slurm", "check"),
     "queue_info": ("trainyard.remote.queue", "info"),
     "queue_add": ("trainyard.remote.queue", "add"),
+    "queue_again": ("trainyard.remote.queue", "again"),
     "queue_change": ("trainyard.remote.queue", "change"),
     "checkpoints": ("trainyard.remote.checkpoints", "checkpoints"),
     "lease": ("trainyard.remote.lease", "lease"),

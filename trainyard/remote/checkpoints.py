@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,26 @@ from trainer.supervise.files import read_json
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d{8}")
-FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")  # a checkpoint has no folders
+FILE = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")  # a checkpoint has no folders
 
 
 def checkpoints(request: dict[str, Any]) -> dict[str, Any]:
-    """Return `steps`: the size of every file of each complete checkpoint, by name.
+    """Return the checkpoints of a run of which this host has every file that it should have.
 
     Args:
         request: `run_dir`.
+
+    Returns:
+        `steps`: the size of every file here of each checkpoint, by name; `shards`: for each checkpoint that is divided among
+        hosts, `elsewhere`, the files that others have, and `digest`, which is the same on all of its hosts.
     """
-    return {"steps": complete(Path(request["run_dir"]) / "checkpoints")}
+    folder = Path(request["run_dir"]) / "checkpoints"
+    steps = complete(folder)
+    return {"steps": steps, "shards": {step: found for step in steps if (found := _shards(folder / step))}}
 
 
 def complete(folder: Path) -> dict[str, dict[str, int]]:
-    """Return the files with their sizes of each checkpoint in a folder that has all its files, by name."""
+    """Return the files with their sizes of each checkpoint in a folder that has all files of its manifest, by name."""
     found = {}
     for path in sorted(folder.glob("step-*")) if folder.is_dir() else []:
         files = (read_json(path / MANIFEST) or {}).get("files")
@@ -36,3 +44,13 @@ def complete(folder: Path) -> dict[str, dict[str, int]]:
         if all(isinstance(entry, dict) and sizes[name] == entry.get("bytes") for name, entry in files.items()):
             found[path.name] = sizes
     return found
+
+
+def _shards(path: Path) -> dict[str, Any]:
+    """Return the missing files of a checkpoint on this host, and its identification; empty for a full copy."""
+    manifest = read_json(path / MANIFEST) or {}
+    elsewhere = manifest.get("elsewhere")
+    if not isinstance(elsewhere, dict) or not elsewhere:
+        return {}
+    every = json.dumps({**manifest["files"], **elsewhere}, sort_keys=True)
+    return {"elsewhere": sorted(elsewhere), "digest": hashlib.sha256(every.encode()).hexdigest()}

@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import base64
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def commit(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `run_dir`; `token` of the controller; `trainer`, the staged archive of the trainer; `contents`, {name:
-            [mode, content in base64]}; `previous`, attempt and time of the start that the plan knows, or None; `stale`,
+            [mode, compressed content in base64]}; `previous`, attempt and time of the start that the plan records, or
+            None; `stale`,
             whether that start may still run here; `release`, remove the claim of this token and do nothing else.
 
     Returns:
@@ -62,7 +64,10 @@ def start_of(node: dict[str, Any] | None) -> list[Any] | None:
 
 def write_files(run_dir: Path, request: dict[str, Any]) -> list[str]:
     """Write the files that differ; return their paths. Raises OSError."""
-    contents = {name: (mode, base64.b64decode(content)) for name, (mode, content) in request["contents"].items()}
+    contents = {
+        name: (mode, zlib.decompress(base64.b64decode(content)))
+        for name, (mode, content) in request["contents"].items()
+    }
     contents["trainer.zip"] = (0o644, Path(request["trainer"]).read_bytes())
     return [
         str(run_dir / name)

@@ -44,7 +44,7 @@ class Digests:
         self._remember(path, _identity(path.stat()), digest)
 
     def keep(self) -> None:
-        """Write the cache if it has changed. A full disk is no error: the digests are computed again."""
+        """Write the cache if it has changed. A full disk is not an error: the digests are recomputed."""
         if not self._changed:
             return
         self._known = {path: known for path, known in self._known.items() if Path(path).exists()}
@@ -57,6 +57,12 @@ class Digests:
     def _remember(self, path: Path, identity: list[int], digest: str) -> None:
         self._known[str(path)] = [*identity, digest]
         self._changed = True
+
+
+def sha256_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hex. Raises OSError."""
+    with path.open("rb") as file:
+        return file_digest(file)
 
 
 def file_digest(file: Any) -> str:

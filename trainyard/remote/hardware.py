@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainyard.remote import nvidia_smi
+from trainer import nvidia_smi
 from trainyard.remote.host_facts import nearest_folder
 
 OLLAMA_PORT = 11434

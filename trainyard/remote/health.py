@@ -6,7 +6,6 @@ Standard library only. Measurements take about two seconds.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import socket
 import subprocess
@@ -16,7 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainyard.remote import hardware, nvidia_smi
+from trainer import nvidia_smi
+from trainyard.remote import hardware
+from trainyard.remote.digests import sha256_file
 from trainyard.remote.network import interface_details
 
 BUSY_LOOP = 0.6  # s that a busy loop runs, to measure the share of a core that this host gets
@@ -47,7 +48,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         See the functions of this module. `clock` has this host's time at the start and at the end, in seconds since the
-        epoch; `memory_allocated` tells whether the memory could be allocated.
+        epoch; `memory_allocated` says whether the memory could be allocated.
     """
     start = time.time()
     data_dir = Path(request["data_dir"])
@@ -239,15 +240,6 @@ def gpu_state() -> dict[str, Any]:
     }
 
 
-def sha256(path: Path) -> str:
-    """Return a file's SHA-256 digest in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def files(data_dir: Path, run: str) -> dict[str, Any]:
     """Return the damaged files of the data folder, and digests of files to compare between hosts.
 
@@ -257,17 +249,17 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
     damaged, equal = [], {}
     for path in sorted((data_dir / "store/datasets").glob("*")):
         # A link leads to a file that the host had already, which a start compares.
-        if path.is_file() and not path.is_symlink() and not sha256(path).startswith(path.name.partition(".")[0]):
+        if path.is_file() and not path.is_symlink() and not sha256_file(path).startswith(path.name.partition(".")[0]):
             damaged.append(str(path))
     folder = data_dir / "datasets"
     # A mounted folder holds the head's files, and reading it from an unreachable head takes long.
     if folder.is_dir() and f" {folder} " not in read("/proc/mounts"):
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                equal[f"datasets/{path.relative_to(folder)}"] = sha256(path)
+                equal[f"datasets/{path.relative_to(folder)}"] = sha256_file(path)
     trainer = data_dir / "runs" / run / "trainer.zip"
     if run and trainer.exists():
-        equal[f"runs/{run}/trainer.zip"] = sha256(trainer)
+        equal[f"runs/{run}/trainer.zip"] = sha256_file(trainer)
     return {"damaged": damaged, "equal": equal}
 
 

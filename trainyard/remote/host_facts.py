@@ -10,11 +10,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from trainer import nvidia_smi
 from trainer.supervise.files import other_runs, read_json, run_devices
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.socket_filter import permits_socket_filter
 from trainer.supervise.status import is_active
-from trainyard.remote import nvidia_smi
 from trainyard.remote.network import (
     addresses,
     addresses_v6,
@@ -31,12 +31,12 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `head`, the head's address; `ports` to try on this host; `run_dir`; `data_dir`; `python`, the
-            interpreter of the cluster's environment.
+            interpreter of the cluster's environment; `staged`, paths of files and folders of the run.
 
     Returns:
         Among others `source`, the address from which this host reaches the head, `interface` and `link_mbit` of that
         address; `route_error`, why there is none, or an empty string; `free_ports`; `cpus`; `memory_mib`; `gpus`;
-        `versions` of packages; `free_bytes` below `data_dir`. Of the run: `spec`, the text of its spec if it has
+        `versions` of packages; `free_bytes` below `data_dir`; `staged`, the bytes of each path (see staged_bytes). Of the run: `spec`, the text of its spec if it has
         checkpoints or is alive; `result`; `rows` of its last step; `running`; `part`, the supervisor's state;
         `stop_wanted`. `busy_with` is another run that is alive on this host without GPUs of its own; `held_gpus` has the
         run that uses a GPU, by its UUID; `unreadable` are run folders beside it that
@@ -65,6 +65,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "versions": package_versions(request["python"]),
         "python_exists": os.access(request["python"], os.X_OK),
         "free_bytes": shutil.disk_usage(nearest_folder(data_dir)).free,
+        "staged": {path: staged_bytes(Path(path)) for path in request.get("staged", [])},
         "may_write": os.access(nearest_folder(data_dir), os.W_OK | os.X_OK),
         **run_state(run_dir),
         "busy_with": next((name for name in alive if not (here and beside[name])), ""),
@@ -81,6 +82,17 @@ def route_to(head: str) -> dict[str, Any]:
         return {"source": "", "interface": "", "link_mbit": 0, "route_error": why}
     interface = interface_of(source)
     return {"source": source, "interface": interface, "link_mbit": interface_mbit(interface), "route_error": ""}
+
+
+def staged_bytes(path: Path) -> list[int]:
+    """Return the bytes of the weights (*.safetensors) and of all other files at a path of the store; a link counts as nothing."""
+    sizes = [0, 0]
+    found = [path] if path.is_file() else path.rglob("*")
+    for file in found if not path.is_symlink() else ():
+        with contextlib.suppress(OSError):
+            if file.is_file():
+                sizes[file.suffix != ".safetensors"] += file.stat().st_size
+    return sizes
 
 
 def run_state(run_dir: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainer import nvidia_smi
 from trainyard.ollama.client import OllamaClient, OllamaError
-from trainyard.remote import nvidia_smi
 from trainyard.remote.host_facts import nearest_folder
 from trainyard.remote.network import interface_mbit, interface_of
 
@@ -99,7 +99,7 @@ def _network_bytes(interface: str) -> dict[str, float]:
 
 
 def gpu_use() -> list[dict[str, Any]]:
-    """Return the use of every NVIDIA GPU; a number that the driver does not know is None.
+    """Return the use of every NVIDIA GPU; a number that the driver does not report is None.
 
     Returns:
         For each GPU `uuid`, `name`, `utilisation_percent`, `memory_used_mib`, `memory_total_mib`, `temperature_c`, `power_w`

@@ -54,7 +54,8 @@ def hub_fetch(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _snapshot(request: dict[str, Any], cache: Path) -> Path:
-    """Download what is not in the cache; return the folder of the newest revision. Raises what the library raises."""
+    """Download the files that are not in the cache; return the folder of the newest revision. Raises the exceptions of
+    the library."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 

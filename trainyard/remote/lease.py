@@ -9,7 +9,7 @@ from trainer.supervise.files import is_alive, is_locked, read_json, write_json
 
 
 def lease(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a lease on this host, and end it if the driver wants that.
+    """Return the state of a lease on this host, and end it if the driver requests that.
 
     Args:
         request: `path` of the lease; `run_dir`; `end`, the exit code with which the step ends, and `restart`, the number of the
@@ -17,7 +17,7 @@ def lease(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         `held`, whether the step of the job is alive; `restart`, the number of its allocation; `gpus` that Slurm has granted;
-        `ending`, whether Slurm has asked it to end; `alive`, whether ranks of the run are alive.
+        `ending`, whether Slurm has asked it to end; `time` of that, or else of its begin (s since the epoch); `alive`, whether ranks of the run are alive.
     """
     path = Path(request["path"])
     if "end" in request:
@@ -29,5 +29,6 @@ def lease(request: dict[str, Any]) -> dict[str, Any]:
         "restart": found.get("restart", -1),
         "gpus": found.get("gpus", []),
         "ending": bool(found.get("ending")),
+        "time": found.get("time", 0.0),
         "alive": is_alive(Path(request["run_dir"])),
     }

@@ -80,7 +80,7 @@ class Mesh:
             self.marker.remove()
 
     def measure_network(self) -> dict[str, Any]:
-        """Return the measurements of the network. A marker exists meanwhile, and peers look for it before they are done."""
+        """Return the measurements of the network. The marker exists while the peers search for it."""
         self.listen()
         threads = [
             threading.Thread(target=work, args=(name, address), daemon=True)
@@ -93,7 +93,8 @@ class Mesh:
             thread.join(self.time_left())
         while self.time_left() and not set(self.peers) <= self.done:
             time.sleep(0.05)
-        if self.marker:  # a host that is no peer has a marker by now, unless it has ended and looked for ours
+        # A host that is not a peer has a marker at this point, unless it has ended and checked for ours.
+        if self.marker:
             others = [name for name in self.names if name not in self.peers and name != self.name]
             self.shares_with += [name for name in others if self.marker.sees(name)]
         answer = {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}

@@ -1,6 +1,6 @@
 """Deploy a model to the Ollama server of this host, over the host's own addresses. Standard library only.
 
-A record beside the data of the cluster says which models were deployed. A model without a record belongs to another owner,
+A record next to the data of the cluster lists the deployed models. A model without a record belongs to another owner,
 and is neither replaced nor removed.
 """
 
@@ -127,7 +127,7 @@ def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str])
         read += 1
         if tags[name] in (base["digest"] for base in found):
             continue
-        with contextlib.suppress(OllamaError):  # a damaged model is no base
+        with contextlib.suppress(OllamaError):  # a damaged model is not a base
             if not _fits(client.show(name, deadline=left), like):
                 continue
             info = _model_info(client.show(name, verbose=True, deadline=max(0.1, end - time.monotonic())))
@@ -167,7 +167,7 @@ def _shape(architecture: str, info: dict[str, Any]) -> list[int]:
 
 
 def _describe(name: str, digest: str, info: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return what a base model must have in common with the trained one, with the first `count` tokens."""
+    """Return the properties that a base model must share with the trained one, with the first `count` tokens."""
     architecture = str(info.get("general.architecture"))
     tokens = info.get("tokenizer.ggml.tokens")
     known = tokens[:count] if isinstance(tokens, list) else []
@@ -191,7 +191,8 @@ def _prepare(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
-    """Create the model under a temporary name, ask it, and give it its name if it answers as trained.
+    """Create the model under a temporary name, send prompts to it, and rename it if its answers are those of the
+    trained model.
 
     The server checks the digest of the file, which is removed afterwards. Otherwise the model that has the name stays.
 

@@ -1,4 +1,4 @@
-"""The queue host's side of the queue: what Slurm and the folders of the runs say, a new run, and changes of jobs.
+"""The queue on the queue host: the state of Slurm and of the folders of the runs, new runs, and changes of jobs.
 
 Standard library only. Every run has a folder `<cluster_data_dir>/queue/<run>`. Its `request.json` and `session.json` are written
 here, its `state.json` by the driver of the run.
@@ -89,13 +89,8 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(request["folder"])
     folder.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder.parent / LOCK, wait=LOCK_LIMIT) as locked:
-        if not locked:
-            return {"error": f"another controller has not finished adding a run within {LOCK_LIMIT:.0f} s"}
-        if ids := _lines(["squeue", "--noheader", f"--name={folder.name}", "--format=%i"]):
-            return {"exists": int(ids[0])}
-        if (read_json(folder / "state.json") or {}).get("phase") in LIVE:
-            service = "systemctl status trainyard-queue"
-            return {"error": f"run {folder.name} is still ending: try again in a few seconds, or see `{service}`"}
+        if refused := _refusal(folder, locked):
+            return refused
         new = not folder.exists()
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -108,6 +103,42 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
             if new:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def again(request: dict[str, Any]) -> dict[str, Any]:
+    """Submit a new job for a run that has ended, with the request of its last one. It resumes.
+
+    Args:
+        request: `folder` of the run; `after`, the ids of jobs that must finish first.
+
+    Returns:
+        As `add`.
+    """
+    folder = Path(request["folder"])
+    with hold_lock(folder.parent / LOCK, wait=LOCK_LIMIT) as locked:
+        if refused := _refusal(folder, locked):
+            return refused
+        before, session, asked = (read_json(folder / f"{name}.json") for name in ("state", "session", "request"))
+        if not before or not session or not asked or not isinstance(before.get("arguments"), list):
+            return {"error": f"the folder of run {folder.name} is damaged: add the run again on the controller"}
+        write_atomic(folder / "session.json", json.dumps(session | {"continues": True}).encode(), 0o600)
+        write_atomic(folder / "request.json", json.dumps(asked | {"submitted": time.time()}, indent=1).encode(), 0o600)
+        arguments = [word for word in map(str, before["arguments"]) if not word.startswith("--dependency=")]
+        if after := [str(int(job)) for job in request["after"]]:
+            arguments.append(f"--dependency=afterok:{':'.join(after)}")
+        return {"job": submit(folder, arguments)}
+
+
+def _refusal(folder: Path, locked: bool) -> dict[str, Any]:
+    """Return why the job of a run cannot be submitted now; empty if it can be."""
+    if not locked:
+        return {"error": f"another controller has not finished adding a run within {LOCK_LIMIT:.0f} s"}
+    if ids := _lines(["squeue", "--noheader", f"--name={folder.name}", "--format=%i"]):
+        return {"exists": int(ids[0])}
+    if (read_json(folder / "state.json") or {}).get("phase") in LIVE:
+        service = "systemctl status trainyard-queue"
+        return {"error": f"run {folder.name} is still ending: try again in a few seconds, or see `{service}`"}
+    return {}
 
 
 def change(request: dict[str, Any]) -> dict[str, Any]:
@@ -136,14 +167,14 @@ def _lines(words: Sequence[str]) -> list[str]:
     return [line for line in command(words).split("\n") if line][:LINES_LIMIT]
 
 
-@functools.lru_cache(1024)  # the sampler of the dashboard asks again and again
+@functools.lru_cache(1024)  # the sampler of the dashboard queries repeatedly
 def _host_names(text: str) -> tuple[str, ...]:
     """Return the hosts of a list of Slurm, such as `node[1-3]`. Raises SupervisorError."""
     return tuple(_lines(["scontrol", "show", "hostnames", "--", text]))
 
 
 def _past_hosts(completed: Sequence[str]) -> dict[str, list[str]]:
-    """Return the hosts of the newest lists of the completion log; Slurm may no longer know some of them."""
+    """Return the hosts of the newest lists of the completion log; some may no longer exist in Slurm."""
     texts = dict.fromkeys(found[1] for line in reversed(completed) if (found := _NODE_LIST.search(line)))
     hosts = {}
     for text in list(texts)[:LISTS_LIMIT]:
@@ -192,7 +223,7 @@ def _text(path: Path) -> str | None:
 
 
 def _prepared(folder: Path) -> dict[str, Any] | None:
-    """Return the fields of a run's spec, and the digests of its files; the session may hold secrets besides."""
+    """Return the fields of a run's spec, and the digests of its files; the session may also hold secrets."""
     try:
         prepared = json.loads((folder / "session.json").read_bytes())["state"]["prepared"]
         return {"spec": prepared["spec"], "digests": [[file["kind"], file["digest"]] for file in prepared["files"]]}

@@ -18,7 +18,7 @@ from trainer.supervise.files import SupervisorError, read_json, write_json
 from trainyard.remote.queue_phases import NEW, RELEASED
 
 PROGRAMS = "/usr/local/lib/trainyard/queue"  # of the role queue
-WARNING = 30  # s before the end of its time limit that a run is asked for a checkpoint
+WARNING = 30  # s between the checkpoint request and the time limit of a run
 COMMAND_LIMIT = 60.0  # s for an answer of Slurm
 
 # Every step ends with the same code, which is not 0: --kill-on-bad-exit would kill those of the other hosts when the first one ends,
@@ -41,7 +41,7 @@ def submit(folder: Path, arguments: Sequence[str]) -> int:
 
     Args:
         folder: the run's folder, with `session.json`.
-        arguments: of sbatch, what the run asks for.
+        arguments: arguments of sbatch with the run's request.
 
     Raises:
         SupervisorError: Slurm refuses the job.

@@ -1,4 +1,4 @@
-"""What the programs of a queued run tell each other. Standard library only."""
+"""The messages between the programs of a queued run. Standard library only."""
 
 # Phases in `state.json` in which the driver of the run has not recorded its end.
 LIVE = ("waiting", "running")

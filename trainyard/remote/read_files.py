@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
+
+from trainyard.remote.digests import sha256_file
 
 
 def read_files(request: dict[str, Any]) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def read_files(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "text": {name: _text(folder / name) for name in request.get("text", [])},
         "sizes": {name: path.stat().st_size for name, path in _matches(folder, request.get("sizes", []))},
-        "sha256": {name: _sha256(path) for name, path in _matches(folder, request.get("sha256", []))},
+        "sha256": {name: sha256_file(path) for name, path in _matches(folder, request.get("sha256", []))},
     }
 
 
@@ -35,11 +36,3 @@ def _text(path: Path) -> str | None:
 def _matches(folder: Path, patterns: list[str]) -> list[tuple[str, Path]]:
     paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     return [(str(path.relative_to(folder)), path) for path in paths]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import write_atomic
-from trainyard.remote.digests import Digests, file_digest
+from trainyard.remote.digests import Digests, sha256_file
 from trainyard.remote.local_files import content_digest
 
 STALE = 86_400.0  # s after which a file that arrived belongs to a transfer that was killed
@@ -74,7 +74,7 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_incoming(incoming: Path) -> None:
-    """Create the folder for files to come, and remove what killed transfers have left there. Raises OSError."""
+    """Create the folder for incoming files, and remove the files that killed transfers left in it. Raises OSError."""
     incoming.mkdir(parents=True, exist_ok=True)
     incoming.chmod(0o700)  # a copy has its mode only after it has arrived
     for file in incoming.iterdir():
@@ -90,8 +90,7 @@ def install(temporary: Path, target: Path, digest: str, digests: Digests, found:
         found: the digest of the received file, if it is known.
     """
     if not found:
-        with temporary.open("rb") as file:
-            found = file_digest(file)
+        found = sha256_file(temporary)
     if found != digest:
         temporary.unlink(missing_ok=True)
         raise ValueError(f"{target} arrived damaged; run the same command again")

@@ -23,7 +23,7 @@ from trainyard.remote.digests import Digests
 from trainyard.remote.receive import install, restrict
 
 BLOCK = 128 << 10  # bytes that a host receives before it passes them on
-POLL = 0.02  # s between two looks at a file that the controller is copying
+POLL = 0.02  # s between two checks of a file that the controller is copying
 HANDSHAKE_LIMIT = 10.0  # s for TLS
 ACCEPTED = b"1"  # the receiver's answer to the last byte
 
@@ -106,7 +106,7 @@ class _Relay:
     # Receive ----------------------------------------------------------------------------------------------------------
 
     def _receive(self, digests: Digests) -> None:
-        """Receive what this host lacks. Raises OSError or ValueError."""
+        """Receive the files that this host lacks. Raises OSError or ValueError."""
         for file in self.files:
             if file.source == "here":
                 self._progress(file, file.size)
@@ -266,7 +266,7 @@ def _context(request: dict[str, Any], server: bool) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=request["certificate"])
     if server:
-        context.num_tickets = 0  # a ticket that nobody reads would reset the connection
+        context.num_tickets = 0  # an unread ticket would reset the connection
     # The module reads a key from a file only: one in memory, which no other user can open.
     with os.fdopen(os.memfd_create("transfer"), "wb") as file:
         file.write(f"{request['key']}\n{request['certificate']}".encode())

@@ -1,4 +1,4 @@
-"""Queries of the sampler: metrics, logs, TensorBoard files and the spec of one run. Standard library only."""
+"""Queries of the sampler: metrics, logs, TensorBoard files and the spec of one run; progress in the queue. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import open_regular, read_json, read_log
+from trainer.supervise.files import newest_first, open_regular, read_json, read_log
+from trainer.supervise.processes import process_stat
 
 CHUNK = 256 << 10  # bytes of metrics in one answer
 SPEC_LIMIT = 256 << 10  # bytes
@@ -19,12 +20,15 @@ EVENT_BYTES = 1 << 20  # of an event file in one answer
 MATCHES = 500  # lines that a search returns, the last ones
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECORDS = ("metrics.jsonl", "evals.jsonl")
+# Of the steps of queued runs, below the folder of the queue.
+PROGRESS = (".students/answers/*.progress.json", "[!.]*/deploy/*.progress.json")
+PROGRESS_FILES = 20  # of each pattern, the newest
 
 
 def _run_dir(runs_dir: Path, request: Mapping[str, Any]) -> Path:
     name = str(request["run"])
     if not RUN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a run")
+        raise ValueError(f"{name!r} is not the name of a run")
     return runs_dir / name
 
 
@@ -120,6 +124,25 @@ def event_part(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"data": base64.b64encode(file.read(EVENT_BYTES)).decode()}
 
 
+def progress(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `records` of the progress of queued runs: answers of teachers, and deployments.
+
+    A record whose process has ended without a result has the state `interrupted`.
+    """
+    found: list[dict[str, Any]] = []
+    for pattern in PROGRESS:
+        files = newest_first((runs_dir.parent / "queue").glob(pattern))[:PROGRESS_FILES]
+        found += [record for path in files if (record := read_json(path))]
+    return {"records": [one | ({"state": "interrupted"} if is_orphan(one) else {}) for one in found]}
+
+
+def is_orphan(record: Mapping[str, Any]) -> bool:
+    """Return whether the process of a record of progress has ended without a result."""
+    pid = record.get("pid")
+    process = process_stat(pid) if isinstance(pid, int) and pid > 0 else None
+    return record.get("state") == "running" and (process is None or process[2] != record.get("pid_start"))
+
+
 QUERIES: dict[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = {
     "records": records,
     "log": log,
@@ -127,4 +150,5 @@ QUERIES: dict[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = {
     "describe": describe,
     "event_files": event_files,
     "event_part": event_part,
+    "progress": progress,
 }

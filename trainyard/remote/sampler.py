@@ -23,8 +23,8 @@ from trainyard.remote import queue as slurm_queue
 from trainyard.remote.host_use import HostUse, gpu_use, ollama_use
 from trainyard.remote.run_queries import QUERIES, RUN_NAME
 
-TICK = 0.5  # s between two looks at the runs that are alive
-SCAN = 2.0  # s between two looks at all run folders, and between two samples of the host
+TICK = 0.5  # s between two checks of the runs that are alive
+SCAN = 2.0  # s between two checks of all run folders, and between two samples of the host
 BEAT = 1.0  # s without a line after which an empty one is sent
 SILENCE = 30.0  # s without a line from the controller after which the connection counts as lost
 OLLAMA = 10.0  # s between two requests to Ollama
@@ -41,7 +41,7 @@ def sample(request: dict[str, Any]) -> dict[str, Any]:
     try:
         Sampler(request).run()
     except BrokenPipeError:
-        os._exit(0)  # the controller is gone
+        os._exit(0)  # the controller has disconnected
     return {"kind": "end"}
 
 
@@ -118,7 +118,7 @@ class Sampler:
         self._lines.put(None)
 
     def _repeat(self, name: str, interval: float, read: Callable[[], Any]) -> None:
-        """Read a value in a thread, again and again: the program behind it may hang."""
+        """Read a value repeatedly in a thread, because its program may hang."""
 
         def loop() -> None:
             while True:
@@ -134,7 +134,7 @@ class Sampler:
             sys.stdout.flush()
 
     def _send_runs(self, every: bool) -> bool:
-        """Send the runs whose state changed; look at `every` run, or only at those that are alive."""
+        """Send the runs whose state changed; with `every`, of all runs, otherwise of those that are alive."""
         names = self._alive if not every else self._names()
         if every:
             for name in self._known.keys() - names:

@@ -10,11 +10,11 @@ from typing import Any
 from trainer.supervise.files import SupervisorError
 from trainer.supervise.slurm_state import command, find_program
 
-LOOK_LIMIT = 60.0  # s for a step that looks at the nodes
+INSPECT_LIMIT = 60.0  # s for a step that inspects the nodes
 IMMEDIATE = 5  # s for Slurm to start that step
 _FOUND = re.compile(r"trainyard ([A-Za-z0-9._-]{1,255}) (shared|unshared) (python|torch|none)")
 # Says what one node has: the folder with the file of this check, and the interpreter.
-_LOOK = """\
+_INSPECT = """\
 folder=unshared python=none
 [ ! -e "$1" ] || folder=shared
 if [ -x "$2" ]; then
@@ -26,16 +26,16 @@ echo "trainyard $SLURMD_NODENAME $folder $python"
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Check whether this cluster would accept a job, and look at nodes of it if some are free now.
+    """Check whether this cluster would accept a job, and inspect its nodes that are free now.
 
     Args:
         request: `script`, the batch script; `options`, those of srun that ask for the same kind of nodes; `partition`;
-            `data_dir`; `python`; `write`, whether to write a file for the look at the nodes.
+            `data_dir`; `python`; `write`, whether to write a file for the inspection of the nodes.
 
     Returns:
         `refused`, why Slurm would not accept the job, or an empty string; `partitions` of the cluster, where the one that was
-        asked for is unknown; `nodes`, for each that was looked at [name, whether it has the folder, "torch", "python" or
-        "none"]; `unseen`, why no node was looked at.
+        asked for is unknown; `nodes`, for each that was inspected [name, whether it has the folder, "torch", "python" or
+        "none"]; `unseen`, why no node was inspected.
     """
     find_program("sbatch")
     answer: dict[str, Any] = {"refused": "", "partitions": [], "nodes": [], "unseen": ""}
@@ -51,14 +51,14 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         return answer | {"refused": str(error)}
     if request["write"]:
         try:
-            answer["nodes"] = _look(request)
+            answer["nodes"] = _inspect_nodes(request)
         except SupervisorError as error:
             answer["unseen"] = str(error)
     return answer
 
 
-def _look(request: dict[str, Any]) -> list[tuple[str, bool, str]]:
-    """Return what the nodes have. Raises SupervisorError if no node is free now, or Slurm refuses the step."""
+def _inspect_nodes(request: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    """Return the properties of the nodes. Raises SupervisorError if no node is free now, or Slurm refuses the step."""
     data_dir = Path(request["data_dir"])
     data_dir.mkdir(parents=True, exist_ok=True)
     file = data_dir / f".shared-{secrets.token_hex(8)}"
@@ -74,7 +74,7 @@ def _look(request: dict[str, Any]) -> list[tuple[str, bool, str]]:
         "--input=none",
     ]
     try:
-        text = command([*words, "/bin/sh", "-c", _LOOK, "sh", str(file), request["python"]], limit=LOOK_LIMIT)
+        text = command([*words, "/bin/sh", "-c", _INSPECT, "sh", str(file), request["python"]], limit=INSPECT_LIMIT)
     finally:
         file.unlink(missing_ok=True)
     found = [match for line in text.splitlines() if (match := _FOUND.fullmatch(line))]

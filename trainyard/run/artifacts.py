@@ -45,7 +45,7 @@ def collect_artifacts(
     Args:
         entries: the plan, the head first.
         copy_to: folder on the controller that receives the artifacts below the run's name; empty: none.
-        base_model: what loads the base model on the controller, for the copy of an adapter; empty: unknown.
+        base_model: path or hub id of the base model on the controller, for the copy of an adapter; empty: unknown.
 
     Returns:
         `result`, the head's result.json; `lines`, the summary; `changed`, whether a file was copied.
@@ -86,7 +86,7 @@ def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConn
         RunError: a host does not answer, and the run cannot have ended without it.
     """
     wanted = {"sizes": ["logs/*.log", "state/rank*.json"]}
-    # The nodes of a Slurm job, but for the first one, have their results below the run folder.
+    # The nodes of a Slurm job, except for the first one, have their results below the run folder.
     on_nodes = {e["host"]: [f"nodes/{n}/result.json" for n in range(1, e.get("job_nodes") or 1)] for e in entries}
     requests = {
         entry["host"]: functools.partial(
@@ -224,7 +224,7 @@ def with_base_model(name: str, config: bytes) -> bytes:
     """Return peft's configuration of an adapter with the name of its base model replaced. Raises ReplyError."""
     values = untrusted_json(config.decode(errors="replace"))
     if not isinstance(values, dict):
-        raise ReplyError(f"sent an {ADAPTER_CONFIG} that is no JSON object")
+        raise ReplyError(f"sent an {ADAPTER_CONFIG} that is not a JSON object")
     return json.dumps(values | {"base_model_name_or_path": name}, indent=2, sort_keys=True).encode()
 
 

@@ -26,7 +26,7 @@ READ_LIMIT = 30.0  # s for a host to return its metrics
 EVIDENCE = 20  # lines about a failure, such as the end of a log
 LABEL_LIMIT = 40  # characters of a device in the table
 HEAD = ["host", "device", "ranks", "steps/s", "tokens/s", "loss", "memory peak", "speed"]
-# What the check trains unless the user says otherwise.
+# The default run of the check.
 DEFAULTS = {
     "model": TINY,
     "max_steps": STEPS,

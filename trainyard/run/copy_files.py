@@ -1,7 +1,7 @@
 """Copy files of a host to the controller, or to another host, when the host may be compromised.
 
-A file's name, size and content come from the host. A name must match what was asked for and stays inside the target folder,
-a file is no larger than the host said before, and a host that sends slowly does not block the controller.
+A file's name, size and content come from the host. A name must match the request and stay inside the target folder, a
+file must not exceed the size that the host reported, and a host that sends slowly does not block the controller.
 """
 
 from __future__ import annotations

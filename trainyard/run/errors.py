@@ -12,7 +12,7 @@ class RunError(Exception):
     """A step of the run failed. The message is one line: what is wrong, where, what to do.
 
     Attributes:
-        details: what the caller may show or use besides, such as `lines` (evidence), `cause`, `lost` (hosts),
+        details: further data for the caller, such as `lines` (evidence), `cause`, `lost` (hosts),
             `hosts` (how each host's part ended), `stop_wanted`.
         retryable: whether a restart may succeed without any change.
     """
@@ -46,6 +46,10 @@ class StageError(RunError):
     """A file did not reach a host."""
 
     retryable = True
+
+
+class LostSourceError(StageError):
+    """The only host that has a file, which it fetched from the hub, does not take part."""
 
 
 class RunClaimedError(RunError):

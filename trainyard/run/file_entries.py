@@ -17,9 +17,9 @@ def file_entry(source: Path, target: str, digests: dict[str, str], kind: str) ->
         target: below the data directory of a host.
         digests: {relative name: SHA-256}; the name of a file is empty.
     """
-    size = sum((source / name if name else source).stat().st_size for name in digests)
-    digest = tree_digest(digests)
-    return {"kind": kind, "src": str(source), "dest": target, "sha256": digests, "bytes": size, "digest": digest}
+    sizes = {name: (source / name if name else source).stat().st_size for name in digests}
+    about = {"kind": kind, "src": str(source), "dest": target, "sha256": digests, "digest": tree_digest(digests)}
+    return about | {"bytes": sum(sizes.values()), "sizes": sizes}
 
 
 def folder_entry(

@@ -9,16 +9,22 @@ from typing import Any
 
 from trainer.formats import counted, printable
 from trainyard.connection import FanOut
+from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
 from trainyard.run.errors import RunFailedError
 from trainyard.run.gather import Connect
-from trainyard.run.launch import stop_parts
+from trainyard.run.launch import STOP_LIMIT, stop_parts
 from trainyard.run.monitor import ENDED, Cause, Part, Progress, absent_replicas, causes, is_behind
 from trainyard.run.options import LaunchOptions
+from trainyard.run.rejoin import SIGN_OF_LIFE, Rejoin
 from trainyard.run.spec_files import Report
 
 TICK = 0.1  # s between two checks of the answers
 POLL = 0.5  # s between two requests to a host, at least
 LONG_POLL = 3.0  # s that a host delays its answer while nothing changes: fewer requests, and changes arrive at once
+# s, where the limit of a lost host adapts: hosts that a switch takes at once are all silent for half the limit or more
+SHORT_POLL = SHORTEST / 2
+PROBE = 1.0  # s between two probes of a host that is late
+REJOIN_GRACE = 600.0  # s for the ranks to write the checkpoint after which absent hosts rejoin
 LATE = 10.0  # s after the head's end for other replica groups to reach the last step
 SETTLE = 1.5  # s to wait for the cause when only its consequences have been seen
 EVIDENCE_LIMIT = 3.0  # s for a host to return the end of its logs
@@ -34,17 +40,36 @@ class Follower:
     """
 
     def __init__(
-        self, parts: list[Part], connect: Connect, progress: Progress, options: LaunchOptions, report: Report
+        self,
+        parts: list[Part],
+        connect: Connect,
+        progress: Progress,
+        options: LaunchOptions,
+        report: Report,
+        rejoin: Rejoin | None = None,
     ) -> None:
+        self.rejoin = rejoin
+        self.stopping: FanOut | None = None  # the request to stop for hosts that return
         self.parts, self.progress, self.report = parts, progress, report
         self.connections = {part.host: connect(part.host) for part in parts}
-        self.lost_limit = options.lost_limit
-        self.wait = min(LONG_POLL, options.progress_interval, self.lost_limit / 3, options.stall_limit / 4)
+        self.connect, self.fixed_limit = connect, options.lost_limit
+        longest = LONG_POLL if self.fixed_limit is None else min(LONG_POLL, self.fixed_limit / 3)
+        self.wait = min(longest, options.progress_interval, options.stall_limit / 4)
+        self.waits: dict[str, float] = {}  # of the pending requests
+        self.times = AnswerTimes()
+        self.probes: dict[str, FanOut] = {}
+        self.probed_at: dict[str, float] = {}
         self.pending: dict[str, FanOut] = {}
         self.requested_at: dict[str, float] = {}
         self.answered_at = dict.fromkeys(self.connections, time.monotonic())
+        self.alive_at = dict(self.answered_at)  # when a host answered a request or a probe
         self.absent: set[int] = set()  # replica groups without which the run continues
         self.ended_at: float | None = None  # when the head ended
+
+    @property
+    def lost_limit(self) -> float:
+        """Seconds of silence after which a host is lost: of the launch options, or by the recent answers of all hosts."""
+        return self.times.limit(time.monotonic()) if self.fixed_limit is None else self.fixed_limit
 
     def follow(self) -> Cause | None:
         """Return the cause once the run has failed, or None once it has ended."""
@@ -63,7 +88,22 @@ class Follower:
                     return found[0]
             elif self.has_ended():
                 return None
+            elif self.rejoin and not self.stopping and self.rejoin.update(self.parts, now):
+                self.stop_to_rejoin(self.rejoin.returning)
             time.sleep(TICK)
+
+    def stop_to_rejoin(self, returning: list[str]) -> None:
+        """Ask all ranks to write a checkpoint and stop, because the run starts again with hosts that return."""
+        self.report(f"{', '.join(returning)} can take part again: the run stops at a checkpoint and starts again")
+        request = {"keep": True, "grace": REJOIN_GRACE}
+        self.stopping = FanOut(
+            {
+                part.host: functools.partial(
+                    self.connect(part.host).call, "run_stop", request | {"run_dir": part.run_dir}
+                )
+                for part in self.parts
+            }
+        )
 
     def all_answered_since(self, moment: float) -> bool:
         """Return whether every running host answered after `moment`, and none is silent now.
@@ -112,11 +152,23 @@ class Follower:
             answered = pending is None or self.read_answer(part, pending)
             if answered and now - self.requested_at.get(part.host, 0) >= (TICK if at_once else POLL):
                 self.requested_at[part.host] = now
-                request = {"run_dir": part.run_dir, "wait": 0.0 if at_once else self.wait}
+                # Without what every host repeats: the bytes of all answers would grow with the square of the hosts.
+                self.waits[part.host] = self.delay(part)
+                request = {"run_dir": part.run_dir, "wait": 0.0 if at_once else self.waits[part.host], "brief": True}
                 call = functools.partial(self.connections[part.host].call, "run_status", request)
                 self.pending[part.host] = FanOut({part.host: call})
             # An answer that the host delays is not late.
-            part.silent = now - self.answered_at[part.host] - self.wait
+            part.silent = now - self.answered_at[part.host] - self.waits.get(part.host, self.wait)
+            if self.fixed_limit is None:
+                self.probe(part, now)
+
+    def delay(self, part: Part) -> float:
+        """Return the seconds for which a host may delay its answer.
+
+        Until its ranks train, they import modules with all cores, and each request would take CPU time from them.
+        """
+        trains = any(state.get("status") == "training" for state in part.states.values())
+        return min(self.wait, SHORT_POLL) if self.fixed_limit is None and trains else self.wait
 
     def read_answer(self, part: Part, pending: FanOut) -> bool:
         """Update the part if its host answered; return whether it did."""
@@ -124,17 +176,48 @@ class Follower:
             return False
         if part.host in pending.answers:
             part.answer, part.error = pending.answers.pop(part.host), ""
-            self.answered_at[part.host] = time.monotonic()
+            self.answered_at[part.host] = self.alive_at[part.host] = now = time.monotonic()
+            self.times.add(max(0.0, now - self.requested_at[part.host] - self.waits[part.host]), now)
             if part.node.get("restarts"):  # torchrun renumbers the ranks when it restarts them
                 part.ranks = part.node["ranks"]
         part.error = pending.errors.get(part.host, part.error)
         return True
 
+    def probe(self, part: Part, now: float) -> None:
+        """Ask a host whose status is late for a sign of life, which needs no Python: a loaded host is slow, but not lost.
+
+        A host that is alive but returns no status is silent for LONGEST.
+        """
+        if part.host in self.probes:
+            probe = self.probes[part.host]
+            if not probe.threads[part.host].is_alive():
+                del self.probes[part.host]
+                if part.host in probe.answers:
+                    self.alive_at[part.host] = now
+                    self.times.add(now - self.probed_at[part.host], now)
+        elif part.silent > 0 and part.status not in ENDED and now - self.probed_at.get(part.host, 0.0) > PROBE:
+            self.probed_at[part.host] = now
+            call = functools.partial(self.connect(part.host).run, SIGN_OF_LIFE, verb="begin")
+            self.probes[part.host] = FanOut({part.host: call})
+        if part.silent < LONGEST:
+            part.silent = min(part.silent, now - self.alive_at[part.host])
+
 
 def follow_parts(
-    run: str, parts: list[Part], connect: Connect, options: LaunchOptions, report: Report
+    run: str,
+    parts: list[Part],
+    connect: Connect,
+    options: LaunchOptions,
+    report: Report,
+    *,
+    keep: bool = False,
+    rejoin: Rejoin | None = None,
 ) -> dict[str, Any]:
     """Monitor a run's parts to their end. On the first failure, stop all of them.
+
+    Args:
+        keep: whether the standby processes remain after a failure, because the caller may restart the run.
+        rejoin: says when the run stops for hosts that return.
 
     Returns:
         `status` (finished or stopped), `hosts` (how each part ended), and `lines` for a stopped run.
@@ -145,17 +228,19 @@ def follow_parts(
     world_size = sum(len(part.ranks) for part in parts if not part.teaches)
     where = ", ".join(part.host for part in parts if not part.teaches)
     teacher = "".join(f", teacher on {part.host}" for part in parts if part.teaches)
-    report(f"following {run}: {counted(world_size, 'rank')} on {where}{teacher}")
     if any(part.status not in ENDED for part in parts):
+        report(f"following {run}: {counted(world_size, 'rank')} on {where}{teacher}")
         report(
-            f"Ctrl-C leaves it running; to follow it again: playbooks/attach.yml -e run={run}; "
-            f"to stop it: playbooks/stop.yml -e run={run}"
+            f"Ctrl-C leaves it running; to follow it again: ansible-playbook playbooks/attach.yml -e run={run}; "
+            f"to stop it: ansible-playbook playbooks/stop.yml -e run={run}"
         )
     progress = Progress(world_size, options.progress_interval, options.stall_limit)
-    follower = Follower(parts, connect, progress, options, report)
+    follower = Follower(parts, connect, progress, options, report, rejoin)
     cause = follower.follow()
+    if follower.stopping:  # a stop must not reach the next start
+        follower.stopping.wait(STOP_LIMIT)
     if cause is not None:
-        raise failed_run(parts, cause, connect, options)
+        raise failed_run(parts, cause, connect, follower.lost_limit, keep)
     for host, error in stop_parts(follower.left_out(), connect, {"now": True}).items():
         report(f"cannot stop {host}, which was absent at the end: {error}")
     ended: dict[str, Any] = {"hosts": part_ends(parts)}
@@ -166,12 +251,12 @@ def follow_parts(
     return ended | {"status": "stopped", "lines": [line]}
 
 
-def failed_run(parts: list[Part], cause: Cause, connect: Connect, options: LaunchOptions) -> RunFailedError:
-    """Stop what is left of a failed run; return the error with its evidence."""
+def failed_run(parts: list[Part], cause: Cause, connect: Connect, lost_limit: float, keep: bool) -> RunFailedError:
+    """Stop the remaining processes of a failed run; return the error with its evidence."""
     # A host that has been silent for half the limit counts as lost: a switch takes several hosts at once.
-    limit = options.lost_limit / 2
-    lost = [part.host for part in parts if part.silent > limit and part.status not in ENDED]
-    unstopped = stop_parts([part for part in parts if part.host not in lost], connect, {"now": True})
+    lost = [part.host for part in parts if part.silent > lost_limit / 2 and part.status not in ENDED]
+    request = {"now": True, "keep": keep}
+    unstopped = stop_parts([part for part in parts if part.host not in lost], connect, request)
     return RunFailedError(
         cause.text,
         lines=[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection
 from typing import Any
@@ -9,25 +10,28 @@ from typing import Any
 from trainer.config import FIELDS, RunSpec
 from trainer.data.files import needs_library
 from trainer.formats import printable
-from trainer.strategy import plan_of, possible_plans
+from trainer.strategy import AUTO, plan_named, plan_of, possible_plans
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_state import HostState
+from trainyard.run.choose_strategy import staged_spec
 from trainyard.run.errors import HostUnreachableError, PlanError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
 from trainyard.run.spec_files import PreparedRun
+from trainyard.run.teacher_host import files_of
+from trainyard.run.weight_files import space_needed, staged_paths
 
 FACTS_LIMIT = 60.0  # s for a host to return its facts
-GRACE = 2.0  # s, after the other hosts' answers, for a host that was lost
+GRACE = 1.0  # s, after the other hosts' answers, for a host that was lost
 
 Connect = Callable[[str], HostConnection]
 """Makes the connection to a host by its name. Called in the main thread only."""
 
 
 def describe(host: Host) -> HostState:
-    """Return a host before any question. Raises PlanError if the inventory does not describe it completely."""
+    """Return the description of a host that has not been queried yet. Raises PlanError if the inventory does not describe it completely."""
     try:
         host.check()
     except InventoryError as error:
@@ -53,7 +57,7 @@ def gather_facts(
 
     Args:
         hosts: in rank order, the head first; then that of the teacher, if it has one of its own.
-        lost: hosts that did not answer lately; they get little time.
+        lost: hosts that have not answered recently; they have a shorter timeout.
 
     Returns:
         Why a host did not answer, by name; such a host has no facts.
@@ -70,6 +74,7 @@ def gather_facts(
             "python": host.host.python,
             "data_dir": host.host.data_dir,
             "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
+            "staged": staged_paths(prepared.files, host.host.data_dir),
         }
         requests[host.name] = functools.partial(connect(host.name).call, "host_facts", request)
     asked = FanOut(requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
@@ -96,9 +101,17 @@ def _unreachable_line(unreachable: dict[str, str]) -> str:
 
 
 def usable_hosts(
-    hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
+    hosts: list[HostState],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    lost: Collection[str] = (),
+    preview: bool = False,
 ) -> tuple[list[HostState], dict[str, str]]:
     """Return the hosts that can take part, with their `facts`, and why each other host cannot.
+
+    Args:
+        preview: nothing will be started, so hosts where another run is in progress can take part.
 
     Raises:
         PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can, or not that of the teacher.
@@ -113,7 +126,8 @@ def usable_hosts(
             raise HostUnreachableError(_unreachable_line(unreachable))
         reached = [host for host in hosts if host.name not in unreachable]
         unfit = {finding.host: finding.message for finding in assign_gpus(reached)}
-        unfit |= {host.name: why for host in reached if (why := unfitness(host, prepared.size_on(host.name)))}
+        needed = _space_needed(reached, prepared, hosts[0].name, len(reached), _strategy(reached, prepared))
+        unfit |= {host.name: why for host in reached if (why := unfitness(host, needed[host.name], preview))}
         if not minimum and unfit:
             raise PlanError(": ".join(next(iter(unfit.items()))))
         left_out |= unreachable | unfit
@@ -128,15 +142,71 @@ def usable_hosts(
             )
         if not left_out or able[0] is hosts[0]:
             return able, left_out
-        hosts = able  # there is another head: ask again for its ports, and for the routes to it
+        hosts = able  # the head has changed: repeat the query for its ports and for the routes to it
 
 
-def unfitness(host: HostState, staged: int) -> str:
-    """Return why a host cannot take part, or an empty string. `staged`: bytes that staging copies to it."""
-    found = host_checks.environment(host)
+def _strategy(hosts: list[HostState], prepared: PreparedRun) -> str:
+    """Return the strategy of the run; `auto` if it has not started yet. Raises PlanError."""
+    began = next((host for host in hosts if host.facts["spec"]), None)
+    return staged_spec(began).strategy if began and prepared.spec["strategy"] == AUTO else prepared.spec["strategy"]
+
+
+def _space_needed(
+    hosts: list[HostState], prepared: PreparedRun, first: str, count: int, strategy: str
+) -> dict[str, int]:
+    """Return the bytes that the files of the run take on each host beside those that it has.
+
+    Args:
+        first: the host of rank 0.
+        count: number of hosts that train.
+    """
+    teacher = str(prepared.spec["teacher_host"] or "")
+    share = 1 / (prepared.spec["pipeline_hosts"] or count) if plan_named(strategy).receives_layers else 1.0
+    return {
+        host.name: space_needed(files_of(prepared.files, teacher, teaches=host.name == teacher), host, first, share)
+        for host in hosts
+    }
+
+
+def unfitness(host: HostState, needed: int, preview: bool = False) -> str:
+    """Return why a host cannot take part, or an empty string. `needed`: bytes that the files of the run take on it."""
+    found = [finding for finding in host_checks.environment(host) if not preview or finding.check != "busy"]
     if not host.facts["running"]:
-        found += host_checks.disk_space(host, staged + host_checks.RUN_OVERHEAD)
+        found += host_checks.disk_space(host, needed + host_checks.RUN_OVERHEAD)
     return found[0].message if found else ""
+
+
+def fit_hosts(
+    hosts: list[HostState],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    strategy: str,
+    first: str,
+    count: int,
+) -> list[str]:
+    """Return which hosts could take part in the next start of a run that is running on the first of `hosts`, without that one.
+
+    Args:
+        strategy: of the run, never `auto`.
+        first: the host of rank 0 of that start.
+        count: number of hosts that train in it.
+    """
+    head = hosts[0]
+    missing = gather_facts(hosts, connect, prepared, options)  # nothing waits for this check: a loaded host has time
+    reached = [host for host in hosts if host.name not in missing]
+    if reached[:1] != [head]:
+        return []
+    unfit = {finding.host for finding in assign_gpus(reached)}
+    needed = _space_needed(reached, prepared, first, count, strategy)
+    found = []
+    for host in reached[1:]:
+        with contextlib.suppress(PlanError):
+            check_consistency([head, host])
+            check_requirements([host], prepared.spec | {"strategy": strategy})
+            if host.name not in unfit and not unfitness(host, needed[host.name]):
+                found.append(host.name)
+    return found
 
 
 def check_consistency(hosts: list[HostState]) -> None:

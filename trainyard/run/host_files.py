@@ -61,7 +61,7 @@ class HostFiles:
 
 @dataclass(frozen=True)
 class HostAccess:
-    """The hosts of a run, for what `prepare` asks them.
+    """The hosts of a run, for the queries of `prepare`.
 
     Attributes:
         connect: makes the connection to a host by its name; called in the main thread.
@@ -76,7 +76,7 @@ class HostAccess:
 
 
 def describe_files(access: HostAccess, paths: Mapping[str, str]) -> dict[str, HostFiles]:
-    """Return what the hosts have at these paths. Every host computes digests at the same time.
+    """Return the files of the hosts at these paths. Every host computes digests at the same time.
 
     A host that does not answer is left for the plan to report.
 

@@ -13,6 +13,7 @@ from trainer.errors import UserError
 from trainer.formats import printable
 from trainyard.connection import RemoteError
 from trainyard.run.copy_files import NAME, in_time
+from trainyard.run.errors import StageError
 from trainyard.run.host_files import CONFIG, HostAccess, HostFiles
 
 Kind = Literal["model", "dataset"]
@@ -75,8 +76,30 @@ def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Callable[[s
     return None
 
 
+def fetch_again(file: dict[str, Any], name: str, access: HostAccess, report: Callable[[str], None]) -> dict[str, Any]:
+    """Let another host fetch a model that only a host without a part in the run has; return its new entry of PreparedRun.files.
+
+    Args:
+        file: its entry.
+        name: its name on the hub.
+
+    Raises:
+        StageError: no host can fetch it, or the hub has other contents now.
+    """
+    lost = file["fetched_by"]
+    found = None if is_offline() else fetch_on_host("model", name, access, report)
+    if found is None:
+        raise StageError(f"{lost} has the files of {name}, and no other host can fetch them from the hub: start {lost}")
+    if found["digest"] != file["digest"]:
+        raise StageError(
+            f"model: {name} on the hub has changed since this run started, and only {lost} has the files: "
+            f"start {lost}, or choose another name with -e run=NAME"
+        )
+    return found | {"kind": file["kind"]}
+
+
 def fetch_on_controller(kind: Kind, name: str, report: Callable[[str], None]) -> Path:
-    """Return a folder in this machine's hub cache; fetch what it lacks. Raises UserError."""
+    """Return a folder in this machine's hub cache; fetch its missing files. Raises UserError."""
     from huggingface_hub import snapshot_download
 
     if kind == "dataset" or not in_hub_cache(name):

@@ -1,4 +1,4 @@
-"""Why the job of a run with `launcher=slurm` waits, in words."""
+"""The reason why the job of a run with `launcher=slurm` waits, as text."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _WAITS = {
     "JobHeldAdmin": "is held by an administrator",
     "PartitionDown": "waits for its partition, which is down",
     "PartitionInactive": "waits for its partition, which is inactive",
-    "PartitionTimeLimit": "waits for ever: slurm_time is longer than the partition permits",
-    "PartitionNodeLimit": "waits for ever: slurm_nodes is more than the partition permits",
+    "PartitionTimeLimit": "waits indefinitely: slurm_time is longer than the partition permits",
+    "PartitionNodeLimit": "waits indefinitely: slurm_nodes is more than the partition permits",
     "ReqNodeNotAvail": "waits for nodes that are down or reserved",
     "AssocGrpGRES": "waits until its account uses fewer GPUs",
     "QOSMaxJobsPerUserLimit": "waits until fewer jobs of its user run",
-    "None": "waits for Slurm to look at it",
+    "None": "waits for Slurm to evaluate it",
 }
 
 
@@ -34,7 +34,7 @@ def waits(answer: Mapping[str, Any]) -> bool:
 
 
 def waiting_line(answer: Mapping[str, Any]) -> str:
-    """Return why the job of a run waits, in words; empty if it runs or there is none.
+    """Return the reason why the job of a run waits; empty if it runs or does not exist.
 
     Args:
         answer: a run_status.

@@ -19,10 +19,15 @@ from trainyard.run.spec_files import Report
 READY_LIMIT = 60.0  # s for a host to get ready
 BEGIN_LIMIT = 20.0  # s for a host to receive the command to begin
 STOP_LIMIT = 30.0  # s for a host to answer a stop request, besides the grace period
+STANDBY_LIMIT = 180.0  # s that a standby process waits for a restart: longer than the longest delay and the plan
 
 
 def start_ranks(
-    entries: list[dict[str, Any]], connect: Connect, report: Report, properties: Iterable[str] = ()
+    entries: list[dict[str, Any]],
+    connect: Connect,
+    report: Report,
+    properties: Iterable[str] = (),
+    standby: float = 0.0,
 ) -> dict[str, Any]:
     """Start all ranks of a plan, or none of them.
 
@@ -31,6 +36,7 @@ def start_ranks(
     Args:
         entries: the plan; each entry needs `host`, `node_rank`, `ranks`, `run_dir` and `command`.
         properties: properties of the systemd units.
+        standby: seconds that a standby process on each host waits for a restart; 0 for none.
 
     Returns:
         `hosts`, the answer of each host, and `skew_seconds` between the first and the last start by the hosts' clocks.
@@ -39,14 +45,14 @@ def start_ranks(
         LaunchError: a host refused or did not answer; no rank is left running.
     """
     stale = [Part(entry["host"], entry["run_dir"]) for entry in entries if entry.get("stale")]
-    for host, error in stop_parts(stale, connect, {"now": True}).items():
+    for host, error in stop_parts(stale, connect, {"now": True, "keep": standby > 0}).items():
         raise LaunchError(f"{host}: cannot stop the ranks of an earlier start: {error}")
     connections = {entry["host"]: connect(entry["host"]) for entry in entries}
     names = [entry["host"] for entry in entries]
     ready = FanOut(
         {
             entry["host"]: functools.partial(
-                connections[entry["host"]].start_run, start_request(entry, names, properties)
+                connections[entry["host"]].start_run, start_request(entry, names, properties, standby)
             )
             for entry in entries
         }
@@ -58,7 +64,7 @@ def start_ranks(
     if begun.errors:
         # A host that refused may run another run, or another start of this one. Leave that alone.
         parts = [Part(entry["host"], entry["run_dir"]) for entry in entries if entry["host"] in ready.answers]
-        stop_parts(parts, connect, {"now": True})
+        stop_parts(parts, connect, {"now": True, "keep": standby > 0})
         host = next(name for name in names if name in begun.errors)
         raise LaunchError(f"{host}: {begun.errors[host]}", troubles=begun.errors, lost=list(begun.errors))
     for name in names:
@@ -68,7 +74,9 @@ def start_ranks(
     return {"hosts": ready.answers, "skew_seconds": round(max(times) - min(times), 3)}
 
 
-def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[str]) -> dict[str, Any]:
+def start_request(
+    entry: dict[str, Any], hosts: list[str], properties: Iterable[str], standby: float = 0.0
+) -> dict[str, Any]:
     """Return the request that makes one host ready (see trainer.supervise)."""
     request = {
         "run_dir": entry["run_dir"],
@@ -82,6 +90,7 @@ def start_request(entry: dict[str, Any], hosts: list[str], properties: Iterable[
         "properties": [*properties, *(entry.get("properties") or [])],
         "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
         "hold": True,
+        "standby": standby,
         "lease": entry.get("lease") or "",
         "teaches": bool(entry.get("teaches")),
         "script": entry.get("script") or "",
@@ -123,6 +132,11 @@ def stop_lines(run: str, parts: list[Part], was_alive: bool, request: dict[str, 
     """Return what happened to a run that a user stopped. `parts`: their state after the stop."""
     ends = ", ".join(f"{part.host} {part.status}" for part in parts)
     lines = [f"run {run}: {ends}" + ("" if was_alive else " (it was not running)")]
+    leased = any(part.node.get("lease") and part.status != "finished" for part in parts)
+    if not was_alive and leased:  # its job may wait
+        lines.append(
+            f"if it waits in the queue, it starts again: ansible-playbook playbooks/queue.yml -e do=cancel -e run={run} prevents that"
+        )
     killed = ", ".join(str(rank) for rank in sorted(rank for part in parts for rank in killed_ranks(part)))
     if was_alive and killed and not request.get("now"):
         lines.append(

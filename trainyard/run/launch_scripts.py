@@ -10,7 +10,7 @@ from trainer import slurm_script
 from trainyard.run.errors import RunError
 
 # Exports the lines of `env`, as trainer.supervise does. They are read and not sourced, because a value may contain spaces
-# or quotes. No value stands in a script, because it may be a secret.
+# or quotes. Scripts contain no values, because these may be secrets.
 READ_ENVIRONMENT = """\
 cd {run_dir}
 while IFS= read -r line; do
@@ -26,7 +26,7 @@ def write_scripts(entries: list[dict[str, Any]], folder: Path, check: bool = Fal
         check: write nothing; return what would be written.
 
     Returns:
-        `files`, by host in rank order, then the one for Slurm; `changed`, whether one differed; `lines` for a person.
+        `files`, by host in rank order, then the one for Slurm; `changed`, whether one differed; `lines`, readable text.
 
     Raises:
         RunError: the folder cannot be written.

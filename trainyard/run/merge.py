@@ -51,7 +51,7 @@ class MergeOptions(PlaybookOptions):
     weights: Numbers = declare((), "weight of each run; empty: equal weights that sum to 1", max_length=100)
     density: float = declare(0.5, "ties, dare_ties: share of the weights that are kept", gt=0, le=1)
     run: str = declare("merged", "name of the merged run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    prompts: str = declare("", "vote: file of prompts, as of playbooks/distill.yml")
+    prompts: str = declare("", "vote: file of prompts, as for playbooks/distill.yml")
     max_tokens: int = declare(128, "vote: maximum length of an answer", unit="tokens", ge=1, le=100_000)
 
 
@@ -63,7 +63,9 @@ def make_merge_options(values: Mapping[str, Any]) -> MergeOptions:
     options = MergeOptions.from_variables(values, "merge")
     runs = options.runs
     if wrong := [name for name in runs if not _RUN.fullmatch(name)]:
-        raise UserError(f"merge: runs: {quoted(wrong[0])} is no name of a run; playbooks/status.yml lists the runs")
+        raise UserError(
+            f"merge: runs: {quoted(wrong[0])} is not the name of a run; ansible-playbook playbooks/status.yml lists the runs"
+        )
     if len(set(runs)) < len(runs) or options.run in runs:
         raise UserError("merge: runs: name each run once, and give the result another name with run=")
     if options.weights and len(options.weights) != len(runs):
@@ -88,7 +90,7 @@ def merge_runs(
     Args:
         hosts: on which the runs are searched.
         home: folder on the controller for temporary files.
-        check: say what would be done.
+        check: change nothing; report the changes that would follow.
 
     Returns:
         `changed`; `lines`, the losses of the result, of each part and of the base; `result`.
@@ -99,7 +101,7 @@ def merge_runs(
     """
     prompts = read_prompts(user_path(options.prompts, "prompts"))[:MAX_PROMPTS] if options.prompts else []
     by_name = {host.name: host for host in hosts}
-    places = {run: _place(run, hosts, lambda name: connect(by_name[name]), launch.lost_limit) for run in options.runs}
+    places = {run: _place(run, hosts, lambda name: connect(by_name[name]), launch.answer_limit) for run in options.runs}
     target = by_name[places[options.runs[0]][0]]
     report(f"merging {', '.join(options.runs)} on {target.name}")
     if check:
@@ -123,7 +125,9 @@ def merge_runs(
             trainer = f"store/trainers/{digest[:16]}.zip"
             files.append({"src": str(archive), "dest": trainer, "sha256": {"": digest}})
             entry = {"host": target.name, "address": target.address, "data_dir": target.data_dir}
-            copy_to_hosts([entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8))
+            copy_to_hosts(
+                [entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8), transfer=launch.transfer
+            )
         request = {
             "parts": parts,
             "method": options.method,
@@ -165,7 +169,7 @@ def _files_of(folder: Path, dest: str) -> dict[str, Any]:
 
 
 def merge_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:
-    """Return the result for people."""
+    """Return the result as readable text."""
     if options.method == "vote":
         lines = [
             f"{result['answers']} prompts answered by {len(options.runs)} runs, {result['unanimous']} unanimously: "

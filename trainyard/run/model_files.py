@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainer.inputs import path_kind, read_regular, user_path
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles
-from trainyard.run.hub import fetch_on_controller, fetch_on_host, in_hub_cache, is_offline
+from trainyard.run.hub import fetch_again, fetch_on_controller, fetch_on_host, in_hub_cache, is_offline
 from trainyard.run.teacher_host import access_for
 
 Report = Callable[[str], None]
@@ -58,7 +58,7 @@ def model_entries(
 
     Args:
         datasets: those on the controller, if it has all of them.
-        on_hosts: what the hosts have already, by setting.
+        on_hosts: data that the hosts have already, by setting.
 
     Raises:
         UserError: a model is missing or damaged, or the two have different vocabularies.
@@ -84,7 +84,7 @@ def check_vocabularies(spec: RunSpec, folders: Sequence[Path]) -> None:
     """Compare the vocabularies of student and teacher as far as the controller can read them. The ranks compare them fully.
 
     Args:
-        folders: of both models; with fewer there is nothing to compare.
+        folders: folders of both models; with fewer there is nothing to compare.
 
     Raises:
         UserError: they differ.
@@ -121,6 +121,26 @@ def hub_model(name: str, setting: str, access: HostAccess | None, report: Report
     if entry := fetch_on_host("model", name, access, report):
         check_names(entry["sha256"], f"{name} on the hub", "choose a model in the format of transformers", setting)
     return entry
+
+
+def fetch_models_again(
+    files: Sequence[dict[str, Any]], spec: Mapping[str, Any], access: HostAccess, report: Report
+) -> list[dict[str, Any]]:
+    """Return the files of a run, of which models of the hub that only another host has are fetched by one of these hosts.
+
+    Args:
+        access: the hosts that take part, in rank order.
+
+    Raises:
+        StageError: no host can fetch a model, or the hub has other contents now.
+    """
+    present = {host.name for host in access.hosts}
+    return [
+        fetch_again(file, spec["model"], access, report)
+        if file["kind"] == "model" and file.get("fetched_by", "") not in {"", *present} and is_hub_id(spec["model"])
+        else file
+        for file in files
+    ]
 
 
 def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Report, setting: str = "model") -> Path:

@@ -1,4 +1,4 @@
-"""What the status of a run's hosts says: the cause of a failure, progress, slow and stalled ranks.
+"""Evaluates the status of a run's hosts: the cause of a failure, progress, slow and stalled ranks.
 
 A status is the answer of the verb `run_status` (docs/run-folder.md describes its files).
 """
@@ -26,7 +26,8 @@ SLOW_STEPS = 5  # steps over which step times are averaged
 IMPORTING = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
 WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at a synchronization
 
-# torchrun ends the workers beside a dead one with SIGTERM, and gloo aborts a process whose peer is gone: rarely the cause.
+# torchrun ends the other workers of a dead one with SIGTERM, and gloo aborts a process whose peer has exited. Neither
+# is usually the cause.
 CONSEQUENCES = ("SIGTERM", "SIGABRT")
 
 
@@ -109,7 +110,7 @@ def causes(parts: Iterable[Part], lost_limit: float) -> list[Cause]:
     """Return all signs of a failure, the most likely cause first. `lost_limit` in seconds."""
     parts = list(parts)
     found = [cause for part in parts for cause in part_causes(part, lost_limit)]
-    if found:  # a stopped part is no failure by itself, but it may have made others fail
+    if found:  # a stopped part is not a failure, but may have caused failures of others
         found += [Cause(2, -1, p.host, f"{p.host} was stopped", "host") for p in parts if p.status == "stopped"]
     return sorted(found)
 
@@ -141,7 +142,7 @@ def killed_ranks(part: Part) -> list[int]:
 
 
 def part_causes(part: Part, lost_limit: float) -> list[Cause]:
-    """Return what one host's status says about a failure."""
+    """Return the evidence of a failure in one host's status."""
     if part.status not in ENDED and part.silent > lost_limit:
         why = f" ({part.error})" if part.error else ""
         return [Cause(1, -1, part.host, f"{part.host} has not answered for {part.silent:.0f} s{why}", "lost")]
@@ -149,9 +150,9 @@ def part_causes(part: Part, lost_limit: float) -> list[Cause]:
         return [Cause(1, -1, part.host, f"there is no run in {part.run_dir} on {part.host}", "host")]
     if part.status == "lost":
         why = f" ({part.answer['why']})" if part.answer and part.answer.get("why") else ""
-        # A rank may have reported the cause before its supervisor could not write any more (a full disk).
+        # A rank may have reported the cause before its supervisor could no longer write (a full disk).
         told = [cause for rank in part.ranks if (cause := rank_cause(part, rank)) and cause.weight == 0]
-        return told or [Cause(1, -1, part.host, f"the supervisor on {part.host} is gone{why}", "supervisor")]
+        return told or [Cause(1, -1, part.host, f"the supervisor on {part.host} has exited{why}", "supervisor")]
     if part.node.get("restarts") and part.status == "running":
         return []  # torchrun restarts its ranks itself
     found = [cause for rank in part.ranks if (cause := rank_cause(part, rank))]
@@ -161,10 +162,10 @@ def part_causes(part: Part, lost_limit: float) -> list[Cause]:
 
 
 def rank_cause(part: Part, rank: int) -> Cause | None:
-    """Return what the heartbeat or the exit of a rank says about a failure; None if it says nothing."""
+    """Return the evidence of a failure in the heartbeat or the exit of a rank; None if there is none."""
     state = part.states.get(rank, {})
     if state.get("status") in ENDED_WELL:
-        return None  # the rank's own report counts, whatever torchrun says
+        return None  # the rank's own report has precedence over that of torchrun
     place = part.name_of(rank)
     failed = next((entry for entry in part.node.get("failures", []) if entry["rank"] == rank), None)
     if error := state.get("error"):
@@ -377,7 +378,7 @@ def gpu_line(states: dict[int, dict[str, Any]]) -> str:
 
 
 def phase_line(state: dict[str, Any]) -> str:
-    """Return what a rank does besides training steps; empty during those."""
+    """Return the activity of a rank outside of training steps; empty during those."""
     phases = {"starting": "starting", "evaluating": "evaluating", "saving": "saving a checkpoint"}
     words = (phases.get(state.get("status", ""), ""), state.get("note") or "")
     return ": ".join(word for word in words if word)

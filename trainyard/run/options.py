@@ -26,6 +26,7 @@ from trainer.errors import UserError, nearest
 from trainer.formats import quoted
 from trainer.inputs import user_path
 from trainer.slurm_script import PARTITION, TIME
+from trainyard.run.answer_times import LONGEST
 
 _PATHS = ("spec", "render_to", "collect_to")  # options that name a path on the controller
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -65,6 +66,7 @@ def _text_values(value: Any) -> Any:
 
 Environment = Annotated[dict[str, str], BeforeValidator(_text_values)]
 Port = Annotated[int | None, BeforeValidator(lambda value: None if value == "" else value)]
+Seconds = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
 
 
 class LaunchOptions(BaseModel):
@@ -98,6 +100,11 @@ class LaunchOptions(BaseModel):
         ge=0,
         le=MAX_SECONDS,
     )
+    standby: Literal["off", "run"] = declare(
+        "run",
+        "a process on each host that has imported what the ranks need, from which a restart forks them; off: none; run: while "
+        "the run lives and `max_restarts` allows a restart",
+    )
     elastic: bool = declare(False, "let torchrun restart the ranks itself with its c10d rendezvous")
     master_port: Port = declare(
         None, "rendezvous port on the head; empty: a free port from 29500 to 29599", ge=1, le=65_535
@@ -124,8 +131,12 @@ class LaunchOptions(BaseModel):
     stall_limit: float = declare(
         600.0, "time without progress of any rank after which the run fails", unit="seconds", gt=0, le=MAX_SECONDS
     )
-    lost_limit: float = declare(
-        10.0, "time without an answer after which a host is lost", unit="seconds", gt=0, le=MAX_SECONDS
+    lost_limit: Seconds = declare(
+        None,
+        "time without an answer after which a host is lost; empty: 2.5 to 10 seconds, by how fast the hosts answer",
+        unit="seconds",
+        gt=0,
+        le=MAX_SECONDS,
     )
     follow: bool = declare(
         True,
@@ -173,6 +184,11 @@ class LaunchOptions(BaseModel):
     collect_to: str = declare(
         "", "folder on the controller that receives adapter or model, result, logs and TensorBoard events; empty: none"
     )
+
+    @property
+    def answer_limit(self) -> float:
+        """Seconds for a host to answer a single request."""
+        return LONGEST if self.lost_limit is None else self.lost_limit
 
     @field_validator("*", mode="before")
     @classmethod
@@ -239,8 +255,8 @@ def table() -> str:
         default = field.default
         shown = "" if default in (None, "", (), {}) else f"`{str(default).lower()}`"
         aliases = ", ".join(f"`{alias}`" for alias in metadata(field)["deprecated_names"])
-        also = f" Deprecated name: {aliases}." if aliases else ""
-        lines.append(f"| `{name}` | {expected_value(field)} | {shown} | {field.description}.{also} |")
+        deprecated = f" Deprecated name: {aliases}." if aliases else ""
+        lines.append(f"| `{name}` | {expected_value(field)} | {shown} | {field.description}.{deprecated} |")
     return "\n".join(lines)
 
 

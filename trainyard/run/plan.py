@@ -159,7 +159,7 @@ def rank_counts(hosts: list[HostState]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Rendezvous:
-    """How torchrun of one host finds its peers, and what the trainer is told of its replica group."""
+    """How torchrun of one host finds its peers, and the replica group of the trainer."""
 
     torchrun: list[str]
     trainer: list[str] = field(default_factory=list)
@@ -270,7 +270,7 @@ def _teacher_address(hosts: list[HostState], port: int) -> str:
 def _teacher_node(host: HostState, head: Node, world: int, threads: int, place: int) -> Node:
     """Return the node of the teacher's host in the run of `head`. `world`: number of ranks."""
     run_dir = f"{host.host.data_dir}/runs/{PurePosixPath(head.run_dir).name}"
-    module = [host.host.python, "-m", "trainer.teacher_server", f"{run_dir}/spec.yml"]
+    module = [host.host.python, "-m", "trainer.distillation.teacher_server", f"{run_dir}/spec.yml"]
     return replace(
         head,
         **_of_host(host, head.teacher.rpartition(":")[0]),
@@ -370,7 +370,8 @@ def _replica_rendezvous(
 
 
 def environment(node: Node, extra: dict[str, str]) -> str:
-    """Return the contents of the node's `env` file: KEY=VALUE lines. The file has mode 0600, for it may hold secrets.
+    """Return the contents of the node's `env` file: KEY=VALUE lines. The file has mode 0600, because it may hold
+    secrets.
 
     Raises:
         PlanError: a name or value that such a file cannot hold.
@@ -390,7 +391,7 @@ def environment(node: Node, extra: dict[str, str]) -> str:
         **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if node.elastic else {}),
         **({PEERS: ",".join(node.peers)} if node.peers else {}),
         **({TEACHER_ADDRESS: node.teacher} if node.teacher else {}),
-        # A library that asks the hub nevertheless would wait for a timeout.
+        # A library that still contacts the hub would wait for a timeout.
         **({"HF_HUB_OFFLINE": "1"} if node.isolated else {}),
     } | {name: str(value) for name, value in extra.items()}
     if PEERS in extra:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.config import FIELDS, changed_fields, make_spec
+from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
 from trainer.config.dataset_source import with_paths
+from trainer.errors import UserError
 from trainer.formats import quoted
+from trainer.planner.model_shape import shape_of
 from trainer.planner.packing import packing_text
-from trainer.strategy import AUTO
+from trainer.strategy import AUTO, plan_of
+from trainer.strategy.pipeline_split import check_ranks, given_layers
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.mesh import high_ports, measure_mesh
@@ -25,6 +28,7 @@ from trainyard.run.gather import (
     check_consistency,
     check_requirements,
     own_torchrun,
+    spec_of,
     usable_hosts,
 )
 from trainyard.run.isolation import choose_isolation, isolation_lines
@@ -45,7 +49,7 @@ class RunPlan:
         entries: by node rank, the fields of Node, `spec` with paths on that host, `versions`, `gpus`, `memory_mib`.
         phase: `new` to stage and launch, `running` to follow, `finished`, or `stopped` by a user before a restart.
         port: rendezvous port; 0 for a run that is already running.
-        lines: the plan for a person to read.
+        lines: the plan as readable text.
     """
 
     entries: list[dict[str, Any]]
@@ -56,17 +60,19 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class PreviousStart:
-    """The start of the run that this session made before.
+    """The previous start of the run in this session.
 
     Attributes:
         begun: whether the ranks started.
         attempt: its number; 0 if there was none.
         lost: hosts that did not answer.
+        barred: hosts with which the next start just failed: it is made without them.
     """
 
     begun: bool = False
     attempt: int = 0
     lost: Collection[str] = field(default_factory=list)
+    barred: Collection[str] = ()
 
 
 def plan_run(
@@ -75,12 +81,14 @@ def plan_run(
     prepared: PreparedRun,
     options: LaunchOptions,
     previous: PreviousStart | None = None,
+    preview: bool = False,
 ) -> RunPlan:
     """Plan a start of the run. This changes nothing on the hosts.
 
     Args:
         hosts: all hosts of the run in inventory order, reachable or not.
         previous: the session's previous start, if this is a restart.
+        preview: nothing will be started, so another run in progress is only a line of the plan.
 
     Raises:
         PlanError: the hosts cannot run the spec together.
@@ -90,7 +98,8 @@ def plan_run(
     run, spec = prepared.run, dict(prepared.spec)
     train, teacher = split_teacher(hosts, spec["teacher_host"])
     ordered = [*head_first(train, options.head), *([teacher] if teacher else [])]
-    ordered, left_out = usable_hosts(ordered, connect, prepared, options, previous.lost)
+    ordered = [host for host in ordered if host.name not in previous.barred]
+    ordered, left_out = usable_hosts(ordered, connect, prepared, options, previous.lost, preview)
     check_consistency(ordered)
     hosts, teacher = split_teacher(ordered, spec["teacher_host"])
     chosen = _resolve_strategy(hosts, connect, spec, prepared)
@@ -100,10 +109,12 @@ def plan_run(
         check_torchft([host.host for host in hosts], options)
     last_attempt = max((part["attempt"] for host in ordered if (part := host.facts["part"])), default=0)
     members = _running_members(ordered, run, last_attempt, options, previous)
-    port = 0
-    if not members:
-        head = hosts[0]
-        port = choose_port(options.master_port, head.facts["free_ports"], head.name, run, head.host.lease)
+    if not members and (extra := surplus([host.name for host in hosts], spec, options.min_nodes)):
+        left_out |= extra
+        ordered = [host for host in ordered if host.name not in extra]
+        hosts, teacher = split_teacher(ordered, spec["teacher_host"])
+    head = hosts[0]
+    port = 0 if members else choose_port(options.master_port, head.facts["free_ports"], head.name, run, head.host.lease)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     if members:
@@ -134,22 +145,29 @@ def plan_run(
         line = f"run {run} was stopped: train.yml with the same spec continues it"
         return RunPlan(entries, "stopped", port, [line])
     if is_finished(hosts, entries[0]["spec"], run):
-        return RunPlan(entries, "finished", port, [])
-    lines = [*_host_lines(ordered, left_out), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
+        return RunPlan(entries, "finished", port, _finished_lines(run, preview))
+    lines = [*_host_lines(ordered, left_out, preview), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
     if spec["script"]:  # has no rows that the plan knows
         return RunPlan(entries, "new", port, lines + isolation_lines(isolation, ordered))
     with spec_here(spec, prepared.files) as here:
+        check_layers(here, [len(node.ranks) for node in nodes if not node.teaches])
         lines += [f"rows: {packing_text(here)}", *filter(None, [chosen])]
         if teacher:
             lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
     return RunPlan(entries, "new", port, lines + isolation_lines(isolation, ordered))
 
 
-def _host_lines(hosts: list[HostState], left_out: Mapping[str, str]) -> list[str]:
-    """Return the sentences of the plan about hosts that do not take part, and about folders that cannot be read."""
+def _finished_lines(run: str, preview: bool) -> list[str]:
+    return [f"run {run} is finished: nothing to plan; another name as run= plans a new run"] if preview else []
+
+
+def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bool) -> list[str]:
+    """Return the sentences of the plan about hosts that do not take part or are busy, and about folders that cannot be read."""
     lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
+    busy = {host.name: host.facts["busy_with"] for host in hosts if preview and host.facts.get("busy_with")}
+    lines += [f"{name}: run {run} is in progress: this run can start there after its end" for name, run in busy.items()]
     return lines + [
-        f"warning: {host.name}: cannot read {', '.join(names)} beside the run's folder: skipped"
+        f"warning: {host.name}: cannot read {', '.join(names)} next to the run's folder: skipped"
         for host in hosts
         if (names := host.facts.get("unreadable"))
     ]
@@ -164,6 +182,43 @@ def check_torchft(hosts: Collection[Host], options: LaunchOptions) -> None:
             f"diloco_membership: torchft requires IPv4, but cluster_address of {other.name} is {other.address}: "
             "set IPv4 addresses, or diloco_membership=fixed"
         )
+
+
+def surplus(names: Sequence[str], spec: dict[str, Any], min_nodes: int) -> dict[str, str]:
+    """Return the last hosts to leave out, so that all pipelines have the same number of hosts, and the reason for each.
+
+    Raises:
+        PlanError: `min_nodes` does not allow so few hosts.
+    """
+    run = spec_of(spec)
+    field = plan_of(run).pipeline_field(run)
+    size = getattr(run, field) if field else 0
+    over = len(names) % size if 0 < size < len(names) else 0
+    if over and not 0 < min_nodes <= len(names) - over:
+        raise PlanError(
+            f"{field}: {len(names)} hosts cannot form pipelines of {size} hosts each: set {field} to a divisor of "
+            f"{len(names)}, or min_nodes to {len(names) - over} or less"
+        )
+    return dict.fromkeys(names[len(names) - over :], f"every pipeline has {size} hosts")
+
+
+def check_layers(spec: RunSpec, processes: Sequence[int]) -> None:
+    """Check that every rank of a pipeline has a layer, and that `pipeline_layers` has these ranks. Raises PlanError.
+
+    Args:
+        spec: with a model whose config the controller can read.
+        processes: number of ranks of every host.
+    """
+    if not (field := plan_of(spec).pipeline_field(spec)):
+        return
+    ranks = sum(processes[: getattr(spec, field) or len(processes)])
+    try:
+        layers = shape_of(spec).layers
+        check_ranks(ranks, layers)
+        if spec.pipeline_layers:
+            given_layers(spec.pipeline_layers, ranks, layers)
+    except UserError as error:
+        raise PlanError(str(error)) from None
 
 
 def _resolve_strategy(hosts: list[HostState], connect: Connect, spec: dict[str, Any], prepared: PreparedRun) -> str:
@@ -241,7 +296,7 @@ def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) 
 
 
 def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:
-    """Check that a run that is already running has this spec, so that following it is what the user wants.
+    """Check that a run that is already running has this spec, so that the user expects it to be followed.
 
     Args:
         head: the state of the head, with the text of the run's spec.

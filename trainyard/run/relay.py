@@ -1,7 +1,7 @@
 """Pass files from host to host, in a chain, while they arrive: every port of the network carries them once.
 
-The first host of the chain has the files already, or the controller copies them to it. A host that fails, and those behind
-it, are left without the files; the caller sends these from the controller.
+The first host of the chain has the files already, or the controller copies them to it. A host that fails, and those
+behind it, do not get the files; the caller sends these from the controller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MINIMUM = 4 << 20  # bytes below which the start of a relay takes longer than a 
 CONNECT = 20.0  # s for a host to listen
 IDLE = 30.0  # s without a byte after which a host gives up
 MIN_RATE = 100_000  # bytes per second; a slower relay is given up
-POLL = 0.05  # s between two looks at the hosts
+POLL = 0.05  # s between two checks of the hosts
 START_LIMIT = 60.0  # s in addition to the time that the bytes take
 
 _UPLOAD = ""  # the place of the controller's own copy among the requests to hosts
@@ -38,7 +38,7 @@ class Copy:
         dest: path below the data directory of every host.
         source: path on the controller; empty if only hosts have the file.
         size: in bytes.
-        mode: of the source: others may read a copy only if they may read the source.
+        mode: mode of the source: others may read a copy only if they may read the source.
     """
 
     dest: str
@@ -93,12 +93,13 @@ def run_relay(
     connect: Callable[[str], HostConnection],
     token: str,
 ) -> dict[str, str]:
-    """Copy what the hosts of the chain lack. Returns why a host failed, by host; such a host may have some of the files.
+    """Copy the files that the hosts of the chain lack. Returns why a host failed, by host; such a host may have some of
+    the files.
 
     Args:
         copies: by `dest`.
         connect: makes the connection to a host by its name; called in this thread.
-        token: of this controller's transfers.
+        token: token of this controller's transfers.
     """
     wanted = {name: copies[name] for name in sorted({name for member in chain for name in member.lacks})}
     first = chain[0]
@@ -120,7 +121,7 @@ def run_relay(
 
 
 def _waiting_in_vain(chain: Sequence[Member], done: FanOut) -> list[str]:
-    """Return the hosts behind one that failed: they receive nothing any more, and would wait for `IDLE`."""
+    """Return the hosts behind one that failed: they receive nothing more, and would wait for `IDLE`."""
     hosts = [member.host for member in chain]
     lost = [_UPLOAD in done.errors] + [
         host in done.errors or bool(done.answers.get(host, {}).get("receive_error")) for host in hosts
@@ -160,7 +161,7 @@ def _requests(chain: Sequence[Member], wanted: Mapping[str, Copy], token: str) -
     requests = {}
     for place, member in enumerate(chain):
         after = chain[place + 1] if place + 1 < len(chain) else None
-        # What a host further on lacks passes through this one, which has it already or keeps it.
+        # Files for later hosts of the chain pass through this one, which already has them or keeps them.
         needed = {name for later in chain[place:] for name in later.lacks}
         files = [
             {

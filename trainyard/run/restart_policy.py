@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class RestartPolicy:
-    """Counts consecutive failures without progress. A failure after progress counts as the first again.
+    """Counts consecutive failures without progress. After progress, the next failure counts as the first.
 
     Attributes:
         max_restarts: maximum consecutive restarts without progress.
@@ -24,6 +24,11 @@ class RestartPolicy:
     delay_max: float = 60.0
     best: int = -1
     failures: int = 0
+
+    def note_progress(self, ended: dict[str, Any]) -> None:
+        """Take note of a start that ended without a failure, to be followed by another one; `ended` has `hosts`."""
+        if (step := furthest_step(ended)) > self.best:
+            self.best, self.failures = step, 0
 
     def record(self, failure: dict[str, Any], hosts: int) -> str:
         """Record a failure; return why it ends the run, or an empty string if the run is restarted.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainer.formats import counted
@@ -44,28 +44,33 @@ def stop_run(
     Args:
         grace: seconds that the ranks have to save a checkpoint and exit, before they are killed.
         now: kill the ranks at once, without a checkpoint.
-        check: stop nothing; say what would stop.
+        check: stop nothing; list the runs that would stop.
 
     Returns:
-        `changed`; `hosts`, the status of each host's part; `lines` for a person.
+        `changed`; `hosts`, the status of each host's part; `lines`, readable text.
 
     Raises:
         RunError: no host has the run, or a host did not stop it.
     """
-    parts, missing = find_parts(run, hosts, connect, options.lost_limit, every_start=True)
+    parts, missing = find_parts(run, hosts, connect, options.answer_limit, every_start=True)
     if not parts and not missing:
         raise no_such_run(run)
     if check:
         return {"changed": True, "msg": f"would stop {run} on {', '.join(part.host for part in parts)}"}
-    alive = any((part.answer or {}).get("alive") for part in parts)
+    alive = any(is_left(part.answer or {}) for part in parts)
     request = {"grace": grace, "now": now, "wanted": True}
     missing |= stop_parts(parts, connect, request, STOP_LIMIT + (0 if now else grace))
     if missing:
         host, error = next(iter(missing.items()))
         raise RunError(f"{host} did not stop the run: {error}", troubles=missing)
-    request_statuses(parts, connect, options.lost_limit)
+    request_statuses(parts, connect, options.answer_limit)
     lines = stop_lines(run, parts, alive, request)
     return {"changed": alive, "hosts": {part.host: part.status for part in parts}, "lines": lines}
+
+
+def is_left(state: Mapping[str, Any]) -> bool:
+    """Return whether a host has processes of a run: its ranks, or a standby process that waits for the next start."""
+    return bool(state.get("alive") or state.get("waits"))
 
 
 def stop_all_runs(
@@ -84,13 +89,13 @@ def stop_all_runs(
         report: receives the lines of each run when it has stopped.
 
     Returns:
-        `changed`; `runs`, for each run the status of each host's part; `lines` for a person.
+        `changed`; `runs`, for each run the status of each host's part; `lines`, readable text.
 
     Raises:
         RunError: a host does not answer, or did not stop a run; the other runs are stopped.
     """
-    found = list_runs(hosts, connect, options.lost_limit)
-    names = sorted({(state["node"] or {}).get("run", "") for state in found["runs"] if state["alive"]} - {""})
+    found = list_runs(hosts, connect, options.answer_limit)
+    names = sorted({(state["node"] or {}).get("run", "") for state in found["runs"] if is_left(state)} - {""})
     if check:
         return {"changed": bool(names), "msg": f"would stop {', '.join(names) or 'no run'}"}
     stopped, troubles = {}, dict(found["troubles"])
@@ -121,7 +126,7 @@ def follow_run(
 
     Returns and raises what `follow_parts` does. Raises RunError if the run cannot be found.
     """
-    parts = parts_to_monitor(run, hosts, connect, options.lost_limit)
+    parts = parts_to_monitor(run, hosts, connect, options.answer_limit)
     return {"changed": True} | follow_parts(run, parts, connect, options, report)
 
 
@@ -150,7 +155,7 @@ def manage_runs(
         hardware: for `listed`: whether to list the hardware of the hosts before the runs.
 
     Raises:
-        RunError: the name is missing, or see `stop_run` and `follow_run`.
+        RunError: the name is missing, no host has the run, or see `stop_run` and `follow_run`.
     """
     by_name = {host.name: host for host in hosts}
 
@@ -158,14 +163,16 @@ def manage_runs(
         return connect(by_name[name])
 
     if state == "listed":
-        listing = RunList(hosts, connect_name, options.lost_limit, run, latest=None if every else LATEST)
-        known = gather_hardware(hosts, connect_name, options.lost_limit) if hardware else {}
+        listing = RunList(hosts, connect_name, options.answer_limit, run, latest=None if every else LATEST)
+        known = gather_hardware(hosts, connect_name, options.answer_limit) if hardware else {}
         table = [*hardware_table([host.name for host in hosts], known), ""] if hardware else []
         if watch and not check:
             for line in table:
                 report(line)
             table = []
         found = watch_runs(listing, report, watch) if watch and not check else listing.read()
+        if run and not found["runs"] and not found["troubles"]:
+            raise no_such_run(run)
         more = {"hardware": known, "lines": [*table, *found["lines"]]} if hardware else {}
         return {"changed": False} | found | more
     if state == "stopped" and every:

@@ -14,7 +14,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,18 @@ from trainer.distributed import TEACHER_TOKEN
 from trainer.formats import printable
 from trainyard.connection import Host, HostConnection
 from trainyard.run.artifacts import collect_artifacts
-from trainyard.run.errors import PartlyActiveError, PlanError, RunClaimedError, RunError
+from trainyard.run.errors import LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
-from trainyard.run.gather import describe
+from trainyard.run.gather import describe, fit_hosts
 from trainyard.run.host_files import HostAccess
-from trainyard.run.launch import start_ranks
+from trainyard.run.launch import STANDBY_LIMIT, start_ranks, stop_parts
 from trainyard.run.launch_scripts import write_scripts
+from trainyard.run.model_files import fetch_models_again
 from trainyard.run.options import LaunchOptions
-from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run
+from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run, surplus
+from trainyard.run.rejoin import Rejoin, Speeds
 from trainyard.run.restart_policy import RestartPolicy
+from trainyard.run.service_start import service_start
 from trainyard.run.slurm import check_job, check_options, plan_job
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.stage import release_claims, stage_files
@@ -42,8 +45,10 @@ from trainyard.run.teacher_host import check_teacher_host, training_entries
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
+END_LIMIT = 10.0  # s for a host to end its standby process
 LINE_LIMIT = 2000  # characters of a reported line
 MANY = 1000  # restarts above which the limit is not shown
+KeepRecord = Callable[[str, str], None]
 _SKIPPED: dict[str, Any] = {"skipped": True}
 
 
@@ -58,7 +63,7 @@ class SessionState:
         port: rendezvous port.
         failure: message and details of a first start that failed.
         status: how the run ended: finished, stopped, or empty.
-        token: of this session's claims on the run.
+        token: token of this session's claims on the run.
     """
 
     prepared: dict[str, Any] | None = None
@@ -77,8 +82,8 @@ class SessionState:
 class RunSession:
     """Starts, monitors, restarts and collects one run.
 
-    Every step returns a dict: `changed`; `lines` for a person to read; `skipped` if there was nothing to do; and what the
-    step's function returns. A step that fails raises RunError, or UserError for a mistake in the spec.
+    Every step returns a dict: `changed`; `lines`, readable text; `skipped` if there was nothing to do; and the
+    return value of the step's function. A step that fails raises RunError, or UserError for a mistake in the spec.
 
     Args:
         hosts: the hosts of the run in inventory order; the place is the rank.
@@ -87,9 +92,10 @@ class RunSession:
         spec: what the run trains; not needed if `state` holds a prepared run or a plan.
         home: folder on the controller for created datasets, models and scripts.
         report: receives lines while a step runs.
-        check: change nothing; say what would change.
-        state: what earlier steps left.
+        check: change nothing; report what would change.
+        state: results of earlier steps.
         veto: returns why a run that failed must not be restarted, or an empty string.
+        keep_record: keeps a record of each start, with its name and contents, for the service of the dashboard.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class RunSession:
         check: bool = False,
         state: SessionState | None = None,
         veto: Callable[[dict[str, Any]], str] = lambda failure: "",
+        keep_record: KeepRecord | None = None,
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connect_host = connect
@@ -112,9 +119,12 @@ class RunSession:
         self.home = home or Path.cwd()
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
-        self.veto = veto
+        self.veto, self.keep_record = veto, keep_record
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
+        self._staged: set[str] = set()  # hosts that have the large files
+        self._speeds = Speeds()
+        self._failed_at: float | None = None  # when the start before the next one failed
 
     def connect(self, name: str) -> HostConnection:
         """Make the connection to a host of the run by its name."""
@@ -160,12 +170,12 @@ class RunSession:
             self.state.prepared = prepare(self.spec, work, self.report, self._access()).as_dict()
         return {"changed": False}
 
-    def plan(self) -> dict[str, Any]:
-        """Plan ranks, devices and ports over the hosts. This changes nothing."""
+    def plan(self, preview: bool = False) -> dict[str, Any]:
+        """Plan ranks, devices and ports over the hosts. This changes nothing. `preview`: no other step follows."""
         if self.state.prepared is None:
             self.prepare()
         try:
-            plan = self._make_plan()
+            plan = self._make_plan(preview=preview)
         except PlanError as error:
             return self._postpone(error)
         return {"changed": False, "lines": plan.lines}
@@ -223,20 +233,35 @@ class RunSession:
         policy = RestartPolicy(self.options.max_restarts, self.options.min_nodes, self.options.restart_delay)
         failure = state.failure
         begun = failure is None
+        barred: list[str] = []  # hosts with which the start has just failed
         while True:
             if failure is None:
                 failure = self._attempt(self._monitor)
-                if failure is None:
+                if failure is None and not self._result.get("returning"):
                     return self._result
+                self._failed_at = time.monotonic()
+                for name in failure.get("lost", []) if failure else []:
+                    self._speeds.losses[name] = self._speeds.losses.get(name, 0) + 1
+                if failure is None:  # stopped for hosts that return
+                    policy.note_progress(self._result)
+                    failure = self._restart_with(self._result["returning"])
+                    barred = self._result["returning"] if failure else []
+                    if state.phase == "stopped":
+                        return self._result
             while failure is not None:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
+                    self._end_standby(state.plan, failure.get("lost", []))
                     raise self._final(failure, why)
                 self._report_restart(failure, policy)
-                time.sleep(policy.wait())
-                previous = PreviousStart(begun, self._last_attempt(), failure.get("lost", []))
-                failure = self._attempt(functools.partial(self._restart, previous), lost=previous.lost)
-                begun = begun or failure is None
+                due = time.monotonic() + policy.wait()
+                # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
+                self._staged = self._staged - set(failure.get("lost", [])) if policy.failures == 1 else set()
+                if "cause" not in failure:  # the plan itself failed, or the start: the hosts may need the time
+                    _sleep_until(due)
+                previous = PreviousStart(begun, self._last_attempt(), failure.get("lost", []), barred)
+                failure = self._attempt(functools.partial(self._restart, previous, due), lost=previous.lost)
+                begun, barred = begun or failure is None, []
             if state.phase == "stopped":
                 return self._result
 
@@ -253,18 +278,20 @@ class RunSession:
             collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
         return collected
 
-    def _access(self) -> HostAccess:
-        return HostAccess(list(self.hosts.values()), self.connect, self.options.run_env, self.check)
+    def _access(self, hosts: Iterable[Host] | None = None) -> HostAccess:
+        return HostAccess(
+            list(self.hosts.values() if hosts is None else hosts), self.connect, self.options.run_env, self.check
+        )
 
     # What a first start and a restart share ---------------------------------------------------------------------------
 
-    def _make_plan(self, previous: PreviousStart | None = None) -> RunPlan:
+    def _make_plan(self, previous: PreviousStart | None = None, preview: bool = False) -> RunPlan:
         deadline = time.monotonic() + PARTLY_LIMIT
         while True:
             hosts = [describe(host) for host in self.hosts.values()]
             try:
                 make = plan_job if self.options.launcher == "slurm" else plan_run
-                plan = make(hosts, self.connect, self.prepared, self.options, previous)
+                plan = make(hosts, self.connect, self.prepared, self.options, previous, preview)
                 break
             except PartlyActiveError:
                 if time.monotonic() > deadline:
@@ -280,15 +307,25 @@ class RunSession:
             RunClaimedError: the other controller neither starts the run nor gives up.
             PlanError: it starts the run with another spec.
         """
-        state, deadline, waiting = self.state, time.monotonic() + CLAIM_WAIT, False
+        state, deadline, waiting, fetched = self.state, time.monotonic() + CLAIM_WAIT, False, False
         while True:
             try:
-                return stage_files(
+                done = stage_files(
                     *(state.plan, self.prepared, self.connect, self._environments(), state.token),
                     check=self.check,
                     transfer=self.options.transfer,
                     report=self.report,
+                    staged=self._staged,
                 )
+                self._staged |= set() if self.check else {entry["host"] for entry in state.plan}
+                return done
+            except LostSourceError:
+                hosts = [self.hosts[entry["host"]] for entry in training_entries(state.plan)]
+                files = fetch_models_again(self.prepared.files, self.prepared.spec, self._access(hosts), self.report)
+                if fetched or files == self.prepared.files:
+                    raise
+                fetched, state.prepared = True, replace(self.prepared, files=files).as_dict()
+                continue
             except RunClaimedError as error:
                 if time.monotonic() > deadline:
                     raise
@@ -306,14 +343,36 @@ class RunSession:
 
     def _launch(self) -> dict[str, Any]:
         try:
-            started = start_ranks(self.state.plan, self.connect, self.report, self.options.unit_properties)
+            started = start_ranks(
+                self.state.plan, self.connect, self.report, self.options.unit_properties, self._standby()
+            )
         except RunError:
             release_claims(self.state.plan, self.connect, self.state.token)
             raise
         self.state.phase = "running"
         if self.state.prepared:
             keep_start(self.home, self.prepared, self.options, self.hosts)
+            self._keep_for_service()
         return started
+
+    def _keep_for_service(self) -> None:
+        if self.keep_record:
+            try:
+                record = service_start(self.prepared, self.options, self.hosts, self.state.plan)
+            except (OSError, ValueError) as error:
+                self.report(f"warning: the service of the dashboard cannot start this run again: {error}")
+            else:
+                self.keep_record(f"starts/{self.run_name}.json", record)
+
+    def _standby(self) -> float:
+        """Return how long a standby process waits for a restart; 0 for none."""
+        return STANDBY_LIMIT if self.options.standby != "off" and self.options.max_restarts else 0.0
+
+    def _end_standby(self, entries: list[dict[str, Any]], lost: Iterable[str]) -> None:
+        """End the standby processes of hosts that are not restarted. Those of lost hosts end by themselves."""
+        parts = [part for part in planned_parts(entries) if part.host not in set(lost)]
+        if self._standby():
+            stop_parts(parts, self.connect, {"only_standby": True}, END_LIMIT)
 
     def _render(self) -> dict[str, Any]:
         if not self.check:  # the scripts are started by hand, without this session
@@ -323,15 +382,57 @@ class RunSession:
 
     def _monitor(self) -> None:
         parts = planned_parts(self.state.plan)
-        ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report)
-        self.state.status = ended["status"]
-        self._result = {"changed": True} | ended
+        keep, rejoin = self._standby() > 0, self._rejoin()
+        ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report, keep=keep, rejoin=rejoin)
+        returning = rejoin.returning if rejoin and ended["status"] == "stopped" else []
+        if returning:
+            ended.pop("lines", None)
+        else:
+            self.state.status = ended["status"]
+        self._result = {"changed": True, "returning": returning} | ended
+
+    def _rejoin(self) -> Rejoin | None:
+        """Return what watches the hosts without which this start continues; None if the run may not be restarted for them."""
+        present, options = {entry["host"] for entry in self.state.plan}, self.options
+        absent = [name for name in self.hosts if name not in present]
+        apart = (
+            options.elastic
+            or options.launcher != "ssh"
+            or any(entry.get("replica") is not None for entry in self.state.plan)
+        )
+        if apart or not options.max_restarts or not self.state.prepared:
+            return None
+
+        def fits(names: list[str]) -> Callable[[], list[str]]:
+            head = self.state.plan[0]
+            states = [describe(self.hosts[name]) for name in (head["host"], *names)]
+            next_start = [name for name in self.hosts if name in present or name in names]
+            first = options.head if options.head in next_start else next_start[0]
+            connect = {state.name: self.connect(state.name) for state in states}.__getitem__
+            ask = (states, connect, self.prepared, options, head["spec"]["strategy"], first, len(next_start))
+
+            def check() -> list[str]:
+                found = fit_hosts(*ask)
+                extra = surplus([*present, *found], head["spec"], 1)
+                return [name for name in found if name not in extra]
+
+            return check
+
+        failed_at, self._failed_at = self._failed_at, None
+        return Rejoin(present, absent if options.min_nodes else [], self.connect, fits, self._speeds, failed_at)
 
     # Restarts ---------------------------------------------------------------------------------------------------------
 
-    def _restart(self, previous: PreviousStart) -> None:
-        """Plan, stage and launch again. A start that runs by now, or that a user stopped, is left as it is."""
+    def _restart(self, previous: PreviousStart, due: float) -> None:
+        """Plan, stage and launch again. A start that already runs, or that a user stopped, is not changed.
+
+        Args:
+            due: monotonic time before which nothing is staged and no rank starts.
+        """
+        before = self.state.plan
         plan = self._make_plan(previous)
+        left_out = [entry for entry in before if entry["host"] not in {entry["host"] for entry in plan.entries}]
+        self._end_standby(before if plan.phase == "stopped" else left_out, previous.lost)
         if plan.phase == "stopped":
             self.state.status = "stopped"
             self._result = {"changed": True, "status": "stopped", "lines": plan.lines}
@@ -339,9 +440,22 @@ class RunSession:
         for line in plan.lines:
             self.report(line)
         if plan.phase in ("new", "finished"):
+            _sleep_until(due)
             self._stage(previous)
             if self.state.phase in ("new", "finished"):
                 self._launch()
+
+    def _restart_with(self, returning: list[str]) -> dict[str, Any] | None:
+        """Start again with hosts that return; return the failure, or None.
+
+        A host with which the run did not start counts as lost, so that it does not stop the run again and again.
+        """
+        failure = self._attempt(functools.partial(self._restart, PreviousStart(True, self._last_attempt()), 0.0))
+        present = {entry["host"] for entry in self.state.plan}
+        for name in returning:
+            if failure or name not in present:
+                self._speeds.losses[name] = self._speeds.losses.get(name, 0) + 1
+        return failure
 
     def _postpone(self, error: RunError) -> dict[str, Any]:
         """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error."""
@@ -380,3 +494,7 @@ class RunSession:
         self.report(
             f"restarting in {policy.wait():.0f} s (restart {policy.failures}{limit} without progress in between)"
         )
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))

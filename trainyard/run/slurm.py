@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.formats import counted
+from trainer.strategy import AUTO
 from trainyard.connection import RemoteError
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.commit import start_of
@@ -60,11 +61,12 @@ def plan_job(
     prepared: PreparedRun,
     options: LaunchOptions,
     previous: PreviousStart | None = None,
+    preview: bool = False,
 ) -> RunPlan:
     """Plan a run as a job; arguments and result are those of `plan_run`. This changes nothing. Raises PlanError."""
     previous, run, spec = previous or PreviousStart(), prepared.run, dict(prepared.spec)
     check_options(options, len(hosts), spec)
-    hosts, _ = usable_hosts(hosts, connect, prepared, options, previous.lost)
+    hosts, _ = usable_hosts(hosts, connect, prepared, options, previous.lost, preview)
     login = hosts[0]
     # The login host may have neither GPUs nor a compiler.
     check_requirements(hosts, spec | {"backend": "auto", "torch_compile": False})
@@ -123,7 +125,7 @@ def _plan_lines(login: HostState, options: LaunchOptions, processes: int, spec: 
     ]
     if spec["script"]:
         return lines
-    strategy = "which the nodes choose" if spec["strategy"] == "auto" else spec["strategy"]
+    strategy = "which the nodes choose" if spec["strategy"] == AUTO else spec["strategy"]
     batches = f"{spec['rows_per_step']} rows per step in micro-batches of {spec['batch_size']}"
     return [*lines, f"strategy {strategy}, {batches}"]
 
@@ -132,7 +134,7 @@ def check_job(entry: Mapping[str, Any], options: LaunchOptions, connect: Connect
     """Check before the job is submitted that Slurm would accept it, and that nodes have the folder and the interpreter.
 
     Args:
-        write: whether to look at nodes, for which a file is written.
+        write: whether to inspect nodes, which needs a file in the data directory.
 
     Returns:
         Warnings.
@@ -143,7 +145,7 @@ def check_job(entry: Mapping[str, Any], options: LaunchOptions, connect: Connect
     name, python = entry["host"], entry["command"][0]
     request = {
         "script": entry["script"],
-        "options": _look_options(options),
+        "options": _step_options(options),
         "partition": options.slurm_partition,
         "data_dir": entry["data_dir"],
         "python": python,
@@ -173,8 +175,8 @@ def check_job(entry: Mapping[str, Any], options: LaunchOptions, connect: Connect
     return []
 
 
-def _look_options(options: LaunchOptions) -> list[str]:
-    """Return the options of srun for a look at nodes of the same kind, with one core of each."""
+def _step_options(options: LaunchOptions) -> list[str]:
+    """Return the options of srun for an inspection of nodes of the same kind, with one core of each."""
     asked = resources(options)
     given = {"nodes": asked.nodes, "ntasks-per-node": 1, "partition": asked.partition, "account": asked.account}
     return [f"--{name}={value}" for name, value in given.items() if value]

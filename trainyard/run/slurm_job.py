@@ -11,7 +11,7 @@ from trainyard.run.errors import PlanError
 from trainyard.run.launch_scripts import READ_ENVIRONMENT
 from trainyard.run.options import LaunchOptions
 
-# Each node but the first has a folder of its own for its checkpoints. Their heartbeats and logs are beside each other.
+# Each node but the first has a folder of its own for its checkpoints. Their heartbeats and logs are in the same folder.
 _FOLDERS = """\
 here={run} data={data}
 if [ "$SLURM_NODEID" -gt 0 ]; then
@@ -60,7 +60,7 @@ def gpus_of(gres: str) -> int:
 
 
 def resources(options: LaunchOptions) -> slurm_script.Resources:
-    """Return what a job asks of Slurm."""
+    """Return the request of a job."""
     return slurm_script.Resources(
         nodes=options.slurm_nodes,
         partition=options.slurm_partition,
@@ -76,7 +76,7 @@ def batch_script(entry: Mapping[str, Any], processes: int, options: LaunchOption
     """Return the batch script that starts the ranks of a run.
 
     Args:
-        entry: of the plan: `run_dir`, `data_dir` and the interpreter as the first word of `command`.
+        entry: entry of the plan: `run_dir`, `data_dir` and the interpreter as the first word of `command`.
         processes: ranks on each node.
 
     Raises:

@@ -28,7 +28,7 @@ from trainyard.run.file_entries import file_entry, folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles, describe_files
 from trainyard.run.hub import fetch_on_controller, fetch_on_host, is_offline
 from trainyard.run.model_files import TINY_NEEDS_DATASET, check_names, model_entries, model_settings
-from trainyard.run.teacher_host import access_for, files_of
+from trainyard.run.teacher_host import access_for
 from trainyard.run.trainer_archive import trainer_archive
 
 Report = Callable[[str], None]
@@ -44,27 +44,16 @@ class PreparedRun:
         run: name of the run.
         spec: every field of the run spec, and `rows_per_step`.
         files: for each file or folder its `kind` (dataset, model, teacher, script, trainer), `src` on the controller, `dest` below the
-            host's data directory, `sha256` by relative name, `digest` of all of it, and `bytes` to copy. A dataset has its
+            host's data directory, `sha256` by relative name, `digest` of all of it, `bytes` to copy, and `sizes` by relative name. A dataset has its
             place among those of the spec, `source`. What the hosts have already has no `src`, and its path there as
-            `on_hosts`. What a host fetched from the hub has no `src`, the host as `fetched_by`, and `sizes` by relative
-            name. Both have the text of a model's config.json as `config`.
-        origin: what the spec calls model and dataset, and their checksums, for the model card.
+            `on_hosts`. What a host fetched from the hub has no `src`, and the host as `fetched_by`. Both have the text of a model's config.json as `config`.
+        origin: names of model and dataset in the spec, and their checksums, for the model card.
     """
 
     run: str
     spec: dict[str, Any]
     files: list[dict[str, Any]]
     origin: dict[str, str]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(entry["bytes"] for entry in self.files)
-
-    def size_on(self, host: str) -> int:
-        """Return the bytes of the files that a host receives."""
-        teacher = str(self.spec.get("teacher_host") or "")
-        return sum(entry["bytes"] for entry in files_of(self.files, teacher, teaches=host == teacher))
 
     @property
     def base_model(self) -> str:

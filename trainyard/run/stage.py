@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
@@ -21,6 +22,7 @@ from trainyard.run.plan import Node, environment
 from trainyard.run.spec_files import PreparedRun, Report
 from trainyard.run.teacher_host import staged_groups, training_entries
 from trainyard.run.transfer import ask_hosts, copy_to_hosts
+from trainyard.run.weight_files import serves_layers, weight_groups
 
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
@@ -34,19 +36,22 @@ def stage_files(
     connect: Connect,
     environments: Mapping[str, dict[str, str]],
     token: str,
+    *,
+    transfer: str,
     check: bool = False,
-    transfer: str = "auto",
     report: Report = print,
+    staged: Collection[str] = (),
 ) -> dict[str, list[str]]:
     """Copy what differs to every host of the plan, claim the run, and write the run folder's small files.
 
     Args:
         entries: the plan; each entry has the node's fields, its `spec` and its `previous` start. Their `claim` is set.
         environments: environment variables for the ranks, by host.
-        token: of this controller's claim on the run.
+        token: token of this controller's claim on the run.
         check: compare only.
         transfer: `auto`: from host to host where that is faster; `controller`: from the controller only.
         report: receives a warning if a relay between the hosts fails.
+        staged: hosts that have all large files from an earlier start of this session: they are not asked again.
 
     Returns:
         The paths that changed (or would change) on each host.
@@ -56,11 +61,14 @@ def stage_files(
         RunClaimedError: another controller starts the run, or has started it since it was planned.
         PlanError: a value of `environments` cannot be written to a file.
     """
-    plan = plan_file(entries)
+    plan = packed(plan_file(entries))
     commits = {e["host"]: commit_request(e, plan, prepared, environments.get(e["host"], {}), token) for e in entries}
-    changed: dict[str, list[str]] = {}
-    for group, files in staged_groups(entries, prepared.files):
-        changed |= copy_to_hosts(group, files, connect, token, check=check, transfer=transfer, report=report)
+    changed: dict[str, list[str]] = {entry["host"]: [] for entry in entries}
+    for hosts, files in weight_groups(staged_groups(entries, prepared.files)):
+        if group := [entry for entry in hosts if entry["host"] not in staged or serves_layers(entry)]:
+            changed |= copy_to_hosts(
+                *(group, files, connect, token), check=check, transfer=transfer, report=report, sources=entries
+            )
     if check:
         return changed
     # Controllers claim a run on the same host first, so that one of them gets it on all hosts.
@@ -95,7 +103,7 @@ def release_claims(entries: list[dict[str, Any]], connect: Connect, token: str) 
 def commit_request(
     entry: dict[str, Any], plan: str, prepared: PreparedRun, run_env: dict[str, str], token: str
 ) -> dict[str, Any]:
-    """Return the request that claims the run on a host and writes its run folder; `plan`: plan.json. Raises PlanError."""
+    """Return the request that claims the run on a host and writes its run folder; `plan`: plan.json, packed. Raises PlanError."""
     trainer = next(file for file in prepared.files if file["kind"] == "trainer")
     return {
         "run_dir": entry["run_dir"],
@@ -115,18 +123,22 @@ def plan_file(entries: list[dict[str, Any]]) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a field of a plan says nothing. Zero is a number."""
+    """Return whether a field of a plan is empty. Zero is a number."""
     return value is None or value is False or value == "" or value == []
 
 
 def small_files(
     entry: dict[str, Any], plan: str, origin: dict[str, str], run_env: dict[str, str]
 ) -> dict[str, tuple[int, str]]:
-    """Return {name: (mode, base64 content)} of the files that every start writes. Raises PlanError."""
+    """Return {name: (mode, packed content)} of the files that every start writes; `plan`: plan.json, packed. Raises PlanError."""
     texts = {
         "spec.yml": (0o644, yaml.safe_dump(json.loads(json.dumps(entry["spec"])), sort_keys=False)),
-        "plan.json": (0o644, plan),
         "origin.json": (0o644, json.dumps(origin, indent=1)),
         "env": (0o600, environment(Node.from_dict(entry), run_env)),
     }
-    return {name: (mode, base64.b64encode(text.encode()).decode()) for name, (mode, text) in texts.items()}
+    return {"plan.json": (0o644, plan)} | {name: (mode, packed(text)) for name, (mode, text) in texts.items()}
+
+
+def packed(text: str) -> str:
+    """Return a text compressed and in base64. Every host receives plan.json, which grows with their number."""
+    return base64.b64encode(zlib.compress(text.encode())).decode()

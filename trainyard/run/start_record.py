@@ -1,6 +1,6 @@
 """What a run was started with, kept on the controller, so that it can be started again without repeating its options.
 
-The hosts have the spec too. But what a host says names no file of the controller, and a spec names files.
+The hosts have the spec too. A host must not name files of the controller, and a spec names files.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainer.inputs import path_kind, user_path
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import PreparedRun
 
-# Those that may hold secrets, that have done their part, or that name where this one start leaves its files.
-_NOT_KEPT = {"run_env", "spec", "limit", "render_only", "render_to", "master_port"}
+# Those that may hold secrets, or that were only for this start.
+NOT_KEPT = {"run_env", "spec", "limit", "render_only", "render_to", "master_port", "follow"}
 _NAMES = {"", TINY, EMBEDDED_DATASET}  # that are never paths
 
 
@@ -29,14 +29,16 @@ class StartRecord:
     """How a run was started from this controller.
 
     Attributes:
-        spec: of the run, with its name.
+        spec: spec of the run, with its name.
         launch: the launch options that differ from the defaults, without secrets.
         hosts: their names.
+        variables: names of the environment variables of `run_env`, whose values are not kept.
     """
 
     spec: RunSpec
     launch: Mapping[str, Any]
     hosts: tuple[str, ...]
+    variables: tuple[str, ...] = ()
 
     def options(self, inventory: LaunchOptions) -> LaunchOptions:
         """Return the launch options of the start on top of those of the inventory."""
@@ -45,8 +47,9 @@ class StartRecord:
 
 def keep_start(home: Path, prepared: PreparedRun, options: LaunchOptions, hosts: Iterable[str]) -> None:
     """Write down the start of a run below the project's folder. A disk that is full does not stop the run."""
-    launch = options.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_KEPT)
+    launch = options.model_dump(mode="json", exclude_defaults=True, exclude=NOT_KEPT)
     record = {"spec": prepared.spec, "launch": launch, "hosts": list(hosts), "folder": str(Path.cwd())}
+    record["variables"] = sorted(options.run_env)
     path = _path(home, prepared.run)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,9 @@ def read_start(home: Path, run: str) -> StartRecord:
         record = json.loads(path.read_bytes())
         values = {name: value for name, value in record["spec"].items() if name in RunSpec.model_fields}
         spec, folder = make_spec(values, str(path)), Path(record["folder"])
-        return StartRecord(_in_folder(spec, folder), dict(record["launch"]), tuple(map(str, record["hosts"])))
+        launch = {name: value for name, value in record["launch"].items() if name not in NOT_KEPT}
+        names, variables = (tuple(map(str, record.get(name, ()))) for name in ("hosts", "variables"))
+        return StartRecord(_in_folder(spec, folder), launch, names, variables)
     except FileNotFoundError:
         raise UserError(
             f"run {run} was not started from this project folder: start it again with trainyard train SPEC --run {run}"

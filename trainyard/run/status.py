@@ -66,7 +66,7 @@ def find_parts(
 def newest_start(parts: Iterable[Part], *, every_start: bool = False) -> list[Part]:
     """Return the parts of a run's newest start by node rank, with their ranks; see `find_parts`."""
     known = [part for part in parts if part.node]
-    # Two hosts that lost each other may both have made a start of the same number.
+    # Two disconnected hosts may both have a start with the same number.
     newest = max((part.node for part in known), key=lambda node: (node["attempt"], node["started"]), default={})
     found = [
         part
@@ -85,7 +85,7 @@ def with_absent_replicas(
 ) -> list[Part]:
     """Return the parts and those of absent replica groups, from the plan on the head.
 
-    The folders come from the inventory: the head must not choose what the controller asks of other hosts.
+    The folders come from the inventory: the head must not control the requests to other hosts.
 
     Raises:
         RunError: the head does not answer, or its plan is not valid.
@@ -123,11 +123,11 @@ def parts_to_monitor(run: str, hosts: Iterable[Host], connect: Connect, limit: f
 
 def no_such_run(run: str) -> RunError:
     """Return the error for a run that no host has."""
-    return RunError(f"no host has a run {run}; playbooks/status.yml lists the runs")
+    return RunError(f"no host has a run {run}; ansible-playbook playbooks/status.yml lists the runs")
 
 
 class RunList:
-    """Lists the runs of the hosts, once or repeatedly. A host has one request at a time, however long it takes."""
+    """Lists the runs of the hosts, once or repeatedly. A host has one request at a time, regardless of its duration."""
 
     def __init__(
         self, hosts: Iterable[Host], connect: Connect, limit: float, run: str = "", latest: int | None = None
@@ -156,7 +156,7 @@ class RunList:
 
 
 def watch_runs(listing: RunList, report: Callable[[str], None], interval: float) -> dict[str, Any]:
-    """Report the table of runs every `interval` seconds until no run is alive; return what `list_runs` does.
+    """Report the table of runs every `interval` seconds until no run is alive; return the result of `list_runs`.
 
     A host that does not answer counts as it did last.
     """

@@ -60,7 +60,8 @@ def access_for(access: HostAccess, spec: RunSpec, setting: str) -> HostAccess:
 
 
 def files_of(files: Files, teacher_host: str, *, teaches: bool) -> Files:
-    """Return the files of PreparedRun that a host needs: the teacher is on its own host only, and nothing else is there."""
+    """Return the files of PreparedRun that a host needs: the teacher is on its own host only, which has no other
+    files."""
     if not teacher_host:
         return files
     return [file for file in files if file["kind"] == "trainer" or (file["kind"] == "teacher") == teaches]
@@ -83,8 +84,8 @@ def teacher_line(spec: RunSpec, teacher: HostState, address: str, name: str) -> 
 
     Args:
         spec: with a teacher whose config the controller can read.
-        address: at which it listens.
-        name: of the teacher.
+        address: address at which it listens.
+        name: name of the teacher.
     """
     shape = teacher_shape(spec)
     assert shape is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -25,12 +25,20 @@ def trainer_archive(work: Path) -> Path:
 
 def zip_packages(*packages: ModuleType, suffixes: Collection[str] = (".py",)) -> bytes:
     """Return the files of packages whose names have one of the suffixes as one zip file. Equal files give equal bytes."""
+    files: dict[str, Path] = {}
+    for package in packages:
+        folder = Path(package.__path__[0])
+        paths = sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+        files |= {str(path.relative_to(folder.parent)): path for path in paths}
+    return zip_files(files)
+
+
+def zip_files(files: Mapping[str, Path]) -> bytes:
+    """Return a zip file of {path in it: file}. Equal files give equal bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for package in packages:
-            folder = Path(package.__path__[0])
-            for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes):
-                entry = zipfile.ZipInfo(str(path.relative_to(folder.parent)), date_time=(1980, 1, 1, 0, 0, 0))
-                entry.external_attr = 0o644 << 16
-                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+        for name, path in files.items():
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.files import sha256_file
 from trainyard.connection import FanOut, HostConnection, RemoteError
 from trainyard.run.copy_files import fetch_file
-from trainyard.run.errors import StageError
+from trainyard.run.errors import LostSourceError, StageError
 from trainyard.run.gather import Connect
 from trainyard.run.relay import Copy, Member, plan_relay, run_relay
 from trainyard.run.spec_files import Report
@@ -27,22 +27,25 @@ def copy_to_hosts(
     connect: Connect,
     token: str,
     *,
+    transfer: str,
     check: bool = False,
-    transfer: str = "auto",
     report: Report = print,
+    sources: Sequence[dict[str, Any]] = (),
 ) -> dict[str, list[str]]:
     """Copy what differs to the store of every host; return the paths that changed (or would change) on each host.
 
     Args:
-        entries: the plan.
+        entries: those of the plan whose hosts receive the files.
         files: those of PreparedRun.
-        token: of this controller's transfers.
+        token: token of this controller's transfers.
         check: compare only.
+        sources: all entries of the plan, if hosts of others may have the files.
         transfer: see the launch option.
         report: receives a warning if a relay fails.
 
     Raises:
         StageError: a host lacks a file afterwards.
+        LostSourceError: the only host that has a file does not take part.
     """
     copies = staged_copies(files, check)
     requests = {entry["host"]: receive_request(entry, files, copies, check) for entry in entries}
@@ -62,7 +65,9 @@ def copy_to_hosts(
         failed = _relay(chain, copies, connect, token, report)
     with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
         missing = {dest for name in failed for dest in members[name].lacks if not copies[dest].source}
-        copies |= _fetch_from_hosts(entries, files, copies, missing, connect, Path(folder))
+        copies |= _fetch_from_hosts(
+            members, files, copies, missing, connect, Path(folder), {entry["host"] for entry in sources or entries}
+        )
         calls = {
             entry["host"]: functools.partial(
                 _copy_lacking, connect(entry["host"]), members[entry["host"]], copies, requests[entry["host"]], token
@@ -70,7 +75,7 @@ def copy_to_hosts(
             for entry in lacking
         }
         done = ask_hosts(lacking, calls, STAGE_LIMIT)
-    for name, answer in done.items():  # a relay has written files before the host was asked again
+    for name, answer in done.items():  # a relay has written files before the second query of the host
         written = [f"{members[name].data_dir}/{dest}" for dest in sorted(members[name].lacks)]
         changed[name] = list(dict.fromkeys([*written, *answer["changed"]]))
     return {name: changed[name] for name in names}
@@ -89,29 +94,43 @@ def _relay(
 
 
 def _fetch_from_hosts(
-    entries: Sequence[Mapping[str, Any]],
+    members: Mapping[str, Member],
     files: Sequence[Mapping[str, Any]],
     copies: Mapping[str, Copy],
     missing: set[str],
     connect: Connect,
     folder: Path,
+    present: Collection[str],
 ) -> dict[str, Copy]:
-    """Copy to the controller what only the host has that fetched it from the hub. Raises StageError."""
+    """Copy to the controller what only hosts have: what one of them fetched from the hub, or had at an earlier start.
+
+    Args:
+        present: all hosts that take part, also those of other groups.
+
+    Raises:
+        StageError: no host has a file.
+        LostSourceError: one that does not take part may have it.
+    """
     found = {}
     for file in files:
-        holder = file.get("fetched_by", "")
-        wanted = sorted(dest for dest in missing if dest.startswith(f"{file['dest']}/")) if holder else []
-        if not wanted:
-            continue
-        entry = next((entry for entry in entries if entry["host"] == holder), None)
-        if entry is None:
-            raise StageError(
-                f"{holder} fetched the {file['kind']} from the hub and does not take part: start the run again"
-            )
+        first = file.get("fetched_by", "")
+        below = (file["dest"], f"{file['dest']}/")
+        wanted = sorted(dest for dest in missing if dest == below[0] or dest.startswith(below[1])) if first else []
         for dest in wanted:
             copy, aside = copies[dest], folder / copies[dest].sha256
+            have = [name for name, member in members.items() if dest not in member.lacks]
+            if not have and first in members:
+                raise StageError(
+                    f"no host has the {file['kind']} any more: start the run with its spec, on the controller"
+                )
+            if not have and first not in present:
+                raise LostSourceError(
+                    f"{first}, which has the files of the {file['kind']}, does not take part: start {first}"
+                )
+            holder = first if first in have or not have else have[0]  # it may be in another group of hosts
             try:
-                fetch_file(connect(holder), f"{entry['data_dir']}/{dest}", aside, copy.size)
+                connection = connect(holder)
+                fetch_file(connection, f"{connection.host.data_dir}/{dest}", aside, copy.size)
             except RemoteError as error:
                 raise StageError(f"{holder}: {error}") from None
             if sha256_file(aside) != copy.sha256:
@@ -127,8 +146,8 @@ def staged_copies(files: Sequence[dict[str, Any]], check: bool = False) -> dict[
         for name, digest in file["sha256"].items():
             dest = f"{file['dest']}/{name}" if name else file["dest"]
             source = file["src"] and (f"{file['src']}/{name}" if name else file["src"])
-            size, mode = file.get("sizes", {}).get(name, 0), HUB_MODE
-            # In check mode, a model that a run would make does not exist any more.
+            size, mode = file.get("sizes", {}).get(name, 0), file.get("modes", {}).get(name, HUB_MODE)
+            # In check mode, a model that a run would make no longer exists.
             if source and not check:
                 found = Path(source).stat()
                 size, mode = found.st_size, found.st_mode & 0o777
@@ -174,7 +193,7 @@ def ask_hosts(
 
 
 def _member(entry: Mapping[str, Any], answer: Mapping[str, Any], request: Mapping[str, Any]) -> Member:
-    """Return a host with what it lacks. Raises StageError if it names a file that is not staged."""
+    """Return a host and the files that it lacks. Raises StageError if it names a file that is not staged."""
     lacks = set() if "changed" in answer else set(answer["lacking"])
     if unknown := sorted(lacks - set(request["files"])):
         raise StageError(f"{entry['host']}: the reply names a file that is not staged: {unknown[0]}")

@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_code_names,
         default=[],
         metavar="NAME[,NAME]",
-        help="code names that the hosts take in turns, such as bookworm,trixie (default: the release of this machine)",
+        help="code names that the hosts use in rotation, such as bookworm,trixie (default: the release of this machine)",
     )
     one.add_argument("--venv", type=Path, help="Python environment that the hosts mount read-only at the same path")
     one.add_argument("--inventory", type=Path, help="also write the inventory to this file")

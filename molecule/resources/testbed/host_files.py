@@ -32,12 +32,13 @@ def binds(kind: str, venv: Path | None) -> list[Path]:
 
 
 def write_shared(lab: Lab, kind: str, venv: Path | None) -> None:
-    """Write the files that every host copies from this machine: name servers, certificates, pip's settings."""
+    """Write the files that every host copies from this machine: name servers, certificates, pip's settings and their files."""
     files = lab.folder / "files"
     pip, _ = machine.pip_settings(venv / "bin/python" if venv else Path(sys.executable))
     _write(files / "etc/resolv.conf", "".join(f"nameserver {address}\n" for address in machine.resolvers()))
     _write(files / "etc/pip.conf", pip)
-    for path in ("/etc/ssl/certs/ca-certificates.crt", "/usr/local/share/ca-certificates"):
+    named = [word for word in pip.split() if word.startswith("/") and Path(word).is_file()]  # such as constraints
+    for path in ("/etc/ssl/certs/ca-certificates.crt", "/usr/local/share/ca-certificates", *named):
         copy = files / path[1:]
         copy.parent.mkdir(parents=True, exist_ok=True)
         if Path(path).is_dir():

@@ -22,7 +22,7 @@ def write(lab: Lab, venv: Path | None) -> None:
         "ansible_ssh_common_args": (
             f"-o UserKnownHostsFile={lab.known_hosts} -o StrictHostKeyChecking=yes -o IdentitiesOnly=yes"
         ),
-        # Persistent connections live in the folder of the lab: `down` closes them before the hosts end.
+        # The sockets of persistent connections are in the folder of the lab: `down` closes them before the hosts end.
         "ansible_control_path_dir": str(lab.folder / "cp"),
         "ansible_python_interpreter": "/usr/bin/python3",
         "cluster_data_dir": root.DATA_DIR,

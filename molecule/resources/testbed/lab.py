@@ -177,7 +177,7 @@ class Lab:
     ) -> None:
         """Start the lab with this number of hosts, or change a running lab to it; hosts that are off are booted.
 
-        `releases` are code names that the hosts take in turns; by default the release of this machine. The hosts mount `venv` read-only
+        `releases` are code names that the hosts use in rotation; by default the release of this machine. The hosts mount `venv` read-only
         at its own path, those under qemu a copy of it, if all of them have the Python of this machine. A `persistent` lab outlives this process once it is up; until
         then, and otherwise, it ends with it. Raises LabError, and removes what it created, if the lab cannot start.
         """
@@ -243,7 +243,9 @@ class Lab:
     def _check_running(self, kind: str, releases: list[str]) -> None:
         if (state := self.state) and (state.kind, state.releases) != (kind, releases):
             running = f"{state.kind} hosts of {', '.join(state.releases)}"
-            raise LabError(f"lab {self.name!r} is running with {running}: take it down first (make lab-down)")
+            raise LabError(
+                f"lab {self.name!r} is running with {running}: stop it first with make lab-down, or start another lab with LAB_NAME=NAME"
+            )
 
     def _up(self, hosts: int, kind: str, roots: dict[str, Path], venv: Path | None) -> None:
         state = self.state

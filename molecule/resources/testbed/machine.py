@@ -188,7 +188,7 @@ def pip_settings(python: Path) -> tuple[str, list[Path]]:
     Raises LabError if `python` does not exist.
     """
     if not python.exists():
-        raise LabError(f"{python.parent.parent} is no Python environment: create one, or pass another with --venv")
+        raise LabError(f"{python.parent.parent} is not a Python environment: create one, or pass another with --venv")
     values: dict[str, str] = {}
     for line in run(python, "-m", "pip", "config", "list", check=False).splitlines():
         key, _, value = line.partition("=")

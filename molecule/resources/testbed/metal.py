@@ -14,7 +14,7 @@ SIZE = "8G"  # of a disk image; sparse
 
 
 def image(root: Path) -> Path:
-    """Return the disk image beside a root file system; create it if it is missing."""
+    """Return the disk image of a root file system; create it if it is missing."""
     file = root.with_name(f"{root.name}.img")
     with locked(file.with_suffix(".img.lock")):
         if not file.exists():

@@ -92,7 +92,8 @@ def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, r
     if done.returncode:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise LabError(f"mmdebstrap cannot build the root file system of the hosts: {done.stdout.strip()[-800:]}")
-    # Without package lists, and as new as it is: a role that trusts the age of the lists fails on a new host.
+    # Without package lists and with a current timestamp: a role that relies on the age of the lists fails on a new
+    # host.
     unfinished.rename(root)
 
 

@@ -160,6 +160,6 @@ def test_the_plan_says_whether_rows_are_packed(
     assert main(["plan", *flags]) == 0
     said = capsys.readouterr().out
     assert ("packing: off, because the model mixes the samples of a packed row" in said) != apart
-    assert ("settings: rows packed, " in said) == apart
+    assert ("settings: rows packed (" in said) == apart
     assert main(["plan", "--no-measure", *flags]) == 0
-    assert "settings: rows packed, " in capsys.readouterr().out
+    assert "settings: rows packed (" in capsys.readouterr().out

@@ -210,7 +210,8 @@ def test_any_number_of_ranks_has_the_same_losses(fields: dict[str, Any], cluster
 
 @pytest.fixture(scope="session")
 def trained_teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """A model with the student's tokenizer that knows the text: answers that follow from the instruction by a noisy rule."""
+    """A model with the student's tokenizer, trained on the text: answers that follow from the instruction by a noisy
+    rule."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -151,7 +151,7 @@ def test_a_gradient_that_overflows_at_any_scale_is_a_failure(here: Here, monkeyp
 
 
 def as_an_older_version(path: Path, value: float = float("nan")) -> None:
-    """Set a weight of a checkpoint, and rewrite its manifest as versions that did not check the weights."""
+    """Set a weight of a checkpoint, and rewrite its manifest as earlier versions did, which did not check the weights."""
     file = path / "trained.safetensors"
     weights = load_file(file)
     next(iter(weights.values())).view(-1)[0] = value

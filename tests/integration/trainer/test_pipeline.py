@@ -95,6 +95,89 @@ def test_full_weights_train_as_with_ddp_and_resume_on_other_hosts(deep_cluster: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("full", [{}, pytest.param(FULL, marks=pytest.mark.long)], ids=["adapters", "full weights"])
+def test_two_pipelines_on_four_hosts_train_as_ddp(full: dict[str, Any], deep_cluster: Cluster, deep: Here) -> None:
+    """The pipelines share five rows: three and two. The run goes on as one pipeline on three hosts."""
+    assert deep("ddp", **STEPS, **full) == 0, deep.err
+    fields = STEPS | full | PIPELINE
+    stop_at(deep_cluster, 6, 4, pipeline_hosts=2, **fields)
+    assert "pipeline: 2 times layers of rank 0: " in deep_cluster.logs()
+    deep_cluster.run(3, **fields)
+    weights = "model/model.safetensors" if full else "adapter/adapter_model.safetensors"
+    compare(deep_cluster, 3, deep, weights)
+
+
+@pytest.mark.slow
+def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_cluster: Cluster) -> None:
+    """Two replicas of one host each, and two of two hosts each, the latter with a resume."""
+    fields = STEPS | {"strategy": "diloco", "local_steps": 5, "balance": "even", "max_steps": 20}
+    expected = deep_cluster.run(2, run="whole", **fields)
+    fields |= {"replica_strategy": "pipeline", "replica_hosts": 2}
+    launchers = deep_cluster.start(4, **fields)
+    deep_cluster.at_step(10)
+    (deep_cluster.run_dir() / "stop").touch()
+    assert deep_cluster.wait(launchers) == [0] * 4, deep_cluster.logs()
+    assert 10 <= len(losses(deep_cluster.run_dir())) < 20
+    found = deep_cluster.run(4, **fields)
+    assert "pipeline: 2 times layers of rank 0: " in deep_cluster.logs()
+    assert found == pytest.approx(expected, abs=1e-4)
+    weights = load_file(deep_cluster.run_dir(0, "whole") / "adapter" / "adapter_model.safetensors")
+    for host in range(4):
+        result = json.loads((deep_cluster.run_dir(host) / "result.json").read_text())
+        whole = json.loads((deep_cluster.run_dir(0, "whole") / "result.json").read_text())
+        assert result["tokens"] == whole["tokens"]
+        assert result["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-4)
+        for name, value in load_file(deep_cluster.run_dir(host) / "adapter" / "adapter_model.safetensors").items():
+            assert_close(value, weights[name], rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_pipelines_need_equal_numbers_of_hosts(deep_cluster: Cluster) -> None:
+    launchers = deep_cluster.start(3, pipeline_hosts=2, **STEPS, **PIPELINE)
+    assert 0 not in deep_cluster.wait(launchers)
+    assert "strategy: pipelines of 2 hosts would have 2, 1 ranks, which must be equal" in deep_cluster.logs()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_quantized_model_receive_their_own_layers_once(
+    deep_cluster: Cluster, deep: Here, deep_model: Path
+) -> None:
+    """Only host 0 has the weights. Other hosts keep the tensors that they received, and receive only missing ones after
+    a new division."""
+    pytest.importorskip("bitsandbytes")
+    fields = STEPS | {"quantize": "nf4"}
+    assert deep("ddp", **fields) == 0, deep.err
+    for host in range(3):
+        folder = deep_cluster.run_dir(host).parents[1] / "model"
+        shutil.copytree(deep_model, folder)
+        if host:
+            (folder / "model.safetensors").unlink()
+
+    def kept(host: int) -> dict[str, int]:
+        files = (deep_cluster.run_dir(host).parents[1] / "model.layers").glob("*.safetensors")
+        return {name: file.stat().st_mtime_ns for file in files for name in load_file(file)}
+
+    fields |= PIPELINE | {"model": "./model"}
+    stop_at(deep_cluster, 6, 2, pipeline_layers="2,2", **fields)
+    first = kept(1)
+    own = {name.split(".")[2] for name in first if ".layers." in name}
+    assert own == {"2", "3"} and {"model.norm.weight", "model.embed_tokens.weight"} <= set(first), "the head is tied"
+    assert not kept(0)
+    deep_cluster.run(3, pipeline_layers="1,1,2", **fields)
+    layers = [{name.split(".")[2] for name in kept(host) if ".layers." in name} for host in (1, 2)]
+    assert layers == [{"1", "2", "3"}, {"2", "3"}]
+    assert {name: kept(1)[name] for name in first} == first, "nothing travels twice"
+    compare(deep_cluster, 3, deep, "adapter/adapter_model.safetensors")
+
+    (deep_cluster.run_dir(0).parents[1] / "model" / "model.safetensors").unlink()
+    shutil.rmtree(deep_cluster.run_dir(0).parents[1] / "runs")
+    launchers = deep_cluster.start(2, run="lost", **fields)
+    assert 0 not in deep_cluster.wait(launchers)
+    assert "model: ./model has no model.safetensors, which strategy=pipeline needs" in deep_cluster.logs("lost")
+
+
+@pytest.mark.slow
 def test_one_rank_of_a_pipeline(deep: Here) -> None:
     few = {"max_steps": 4, "checkpoint_interval": 2}
     cases: dict[str, dict[str, Any]] = {"lora": {}, "full": {"lora_r": 0}}
@@ -108,12 +191,28 @@ def test_one_rank_of_a_pipeline(deep: Here) -> None:
 
 def test_what_a_pipeline_cannot_do_is_refused_in_one_line(deep: Here) -> None:
     cases = {
-        "quantize: nf4 requires strategy ddp": {"quantize": "nf4"},
+        "optimizer: adamw8bit requires strategy ddp": {"optimizer": "adamw8bit"},
         "precision: fp16-mixed requires strategy ddp": {"precision": "fp16-mixed"},
         "teacher: a pipeline cannot hold a teacher": {"teacher": "x/y", "distill_alpha": 0.5},
+        "replica_strategy: pipeline requires LoRA": {
+            "strategy": "diloco",
+            "replica_strategy": "pipeline",
+            "lora_r": 0,
+        },
+        "pipeline cannot hold a teacher: set replica_strategy=ddp": {
+            "strategy": "diloco",
+            "replica_strategy": "pipeline",
+            "teacher": "x/y",
+            "distill_alpha": 0.5,
+        },
+        "pipeline_layers: every rank needs a layer, got 0,4": {
+            "strategy": "diloco",
+            "replica_strategy": "pipeline",
+            "pipeline_layers": "0,4",
+        },
         "pipeline_layers: 3,1 has 2 ranks and 4 layers, but the run has 1 ranks": {"pipeline_layers": "3,1"},
         "pipeline_layers: every rank needs a layer, got 4,0": {"pipeline_layers": "4,0"},
     }
     for message, fields in cases.items():
-        assert deep(**PIPELINE, **fields) in (1, 2)
+        assert deep(**PIPELINE | fields) in (1, 2)
         assert message in deep.err and len(deep.err.strip().splitlines()) == 1, deep.err

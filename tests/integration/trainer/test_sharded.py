@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from trainer_runs import Cluster, Here, losses
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.checkpoint import HostCheckpoint, _in_place, _owners, complete_checkpoints
 from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.model import load_model
+from trainer.strategy.base import Batch
+from trainer.strategy.fsdp import FSDP
 
 # Two hosts have 2 and 3 rows: one micro-batch and two.
 UNEVEN = {"total_batch_size": 5, "batch_size": 2}
@@ -113,6 +117,102 @@ def test_one_rank_of_fsdp(here: Here) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [16, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"precision": "fp16-mixed"},
+        {"fsdp_offload": True, "max_grad_norm": 0.5},
+    ],
+    ids=["fp16", "offload"],
+)
+def test_fsdp_trains_as_ddp(fields: dict[str, Any], lora: int, cluster: Cluster, here: Here) -> None:
+    """Two ranks, a checkpoint and a resume. fp16 skips the same first steps on both, until its factor of the loss fits."""
+    few = UNEVEN | {"checkpoint_interval": 3, "lora_r": lora, "lr": 1e-3, "epochs": 9} | fields
+    ddp = {name: value for name, value in few.items() if name != "fsdp_offload"}
+    assert here("ddp", **ddp, max_steps=6) == 0, here.err
+    cluster.run(2, strategy="fsdp", **few, max_steps=6)
+    shutil.rmtree(cluster.run_dir() / "checkpoints" / "step-00000006")
+    shutil.rmtree(cluster.run_dir(1) / "checkpoints" / "step-00000006")
+    for host in (0, 1):
+        (cluster.run_dir(host) / "result.json").unlink()
+    found = cluster.run(2, strategy="fsdp", **few, max_steps=6)
+    assert "resuming from step 3 of 6" in cluster.logs()
+    assert found == pytest.approx(here.losses("ddp"), rel=2e-3 if "precision" in fields else 1e-4)
+    result = json.loads((cluster.run_dir() / "result.json").read_text())
+    assert result["eval_loss"] == pytest.approx(here.result("ddp")["eval_loss"], rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(FULL | {"gradient_checkpointing": True, "eval_split": 0}, id="full weights"),
+        pytest.param({}, marks=pytest.mark.long, id="lora"),
+        pytest.param(FULL | {"fsdp_shard": "gradients"}, marks=pytest.mark.long, id="gathered"),
+        pytest.param({"fsdp_offload": True}, marks=pytest.mark.long, id="offload"),
+    ],
+)
+def test_compiled_layers_of_fsdp_have_the_losses_of_layers_that_are_not(
+    fields: dict[str, Any], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks with as many rows each, so that at most two forms of a layer are compiled: to train and to evaluate."""
+    few = {"strategy": "fsdp", "batch_size": 2, "total_batch_size": 4, "balance": "even", "max_steps": 4} | fields
+    plain = cluster.run(2, run="plain", **few)
+    cache = tmp_path / "inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    assert cluster.run(2, run="compiled", torch_compile=True, **few) == pytest.approx(plain, abs=1e-5)
+    assert list(cache.rglob("*.so")), "something was compiled"
+    results = [json.loads((cluster.run_dir(0, run) / "result.json").read_text()) for run in ("plain", "compiled")]
+    assert (results[1]["eval_loss"] or 0) == pytest.approx(results[0]["eval_loss"] or 0, abs=1e-5)
+
+
+def test_layers_that_stay_gathered_are_freed_after_an_evaluation(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded: list[bool] = []
+
+    def loss(self: FSDP, batch: Batch, compute: Any = FSDP.loss) -> torch.Tensor:
+        value: torch.Tensor = compute(self, batch)
+        layers = [part for part in self.model.modules() if type(part).__name__.endswith("DecoderLayer")]
+        sharded.extend(isinstance(weight, DTensor) for layer in layers for weight in layer.parameters())
+        return value
+
+    monkeypatch.setattr(FSDP, "loss", loss)
+    assert here(strategy="fsdp", fsdp_shard="gradients", max_steps=1, **FULL) == 0, here.err
+    assert sharded and all(sharded)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_is_written_in_parts(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one part's weights are in memory at a time. transformers reads the parts as the model of ddp."""
+    few = {"max_steps": 2, "lora_r": 0, "lr": 1e-3}
+    assert here("ddp", **few) == 0, here.err
+    monkeypatch.setattr("trainer.export.EXPORT_PART", 20_000)
+    held: list[int] = []
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel.save_pretrained",
+        lambda self, folder, state_dict, save=PreTrainedModel.save_pretrained: (
+            held.append(sum(value.nbytes for value in state_dict.values())),
+            save(self, folder, state_dict=state_dict),
+        ),
+    )
+    for strategy in ("fsdp", "pipeline"):
+        held.clear()
+        assert here(strategy, strategy=strategy, **few) == 0, here.err
+        folder = here.run_dir(strategy) / "model"
+        parts = sorted(folder.glob("*.safetensors"))
+        assert len(parts) == len(held) > 3 and parts[-1].name == f"model-{len(held):05d}-of-{len(held):05d}.safetensors"
+        largest = max(value.nbytes for part in parts for value in load_file(part).values())
+        assert max(held) <= max(20_000, largest)
+        expected = AutoModelForCausalLM.from_pretrained(here.run_dir("ddp") / "model").state_dict()
+        found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        assert here.result(strategy)["model_sha256"] and not list(folder.glob(".part*"))
+
+
+@pytest.mark.slow
 def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) -> None:
     """FSDP loads the weights in the precision of the model's files and converts its shard as ddp converts all weights."""
     half = tmp_path / "half"
@@ -133,6 +233,36 @@ def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, pytest.param(16, marks=pytest.mark.long)])
+def test_a_rank_of_zero_3_reads_only_its_shard(lora: int, cluster: Cluster, here: Here, tmp_path: Path) -> None:
+    """The files of each host have no numbers where the shard of the other rank is. The run stops and resumes."""
+    pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    half = tmp_path / "half"
+    shutil.copytree(here.model, half)
+    AutoModelForCausalLM.from_pretrained(here.model, dtype=torch.bfloat16).save_pretrained(half)
+    here.model = half
+    few = UNEVEN | {"lora_r": lora, "lr": 1e-3, "max_steps": 6, "checkpoint_interval": 3, "packing": False, "epochs": 9}
+    assert here("ddp", **few) == 0, here.err
+    for rank in (0, 1):
+        folder = cluster.run_dir(rank).parents[1] / "model"
+        shutil.copytree(half, folder)
+        tensors = load_file(folder / "model.safetensors")
+        for value in tensors.values():
+            size = math.ceil(value.numel() / 2)
+            value.view(-1)[slice(size, None) if rank == 0 else slice(size)] = math.nan
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    fields = few | {"strategy": "deepspeed", "deepspeed_stage": 3, "model": "./model"}
+    assert cluster.run(2, **fields) == pytest.approx(here.losses("ddp"), rel=1e-3)
+    for host in (0, 1):
+        shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000006")
+        (cluster.run_dir(host) / "result.json").unlink()
+    assert cluster.run(2, **fields) == pytest.approx(here.losses("ddp"), rel=1e-3)
+    assert "resuming from step 3 of 6" in cluster.logs()
+    result = json.loads((cluster.run_dir() / "result.json").read_text())
+    assert result["eval_loss"] == pytest.approx(here.result("ddp")["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "sharded"])
 def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
     fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields
@@ -147,9 +277,9 @@ def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strategy": "fsdp", "precision": "fp16-mixed"}, "precision: fp16-mixed requires strategy ddp, got strategy fsdp"),
+        ({"strategy": "deepspeed", "precision": "fp16-mixed"}, "precision: fp16-mixed requires strategy ddp, got strategy deepspeed"),
         ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 requires strategy ddp, got strategy deepspeed"),
-        ({"strategy": "fsdp", "torch_compile": True}, "torch_compile: true requires strategy ddp, got strategy fsdp"),
+        ({"strategy": "deepspeed", "torch_compile": True}, "torch_compile: true requires strategy ddp, got strategy deepspeed"),
         ({"strategy": "deepspeed", "deepspeed_offload": "all"}, "deepspeed_offload: all requires deepspeed_stage 3, got 2"),
     ],
 )  # fmt: skip

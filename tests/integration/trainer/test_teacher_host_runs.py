@@ -1,4 +1,4 @@
-"""Runs whose teacher is another process, as on a host of its own."""
+"""Runs whose teacher is another process, as on a separate host."""
 
 from __future__ import annotations
 

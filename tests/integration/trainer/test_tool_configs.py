@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +149,58 @@ def test_accelerate_reads_its_config(flags: list[str], capsys: Any, tmp_path: Pa
     )
 
 
+ACCELERATED = """
+import json, sys
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+accelerator = Accelerator()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+rows = torch.utils.data.DataLoader(torch.arange(64).view(4, 16), batch_size=2)
+model, optimizer, rows = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows)
+losses = []
+for _ in range(4):
+    for batch in rows:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+total = sum(float(weight.detach().double().sum()) for weight in model.parameters())
+print(json.dumps([accelerator.num_processes, accelerator.mixed_precision, losses, total]))
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_launch_trains_with_its_config(capsys: Any, tmp_path: Path, model_folder: Path) -> None:
+    """Two hosts train one model on different rows."""
+    file, script = tmp_path / "accelerate.yaml", tmp_path / "train.py"
+    script.write_text(ACCELERATED)
+    assert main(["config", "accelerate", "--hosts=2", "--no-gpu", "--precision=bf16-mixed"]) == 0
+    written = capsys.readouterr()
+    name, _, value = written.err.splitlines()[-1].partition("ACCELERATE_USE_CPU=")
+    assert name.startswith("without GPUs") and value.split()[0] == "true"
+    file.write_text(written.out.replace("29500", str(free_port())))
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", f"--config_file={file}"]
+    hosts = [
+        subprocess.Popen(
+            [*launch, f"--machine_rank={host}", str(script), str(model_folder)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for host in (0, 1)
+    ]  # fmt: skip
+    try:
+        outputs = [host.communicate(timeout=200) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0], outputs[0][1][-3000:]
+    found = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+    assert [each[:2] for each in found] == [[2, "bf16"]] * 2
+    assert found[0][3] == found[1][3] and found[0][2] != found[1][2] and found[0][2][-1] < found[0][2][0]
+
+
 def test_accelerate_needs_the_head_of_several_hosts(capsys: Any) -> None:
     assert main(["config", "accelerate", "--hosts=2", "--no-gpu"]) == 0
     captured = capsys.readouterr()
@@ -173,7 +224,7 @@ def test_slurm(capsys: Any, tmp_path: Path) -> None:
 
 
 def test_slurm_starts_torchrun_with_the_variables_and_the_nic_of_every_node(capsys: Any, tmp_path: Path) -> None:
-    """Stands in for srun, scontrol and torchrun, because Slurm is not installed on the machine of the tests."""
+    """Stands in for srun, scontrol and torchrun. tests/lab/test_slurm_launcher_hosts.py runs the script with Slurm."""
     for name, text in {
         "scontrol": "echo localhost",
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NNODES=2 exec "$@"',
@@ -229,14 +280,6 @@ def test_the_launcher_trains(capsys: Any, tmp_path: Path, model_folder: Path, da
 def test_invalid_settings_of_scripts(flag: str, why: str, capsys: Any) -> None:
     assert main(["config", "slurm", flag]) == 2
     assert why in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not shutil.which("sbatch"), reason="sbatch --test-only needs Slurm, which is not installed")
-def test_sbatch_accepts_the_script(capsys: Any, tmp_path: Path) -> None:
-    file = tmp_path / "it.sbatch"
-    file.write_text(config(capsys, "slurm", "--hosts=1", "--no-gpu"))
-    done = subprocess.run(["sbatch", "--test-only", str(file)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or "Unable to contact" in done.stderr, done.stderr
 
 
 def test_invalid_arguments_of_config(capsys: Any) -> None:

@@ -92,7 +92,7 @@ def test_all_hosts_end_with_equal_adapters_results_and_checkpoints(straight: Clu
         assert len({result["adapter_sha256"] for result in results}) == 1
         assert len({result["eval_loss"] for result in results}) == 1
         assert all(result["world_size"] == hosts and result["status"] == "finished" for result in results)
-        # Equal to the byte: no file has to be copied when the run resumes.
+        # The files are identical, so that none is copied when the run resumes.
         found = [complete_checkpoints(run_dir / "checkpoints") for run_dir in dirs]
         assert found[0] and all(other == found[0] for other in found)
 

@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ class Inventory:
         self.environment = environment
         self.prefix = ["ip", "netns", "exec", namespace] if namespace else []
         self.sources: list[str] = []
+        self.server: Callable[..., Server]  # of the fixture `net`
+        self.sshd: Callable[[int], AbstractContextManager[None]]
 
     def source(self, name: str, content: dict) -> None:
         (self.folder / name).write_text(yaml.safe_dump(content, sort_keys=False))

@@ -1,4 +1,4 @@
-"""Which models of a server are the base of an adapter: what the node finds, and what the controller accepts of it."""
+"""The models of a server that can be the base of an adapter: the search on the node, and the check of its reply."""
 
 from __future__ import annotations
 

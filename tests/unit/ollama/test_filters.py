@@ -1,4 +1,4 @@
-"""Filters of answers: what each leaves out, and what it must not."""
+"""Filters of answers: what each of them must leave out and must keep."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from trainyard.ollama.filters import NearDuplicates, filter_answers, repeats_itself
+from trainyard.ollama.filters import filter_answers, repeats_itself
 from trainyard.ollama.logprobs import LogprobReader
+from trainyard.ollama.near_duplicates import NearDuplicates
 
 
 def record(text: str, prompt: str = "Why?", **more: Any) -> dict[str, Any]:

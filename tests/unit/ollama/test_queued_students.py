@@ -1,4 +1,5 @@
-"""Students that are added to the queue: their options, what is refused before the teachers are asked, and their results.
+"""Students that are added to the queue: their options, requests that are refused before prompts are sent, and their
+results.
 
 The queue host is a stand-in; tests/lab/test_queue_front.py has a real one.
 """
@@ -144,7 +145,7 @@ def test_failed_students_are_shown_and_added_again_only_when_asked_for(
     assert added["lines"][-1].startswith("add failed students again with -e retry_failed=true")
     asked: list[str] = []
 
-    def add(run: Any, *rest: Any) -> dict[str, Any]:
+    def add(run: Any, *rest: Any, continues: bool) -> dict[str, Any]:
         asked.append(run.spec.run)
         return {"run": run.spec.run, "line": "added"}
 
@@ -155,7 +156,9 @@ def test_failed_students_are_shown_and_added_again_only_when_asked_for(
 def test_a_teacher_that_is_a_run_of_the_queue_must_be_deployed_first(tmp_path: Path) -> None:
     queue = queue_of(tmp_path)
     assert queue.teacher_run("two:latest").startswith("run two is waiting: once it has finished, deploy it with")
-    assert queue.teacher_run("one").startswith("run one has finished: deploy it with playbooks/deploy.yml -e run=one")
+    assert queue.teacher_run("one").startswith(
+        "run one has finished: deploy it with ansible-playbook playbooks/deploy.yml -e run=one"
+    )
     assert queue.teacher_run("llama3:8b") == ""
 
 

@@ -1,4 +1,4 @@
-"""Which machines teach: trusted ones with the same model."""
+"""The selection of teachers: trusted machines with the same model."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_groups_of_hosts() -> None:
     ("values", "message"),
     [
         ({"runs": "a"}, "runs: expected"),
-        ({"runs": "a,../b"}, "'../b' is no name of a run"),
+        ({"runs": "a,../b"}, "'../b' is not the name of a run"),
         ({"runs": "a,a"}, "name each run once"),
         ({"runs": "a,b", "run": "a"}, "give the result another name"),
         ({"runs": "a,b", "weights": "1"}, "weights: expected 2 numbers"),

@@ -103,7 +103,7 @@ def test_every_field_accepts_a_string(name: str, text: str, value: Any, tmp_path
     assert read_spec(file, parse_flags([f"--{name.replace('_', '-')}={text}"]), "the flags") == spec
 
 
-BAD = {
+BAD: dict[str, list[Any]] = {
     "bool": ["maybe", 7, "", None, []],
     "int": ["", "many", "1.5", 1.5, -1, None, [], True, "1e3"],
     "float": ["", "fast", -1, math.inf, "nan", None, [], True, "-inf"],
@@ -116,7 +116,7 @@ BAD = {
 def invalid_values() -> list[tuple[str, Any]]:
     pairs = []
     for name, field in FIELDS.items():
-        kind = field.annotation
+        kind: Any = field.annotation
         if get_origin(kind) is Literal:
             values = BAD["literal"]
         elif get_origin(kind) is tuple:

@@ -23,7 +23,7 @@ from trainer.data.encode import Corpus, Encoder, encode_all, encoded_dataset, lo
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
 from trainer.data.samples import read_source, source_of
 from trainer.data.shapes import to_sample
-from trainer.distillation import (
+from trainer.distillation.loss import (
     Divergence,
     TeacherLogits,
     TopProbabilities,
@@ -307,7 +307,7 @@ def test_packed_rows_and_micro_batches_give_the_loss_and_gradient_of_single_samp
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("trainer.distillation.LOSS_CHUNK", 2**14)  # several chunks
+    monkeypatch.setattr("trainer.distillation.loss.LOSS_CHUNK", 2**14)  # several chunks
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     divergence = Divergence(alpha, temperature)
     wanted = direct_loss(model, taught, divergence)
@@ -351,7 +351,7 @@ def test_all_tokens_as_the_most_probable_ones_give_the_loss_of_the_logits(
     written: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for answers that the student wrote, and with a teacher whose vocabulary is padded."""
-    monkeypatch.setattr("trainer.distillation.LOSS_CHUNK", chunk)
+    monkeypatch.setattr("trainer.distillation.loss.LOSS_CHUNK", chunk)
     torch.manual_seed(2)
     shape, places = torch.Size((2, 6)), torch.tensor([0, 3, 6, 9])
     teacher, targets = torch.randn(4, 12), torch.tensor([1, 5, 2, 9])
@@ -401,7 +401,7 @@ def ours(
 @pytest.mark.parametrize("chunk", [2**24, 14], ids=["one chunk", "many chunks"])
 def test_loss_and_gradient_are_those_of_trl(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values are those of tests/support/trl_gkd.py."""
-    monkeypatch.setattr("trainer.distillation.LOSS_CHUNK", chunk)
+    monkeypatch.setattr("trainer.distillation.loss.LOSS_CHUNK", chunk)
     known = json.loads(VALUES.read_text())
     student, teacher, labels = (torch.tensor(known[name]) for name in ("student", "teacher", "labels"))
     assert len(known["cases"]) == len(trl_gkd.BETAS) * len(trl_gkd.TEMPERATURES)
@@ -448,7 +448,7 @@ def test_alpha_mixes_text_and_divergence() -> None:
     divergence = ours(student[None], teacher[None], labels[None], 0.3, 2.0)
     mixed = distillation_loss(student, labels, torch.arange(4), TeacherLogits(teacher), Divergence(0.2, 2.0, 0.3))
     torch.testing.assert_close(mixed, 0.8 * text + 0.2 * divergence)
-    # What the student wrote carries no cross entropy, and its weights apply.
+    # Text of the student has no cross entropy, and its weights apply.
     weights = torch.tensor([2.0, 2.0, 2.0, 2.0])
     written = distillation_loss(
         student, labels, torch.arange(4), TeacherLogits(teacher, weights), Divergence(0.2, 2.0, 0.3)

@@ -40,7 +40,7 @@ def test_a_failure_does_not_fail_the_run(here: Here, monkeypatch: pytest.MonkeyP
 
 
 def test_prompts(tmp_path: Path) -> None:
-    """They are different, bounded and spread; a text is asked for its second half, and an answer for its question."""
+    """They are different, bounded and spread; the prompt of a text is its first half, that of a chat its question."""
     text = {"text": "one two three four"}
     rows = [
         text,

@@ -1,4 +1,4 @@
-"""When torchrun forks its ranks, and when it starts them as separate programs."""
+"""The conditions under which torchrun forks its ranks or starts them as separate programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.distributed import forked_ranks
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo what the function changes in this process."""
+    """Undo the changes that the function makes in this process."""
     monkeypatch.setattr(api, "get_subprocess_handler", api.get_subprocess_handler)
     monkeypatch.setitem(forked_ranks.sys.modules, "bitsandbytes", None)
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
@@ -62,13 +62,20 @@ def test_nothing_is_forked_once_cuda_is_initialized(tmp_path: Path, monkeypatch:
     assert api.get_subprocess_handler is before
 
 
+def test_the_standby_process_uses_what_forked_ranks_use() -> None:
+    """Its modules can be imported: a standby process that cannot is replaced silently by a torchrun that imports itself."""
+    from trainer.distributed import standby, worker_process
+
+    assert standby.may_fork is forked_ranks.may_fork and standby.die_with_launcher is worker_process.die_with_launcher
+
+
 def test_other_programs_than_the_trainer_are_started_as_usual() -> None:
     handler = forked_ranks._Handler("/bin/true", (), {}, None, None, 0, None)  # type: ignore[arg-type]
     assert handler.proc.wait() == 0
 
 
 def test_the_rank_that_ended_first_is_the_first_that_torchrun_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have ended before torchrun looks: the lower rank is not taken for the first failure."""
+    """Both have ended before torchrun checks: the lower rank is not taken for the first failure."""
     ready, start = os.pipe()
 
     def run_rank(arguments: Sequence[str], env: dict[str, str]) -> None:

@@ -82,7 +82,7 @@ def test_a_path_that_cannot_exist_is_one_line(path: str, tmp_path: Path, capsys:
 
 
 def special_files(folder: Path) -> list[Path]:
-    """Return paths that exist and are no regular files, with a reader that may wait for each of them."""
+    """Return paths that exist and are not regular files, with a reader that may wait for each of them."""
     fifo, link, loop = folder / "fifo.jsonl", folder / "zero.jsonl", folder / "loop.jsonl"
     os.mkfifo(fifo)
     link.symlink_to("/dev/zero")
@@ -252,7 +252,7 @@ def test_what_is_derived_from_a_dataset_is_private(tmp_path: Path) -> None:
 
 
 def test_an_ipv6_lighthouse_is_reported_in_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller shows the message of a heartbeat; of a rank without one it knows only the exit code."""
+    """The controller shows the message of a heartbeat; for a rank without one, it has only the exit code."""
     environment = {"TORCHELASTIC_RUN_ID": "r", "RANK": "0"}
     done = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""Answers that the student writes itself: on which steps, from what, and with which probabilities."""
+"""Answers that the student writes itself: their steps, their prompts, and their probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_distillation import taught
 
 from trainer.config import make_spec
 from trainer.data.encode import Corpus
-from trainer.on_policy import Writer, _Sampler, is_on_policy
+from trainer.distillation.on_policy import Writer, _Sampler, is_on_policy
 
 __all__ = ["taught"]
 
@@ -43,7 +43,7 @@ def test_written_answers_depend_on_the_step_and_the_sample_alone(writer: Any, ta
         made, new_rows, weights = writer(taught, rows, step, lambda: None)
         assert [len(row) for row in rows] == [len(row) for row in new_rows]
         assert made.trained.sum() == len(weights)
-        # Every new answer weighs as much as all tokens with loss of the sample had.
+        # The weight of every new answer is the former weight of all tokens with loss of the sample.
         counts = taught.trained_counts()[[sample for row in rows for sample in row]]
         assert float(weights.sum()) == pytest.approx(float(counts.sum()), rel=1e-5)
         spans = [slice(int(a), int(b)) for a, b in itertools.pairwise(made.starts)]

@@ -197,7 +197,7 @@ def test_the_order_of_a_mixture_is_complete_and_the_same_after_a_resume(
 
 
 def test_weights_of_one_change_nothing() -> None:
-    """A run of one dataset has the order that it had before there were weights."""
+    """A run of one dataset has the same order as before weights were introduced."""
     lengths = np.arange(1, 33)
     plain = Order(lengths, seed=1, capacity=32, packing=True, epochs=2, rows=4)
     mixed = Order.of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -108,13 +109,11 @@ def test_the_order_of_passes_never_blocks(ranks: int, micro: int) -> None:
         assert backward == list(range(micro)), "gradients are summed in the order of a single process"
 
 
-@pytest.mark.parametrize("lora", [0, 16])
-def test_the_stages_together_hold_the_whole_state(lora: int) -> None:
-    spec, shape = make_spec({"model": "x", "strategy": "pipeline", "lora_r": lora}, "here"), shape_7b()
+@pytest.mark.parametrize("fields", [{"lora_r": 0}, {"lora_r": 16}, {"quantize": "nf4"}])
+def test_the_stages_together_hold_the_whole_state(fields: dict[str, Any]) -> None:
+    spec, shape = make_spec({"model": "x", "strategy": "pipeline"} | fields, "here"), shape_7b()
     state = full_state(spec, shape, 4)
-    stages = [
-        stage_state(spec, shape, state, n, first=place == 0, last=place == 2) for place, n in enumerate((10, 12, 10))
-    ]
+    stages = [stage_state(spec, shape, 4, n, first=place == 0, last=place == 2) for place, n in enumerate((10, 12, 10))]
     for field in ("base", "adapters", "gradients", "optimizer"):
         assert sum(getattr(stage, field) for stage in stages) == pytest.approx(getattr(state, field), rel=1e-6)
 
@@ -143,6 +142,11 @@ def test_costs_grow_with_layers_and_name_the_ends() -> None:
     assert costs.first == pytest.approx(16 * shape.head_parameters, rel=1e-3)
     assert costs.last > costs.first, "the head has logits"
     assert 0.3 < costs.head < 1.0
+    recomputed = spec.model_copy(update={"gradient_checkpointing": True})
+    less = layer_costs(recomputed, shape, Rows.full(spec), 4, cuda=False)
+    assert less.head == pytest.approx(costs.head * 3 / 4, rel=1e-6), (
+        "four passes through a layer, three through the head"
+    )
     many = plan_named("pipeline").memory(spec, shape, Layout((1,) * 40), Rows.full(spec))
     few = plan_named("pipeline").memory(spec, shape, Layout((1, 1)), Rows.full(spec))
     assert sum(many.step.values()) < sum(few.step.values())

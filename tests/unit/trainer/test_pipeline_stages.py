@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.config import RunSpec, make_spec
 from trainer.distributed.pipeline_measure import layer_seconds
 from trainer.distributed.pipeline_stage import PARTS, Division, StageLoss, load_stage
+from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import TokenLoss, isolates_packed_samples, load_model
-from trainer.strategy.base import Batch
+from trainer.strategy.base import Batch, autocast
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 60, "head_dim": 8, "pad_token_id": 0, "sliding_window": 6}
@@ -30,6 +32,7 @@ GPT2 = {
     "eos_token_id": 0,
 }
 CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 0, CPU)
 
 
 def saved(folder: Path, kind: str, **options: Any) -> Path:
@@ -71,9 +74,9 @@ def run(stages: list[StageLoss]) -> torch.Tensor:
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("kind", list(PARTS))
 def test_stages_compute_what_the_whole_model_computes(kind: str, lora: int, tmp_path: Path) -> None:
-    tied = bool(lora) == (kind == "llama")  # both forms, whatever the default of the model type
+    tied = bool(lora) == (kind == "llama")  # both forms, regardless of the default of the model type
     spec = spec_of(saved(tmp_path / "model", kind, tie_word_embeddings=not tied), lora_r=lora)
-    stages = [load_stage(spec, Division((1, 2), rank), CPU) for rank in range(2)]
+    stages = [load_stage(spec, Division((1, 2), rank), ALONE) for rank in range(2)]
     expected = undivided_model(spec)
     loss = expected(*batch())
     loss.backward()
@@ -95,14 +98,44 @@ def test_stages_compute_what_the_whole_model_computes(kind: str, lora: int, tmp_
     assert all(isolates_packed_samples(stage.model, 60) for stage in stages)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+def test_stages_quantize_their_own_layers_as_the_whole_model_is_quantized(
+    kind: str, precision: str, tmp_path: Path
+) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    sizes = {} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    spec = spec_of(saved(tmp_path / "model", kind, **sizes), lora_r=4, quantize="nf4", precision=precision)
+    stages = [load_stage(spec, Division((1, 2), rank), ALONE) for rank in range(2)]
+    expected = undivided_model(spec)
+    with autocast(spec, CPU):
+        loss = expected(*batch())
+        loss.backward()
+        torch.testing.assert_close(run(stages), loss.detach(), rtol=1e-6, atol=1e-5)
+
+    packed = [
+        [module for module in part.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+        for part in (expected, *stages)
+    ]
+    assert len(packed[0]) == len(packed[1]) + len(packed[2]) and len(packed[0]) == 3 * len(packed[1])
+    for whole, part in zip(packed[0], packed[1] + packed[2], strict=True):
+        assert part.weight.dtype == torch.uint8 and torch.equal(whole.weight, part.weight)
+        absmax = [each.weight.quant_state.absmax for each in (whole, part)]
+        assert torch.equal(*absmax)
+    wanted = {name: p for name, p in expected.model.named_parameters() if p.requires_grad}
+    for stage in stages:
+        for name, parameter in stage.held.items():
+            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_a_stage_holds_and_reads_its_own_layers_only(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama", num_hidden_layers=4)
     (tensors := load_file(folder / "model.safetensors")).pop("model.layers.3.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     spec = spec_of(folder, lora_r=0)
-    stages = [load_stage(spec, Division((1, 2, 1), rank), CPU) for rank in range(2)]  # the missing tensor is not read
+    stages = [load_stage(spec, Division((1, 2, 1), rank), ALONE) for rank in range(2)]  # the missing tensor is not read
     with pytest.raises(UserError, match=r"have no model.layers.3.mlp.up_proj.weight"):
-        load_stage(spec, Division((1, 2, 1), 2), CPU)
+        load_stage(spec, Division((1, 2, 1), 2), ALONE)
     sizes = [sum(p.numel() for p in stage.parameters()) for stage in stages]
     layer = sum(value.numel() for name, value in tensors.items() if ".layers.0." in name)
     assert sizes == [layer + 60 * 32, 2 * layer]
@@ -119,22 +152,37 @@ def test_the_layers_of_a_sharded_model_are_found_by_its_index(tmp_path: Path) ->
     save_file(rest, folder / "b.safetensors")
     places = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(rest, "../b.safetensors")  # the folder alone counts
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    stage = load_stage(spec_of(folder, lora_r=0), Division((1, 1), 1), CPU)
+    stage = load_stage(spec_of(folder, lora_r=0), Division((1, 1), 1), ALONE)
     assert torch.equal(stage.held["model.layers.1.mlp.up_proj.weight"], rest["model.layers.1.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": [1]}', "[" * 100_000])
+def test_a_damaged_index_is_reported(text: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"model.safetensors.index.json of .* is damaged: copy or download the model"):
+        load_stage(spec_of(folder), Division((3,), 0), ALONE)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(UserError, match=r"cannot read model.safetensors of "):
+        load_stage(spec_of(folder), Division((3,), 0), ALONE)
 
 
 def test_models_that_a_pipeline_does_not_support_are_refused(tmp_path: Path) -> None:
     spec = spec_of(saved(tmp_path / "model", "granite"))
     with pytest.raises(UserError, match=r"strategy: pipeline does not support the model type granite"):
-        load_stage(spec, Division((3,), 0), CPU)
+        load_stage(spec, Division((3,), 0), ALONE)
     few = spec_of(saved(tmp_path / "few", "llama", num_hidden_layers=1))
     with pytest.raises(UserError, match=r"pipeline has 2 ranks, but the model has 1 layers"):
-        load_stage(few, Division((1, 0), 0), CPU)
+        load_stage(few, Division((1, 0), 0), ALONE)
     (tmp_path / "few" / "model.safetensors").rename(tmp_path / "few" / "weights.safetensors")
     with pytest.raises(UserError, match=r"has no model.safetensors, which strategy=pipeline needs"):
-        load_stage(few, Division((1,), 0), CPU)
+        load_stage(few, Division((1,), 0), ALONE)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text"])
 def test_the_speed_of_a_layer_is_measured(kind: str, tmp_path: Path) -> None:
-    assert layer_seconds(spec_of(saved(tmp_path / "model", kind)), CPU) > 0
+    began = time.perf_counter()
+    seconds = layer_seconds(spec_of(saved(tmp_path / "model", kind)), CPU)
+    # A process with half of a core by a quota runs at full speed for the first part of every slice of 100 ms.
+    assert seconds > 0 and time.perf_counter() - began >= 0.5

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.__main__ import main
 from trainer.config import RunSpec, make_spec, read_spec
-from trainer.distillation import Divergence, TeacherLogits
+from trainer.distillation.loss import Divergence, TeacherLogits
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import TokenLoss, add_lora, lora_config, loss_positions
@@ -426,7 +426,7 @@ def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
 def test_auto_excludes_strategies_that_the_spec_does_not_allow() -> None:
     fields = {"model": "tiny", "strategy": "auto", "replica_strategy": "fsdp", "quantize": "nf4"}
     found, _ = advice_for(make_spec(fields, "here"), 2, 0.1)
-    assert {"alone", "ddp", "averaging"} <= set(found) and not {"fsdp", "deepspeed", "diloco", "pipeline"} & set(found)
+    assert {"alone", "ddp", "averaging", "pipeline"} <= set(found) and not {"fsdp", "deepspeed", "diloco"} & set(found)
     found, _ = advice_for(make_spec(fields | {"quantize": "none", "deepspeed_offload": "all"}, "here"), 2, 0.1)
     assert {"alone", "ddp", "fsdp", "diloco", "pipeline", "averaging"} <= set(found) and "deepspeed" not in found
 

@@ -1,4 +1,4 @@
-"""What the planner recommends with all alternatives, for hardware and models of which a person knows the answer."""
+"""The recommendations of the planner with all alternatives, for hardware and models with a known answer."""
 
 from __future__ import annotations
 
@@ -111,9 +111,41 @@ def test_13b_lora_on_unlike_gpus() -> None:
         assert plan.layers(spec, shape, setting.layout, setting.rows, cuda=True) == expected
         memory = plan.memory(spec, shape, setting.layout, setting.rows, cuda=True)
         assert plan.fits(spec, shape, setting.layout, setting.rows, memory, cuda=True)
-    small = setting_of(spec, shape, gpus(8, 8, 8), 1000)
+    advice, _ = best("13B", gpus(8, 8, 8), 1000, HALF)
+    assert (advice.strategy, advice.fields["quantize"]) == ("pipeline", "nf4"), "8 GiB hold a third in 4 bits only"
+    small = setting_of(spec, shape, gpus(2, 2, 2), 1000)
     with pytest.raises(UserError, match=r"GiB per process do not fit"):
         recommend(spec, [option for option in plans(spec, small) if option.strategy in ("alone", "pipeline")], small)
+
+
+@pytest.mark.parametrize("fields", [HALF, NF4])
+def test_70b_lora_on_four_24_gb_gpus(fields: dict[str, Any]) -> None:
+    """A pipeline with nf4: 20 layers of 0.41 GiB on every host, where 131 GiB in bfloat16 exceed all GPUs together."""
+    advice, found = best("70B", gpus(24, 24, 24, 24), 1000, fields)
+    assert advice.strategy == "pipeline" and found["pipeline"].fits
+    assert (fields | advice.fields)["quantize"] == "nf4"
+    assert not any(found[name].fits for name in found if name != "pipeline")
+    assert found["pipeline"].share < 0.1
+
+
+def test_7b_full_weights_on_eight_large_gpus() -> None:
+    """Two pipelines of four hosts wait less for the pipeline to fill than one of eight, and add up their gradients."""
+    spec = make_spec({"model": "x", "strategy": "pipeline", "batch_size": 1, "total_batch_size": 16} | HALF, "here")
+    shape, layout = MODELS["7B"], layout_of(gpus(*[48] * 8), "cuda")
+    plan, rows = PipelinePlan(), Rows.full(spec)
+    found = {}
+    for hosts in (0, 4, 3):
+        each = spec.model_copy(update={"pipeline_hosts": hosts})
+        assert plan.runs_on(each, shape, layout) is (hosts != 3)
+        seconds = plan.step_seconds(each, shape, layout, rows, 1.0, 0.0, 0.0)[0]
+        found[hosts] = seconds, len(plan.layers(each, shape, layout, rows, cuda=True))
+    assert (found[0][1], found[4][1]) == (8, 4)
+    # 16 micro-batches on 8 ranks: (16 + 7) / 8; 8 on 4: (8 + 3) / 4. The head is on the last rank.
+    assert found[0][0] == pytest.approx(23 / 8, rel=0.1) and found[4][0] == pytest.approx(11 / 4, rel=0.1)
+    own = plan.comm_bytes(spec, shape, layout, gloo=False)
+    both = plan.comm_bytes(spec.model_copy(update={"pipeline_hosts": 4}), shape, layout, gloo=False)
+    # Half of the micro-batches cross a link, and two hosts exchange the gradients of a quarter of the adapters.
+    assert both == pytest.approx(own / 2 + shape.trained(spec) * 4 / 4, rel=1e-3)
 
 
 def test_1b_lora_on_laptops_over_wi_fi() -> None:
@@ -135,7 +167,7 @@ def test_1b_full_weights_on_laptops_over_wi_fi() -> None:
     advice, found = best("1B", laptops(3, 64), 50, {"lora_r": 0})
     assert found["diloco"].tokens_per_second > 2.5 * found["ddp"].tokens_per_second
     assert advice.strategy == "pipeline"
-    # At 5 Mbit/s, hidden states travel too long as well.
+    # At 5 Mbit/s, the transfer of hidden states also takes too long.
     advice, found = best("1B", laptops(3, 64), 5, {"lora_r": 0})
     assert advice.strategy == "diloco" and advice.fields["local_steps"] >= 50
     assert any("another result" in cost for cost in advice.costs)
@@ -254,9 +286,10 @@ def test_every_variant_is_a_valid_spec(strategy: str, lora: int) -> None:
 
 def test_alternatives_that_the_spec_refuses_are_not_tried() -> None:
     _, found = best("7B", gpus(16, 16, 16), 1000, HALF | {"quantize": "nf4"})
-    assert {"alone", "ddp", "diloco", "averaging"} <= set(found) and not {"fsdp", "deepspeed", "pipeline"} & set(found)
+    whole = ("alone", "ddp", "diloco", "averaging")
+    assert {*whole, "pipeline"} <= set(found) and not {"fsdp", "deepspeed"} & set(found)
     for option in best("7B", gpus(16, 16, 16), 1000, HALF)[1].values():
-        assert "quantize" not in option.fields or option.strategy in ("alone", "ddp", "diloco", "averaging")
+        assert "quantize" not in option.fields or option.strategy in (*whole, "pipeline")
 
 
 def test_all_alternatives_on_16_hosts_take_less_than_a_second() -> None:

@@ -1,4 +1,5 @@
-"""How a rank uses a teacher on another host: answers arrive ahead, a lost connection returns, a lost teacher is named."""
+"""A rank with a teacher on another host: answers arrive in advance, the rank reopens a lost connection, and names a
+lost teacher."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import teacher_client
 from trainer.config import make_spec
 from trainer.data.packing import IGNORED
+from trainer.distillation import teacher_client
+from trainer.distillation.teacher_client import RemoteTeacher, TeacherLostError
+from trainer.distillation.teacher_protocol import Answer, Properties, Question, vocabulary_digest
+from trainer.distillation.teacher_server import TeacherServer
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
 from trainer.errors import UserError
 from trainer.strategy import Batch
-from trainer.teacher_client import RemoteTeacher, TeacherLostError
-from trainer.teacher_protocol import Answer, Properties, Question, vocabulary_digest
-from trainer.teacher_server import TeacherServer
 
 FIELDS = {"teacher": "t", "teacher_host": "node3", "teacher_top_k": 2, "distill_alpha": 1, "seq_length": 16}
 SPEC = make_spec(FIELDS | {"batch_size": 2}, "test")
@@ -88,7 +89,7 @@ def remote(waiting: Any = lambda note: None) -> RemoteTeacher:
 
 
 def check(found: Any, shift: int = 0) -> None:
-    """The answer for a token with loss is at its place, and belongs to the token before it."""
+    """The answer for a token with loss is at the position of that token, and belongs to the previous token."""
     top = found.result()
     taught = (top.values[..., 0] > -torch.inf).nonzero().tolist()
     assert taught == [[0, 4], [0, 5], [0, 6], [1, 11]]
@@ -130,7 +131,7 @@ def test_a_batch_without_loss_asks_nothing(answering: Answering) -> None:
 
 
 def test_a_rank_waits_while_the_teacher_loads(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.teacher_server.KEEPALIVE", 0.02)
+    monkeypatch.setattr("trainer.distillation.teacher_server.KEEPALIVE", 0.02)
     notes: list[str] = []
 
     def waiting(note: str) -> None:

@@ -1,4 +1,4 @@
-"""The messages between ranks and a teacher on another host: what is malformed is refused, and nobody comes in without the token."""
+"""The messages between ranks and a teacher on another host: malformed messages and peers without the token are refused."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import teacher_protocol
 from trainer.config import make_spec
-from trainer.teacher_protocol import (
+from trainer.distillation import teacher_protocol
+from trainer.distillation.teacher_protocol import (
     MAGIC,
     Answer,
     Kind,
@@ -29,7 +29,7 @@ from trainer.teacher_protocol import (
     receive,
     send,
 )
-from trainer.teacher_server import TeacherServer
+from trainer.distillation.teacher_server import TeacherServer
 
 LIMITS = {"tokens": 64, "length": 16, "vocabulary": 100}
 QUESTION = Question(

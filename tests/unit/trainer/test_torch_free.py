@@ -1,4 +1,4 @@
-"""What the controller imports works without torch: config, registry, planner, data reading and supervision."""
+"""The controller's imports work without torch: config, registry, planner, data reading and supervision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks send each other: two real ranks over gloo, in processes of this machine."""
+"""Messages between ranks: two real ranks over gloo, in processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 "use strict";
 // Live regions, curves and logs. Text from hosts reaches the page as escaped HTML of the server or as textContent.
 
-// The palette of Okabe and Ito, in the order of the best contrast.
+// The palette of Okabe and Ito, in the order of the best contrast on a light and on a dark page.
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+const DARK_COLOURS = ["#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00"];
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
+const LINES = ["solid", "dashed", "dotted", "double"];
 const LOG_LINES = 5000; // that the page keeps
 const RANKS = 16; // curves of step times
 const state = document.getElementById("live-state");
@@ -14,17 +16,20 @@ function replaceRegion(id, html) {
   holder.innerHTML = html.trim();
   const fresh = holder.content.firstElementChild;
   if (!old) return fresh;
-  const open = [...old.querySelectorAll("details")].map((item) => item.open);
-  fresh.querySelectorAll("details").forEach((item, place) => { item.open = open[place] || false; });
+  if (old.isEqualNode(fresh)) return old; // such as the first message of a page: the server has just rendered it
+  const keyed = (parent) => [...parent.querySelectorAll("details")].map((item, place) => [item.dataset.key || place, item]);
+  const open = new Map(keyed(old).map(([key, item]) => [key, item.open]));
+  for (const [key, item] of keyed(fresh)) item.open = open.get(key) ?? item.open;
   const selector = "a, button, input, summary, [tabindex]";
   const focused = [...old.querySelectorAll(selector)].indexOf(document.activeElement);
-  const scrolled = [old.scrollLeft, old.scrollTop];
+  // A row does not scroll, and a query of its position would make the browser lay out the page for each of many rows.
+  const scrolled = old.tagName === "TR" ? null : [old.scrollLeft, old.scrollTop];
   for (const field of old.querySelectorAll("input[id]")) {
     const next = fresh.querySelector(`#${CSS.escape(field.id)}`);
     if (next) next.value = field.value;
   }
   old.replaceWith(fresh);
-  [fresh.scrollLeft, fresh.scrollTop] = scrolled;
+  if (scrolled) [fresh.scrollLeft, fresh.scrollTop] = scrolled;
   showNewest(fresh);
   if (focused >= 0) fresh.querySelectorAll(selector)[focused]?.focus({ preventScroll: true });
   return fresh;
@@ -52,23 +57,28 @@ function showRegions(message) {
         else if (place === element) { place = next; continue; }
         element = fresh;
       }
-      if (element === place) place = place.nextElementSibling;
+      if (element && element === place) place = place.nextElementSibling;
       else if (element) parent.insertBefore(element, place);
     }
   }
+  hideEmptyTables();
+}
+
+function hideEmptyTables() {
+  for (const box of document.querySelectorAll("main > .scroll")) box.hidden = !box.querySelector("tbody > tr");
 }
 
 let source = null;
 
-// Connects to the server, or anew with another log: a browser permits few connections, so a page has one.
+// Connects to the server, or reconnects with another log: a browser permits few connections, so a page has one.
 function connect(log = {}) {
   source?.close();
   const query = new URLSearchParams(log).toString();
   source = new EventSource(document.body.dataset.live + (query ? `&${query}` : ""));
   const opened = source;
-  source.addEventListener("open", () => { state.textContent = "live"; state.className = ""; logs?.begin(); });
+  source.addEventListener("open", () => { state.textContent = "live"; state.className = "on"; logs?.begin(); });
   source.addEventListener("error", () => {
-    // The browser connects again by itself, unless the server has refused.
+    // The browser reconnects automatically, unless the server has refused.
     const refused = opened.readyState === EventSource.CLOSED;
     state.textContent = refused ? "no longer logged in: reload the page" : "the dashboard does not answer: is it still running?";
     state.className = "off";
@@ -79,6 +89,11 @@ function connect(log = {}) {
 }
 
 function style(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+
+function colour(place) {
+  const colours = matchMedia("(prefers-color-scheme: dark)").matches ? DARK_COLOURS : COLOURS;
+  return colours[place % colours.length];
+}
 
 function shown(value) {
   if (value === null || value === undefined) return "–";
@@ -112,27 +127,29 @@ class Charts {
     this.draw(false);
   }
 
-  // Returns [label, steps, values, unit] of every curve of a chart.
+  // Returns { label, steps, values, colour, dash, points } of every curve of a chart. Runs that are compared have a colour
+  // each; ranks are those of the first run only.
   curves(chart) {
-    const found = [];
-    for (const name of this.names) {
-      const series = this.runs.get(name);
-      if (!series || !series.columns.step.length) continue;
-      const steps = series.columns.step;
-      const prefix = this.names.length > 1 ? `${name} ` : "";
-      if (chart === "step_seconds" || chart === "comm_share") {
+    const found = [], compared = this.names.length > 1, byRank = chart === "step_seconds" || chart === "comm_share";
+    this.names.forEach((name, number) => {
+      const series = this.runs.get(name), column = series?.columns[chart];
+      if (!series || !series.columns.step.length || (byRank && found.length)) return;
+      const steps = series.columns.step, dashed = compared ? 1 : 0;
+      if (byRank) {
         const factor = chart === "comm_share" ? 100 : 1;
-        const ranks = Math.min(RANKS, Math.max(0, ...series.columns[chart].map((one) => one ? one.length : 0)));
-        if (ranks < 1) continue;
-        for (let rank = 0; rank < ranks; rank++)
-          found.push([`${prefix}rank ${rank}`, steps, series.columns[chart].map((one) => one?.[rank] === undefined ? null : one[rank] * factor)]);
-      } else {
-        if (series.columns[chart].some((value) => value !== null))
-          found.push([`${prefix}${chart === "loss" ? "training" : chart.replaceAll("_", " ")}`, steps, series.columns[chart]]);
-        if (chart === "loss" && series.evals.length)
-          found.push([`${prefix}held out`, series.evals.map((one) => one[0]), series.evals.map((one) => one[1]), true]);
+        const ranks = Math.min(RANKS, Math.max(0, ...column.map((one) => one ? one.length : 0)));
+        for (let rank = 0; rank < ranks; rank++) {
+          const values = column.map((one) => one?.[rank] === undefined ? null : one[rank] * factor);
+          found.push({ label: `rank ${rank}`, steps, values, colour: rank, dash: Math.floor(rank / COLOURS.length) });
+        }
+        return;
       }
-    }
+      const prefix = compared ? `${name} ` : "";
+      if (column.some((value) => value !== null))
+        found.push({ label: prefix + (chart === "loss" ? "training" : ""), steps, values: column, colour: number, dash: 0 });
+      if (chart === "loss" && series.evals.length)
+        found.push({ label: `${prefix}held out`, steps: series.evals.map((one) => one[0]), values: series.evals.map((one) => one[1]), colour: compared ? number : 1, dash: dashed, points: true });
+    });
     return found;
   }
 
@@ -143,32 +160,53 @@ class Charts {
       figure.hidden = !curves.length;
       if (!curves.length) continue;
       any = true;
+      // The unit of the values; that of the axis is in the title.
       const unit = { step_seconds: " s", comm_share: " %", tokens_per_second: " tokens/s" }[figure.dataset.chart] || "";
-      figure.querySelector(".latest").textContent = curves.slice(0, 6)
-        .map(([label, , values]) => `${curves.length > 1 ? label + " " : ""}${shown(values.at(-1))}${unit}`).join(" · ");
-      const data = uPlot.join(curves.map(([, steps, values]) => [steps, values]));
-      const key = curves.map(([label]) => label).join("\n");
+      const data = uPlot.join(curves.map(({ steps, values }) => [steps, values]));
+      const key = curves.map(({ label }) => label).join("\n");
       const plot = this.plots.get(figure);
       if (plot && plot.key === key && !again) plot.chart.setData(data);
       else {
         plot?.chart.destroy();
-        this.plots.set(figure, { key, chart: this.plot(figure, curves, data, unit) });
+        this.plots.set(figure, { key, chart: this.plot(figure, curves, data) });
       }
+      Object.assign(this.plots.get(figure), { curves, unit });
+      this.describe(figure);
     }
     document.getElementById("charts-empty").hidden = any;
   }
 
-  plot(figure, curves, data, unit) {
+  // Writes the values under the pointer above a chart, or the newest ones.
+  describe(figure) {
+    const { chart, curves, unit } = this.plots.get(figure) || {};
+    if (!curves) return;
+    const place = chart.cursor.idx, caption = figure.querySelector(".latest");
+    caption.replaceChildren(place == null ? "" : `step ${shown(chart.data[0][place])}: `);
+    curves.forEach(({ label, colour: tone, dash }, number) => {
+      const values = chart.data[number + 1];
+      let at = place ?? values.length - 1;
+      while (at > 0 && values[at] == null) at--;
+      const entry = document.createElement("span"), line = document.createElement("span");
+      line.className = "line";
+      line.style.borderTopColor = colour(tone);
+      line.style.borderTopStyle = LINES[dash % LINES.length];
+      const several = curves.length > 1;
+      entry.append(several ? line : "", `${several ? `${label.trim()} ` : ""}${shown(values[at])}${unit}`);
+      caption.append(entry);
+    });
+  }
+
+  plot(figure, curves, data) {
     const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
-    const series = curves.map(([label, , , points], place) => ({
-      label, width: 2, spanGaps: true, stroke: COLOURS[place % COLOURS.length], dash: DASHES[Math.floor(place / COLOURS.length) % DASHES.length],
-      points: { show: Boolean(points), size: 7 }, value: (_, value) => shown(value) + unit,
+    const series = curves.map(({ label, colour: tone, dash, points }) => ({
+      label, width: 2, spanGaps: true, stroke: colour(tone), dash: DASHES[dash % DASHES.length],
+      points: { show: Boolean(points), size: 7 },
     }));
     const target = figure.querySelector(".plot");
     return new uPlot({
-      width: Math.max(200, target.clientWidth), height: figure.classList.contains("wide") ? 260 : 180,
-      scales: { x: { time: false } }, legend: { show: curves.length > 1 },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map((one) => Number.isInteger(one) ? String(one) : "") }, { ...axis, size: 62, values: (_, ticks) => ticks.map(shown) }],
+      width: Math.max(200, target.clientWidth), height: figure.classList.contains("wide") ? 280 : 200,
+      scales: { x: { time: false } }, legend: { show: false }, hooks: { setCursor: [() => this.describe(figure)] },
+      axes: [{ ...axis, label: "step", size: 26, labelSize: 18, labelFont: "12px system-ui, sans-serif", values: (_, ticks) => ticks.map((one) => Number.isInteger(one) ? one.toLocaleString("en") : "") }, { ...axis, size: 62, values: (_, ticks) => ticks.map(shown) }],
       series: [{ label: "step" }, ...series],
     }, data, target);
   }
@@ -194,7 +232,7 @@ class Logs {
     this.search.addEventListener("input", () => { if (!this.search.value) this.show(); });
   }
 
-  // What to ask the server for: the log that is chosen, live.
+  // The live request to the server: the selected log.
   get wanted() {
     const { host, file } = this.select.selectedOptions[0].dataset;
     return file ? { log: "1", host, file } : { log: "1" };
@@ -264,5 +302,6 @@ const charts = section ? new Charts(section) : null;
 const form = document.querySelector("form.logs");
 const logs = form ? new Logs(form) : null;
 showNewest(document);
+hideEmptyTables();
 connect(logs ? logs.wanted : {});
 window.addEventListener("pagehide", () => source.close());

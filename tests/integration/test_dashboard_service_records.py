@@ -1,0 +1,238 @@
+"""The service of the dashboard and the controller: starts and progress that the controller sends, with real runs of two hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dashboard_site import start_training
+from run_hosts import TOP, Bed, until
+
+from trainyard.connection import Host, HostConnection, Login, RemoteError
+from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.progress_watch import ProgressWatch
+from trainyard.dashboard.project import Project
+from trainyard.dashboard.queue_watch import QueueWatch
+from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.views import Action, Pages
+from trainyard.openssh import LocalTransport
+from trainyard.progress_record import SUFFIX, ProgressRecord
+from trainyard.remote.run_queries import QUERIES
+from trainyard.replies import checked_reply, untrusted_json
+from trainyard.run.options import LaunchOptions
+from trainyard.run.runs import stop_run
+from trainyard.service_records import WAIT, ServiceRecords
+
+pytestmark = pytest.mark.slow
+RUN = f"service-{os.getpid()}"
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    found = Bed(tmp_path_factory.mktemp("service"))
+    yield found
+    found.clean()
+    (TOP / f".trainyard/starts/{RUN}.json").unlink(missing_ok=True)
+
+
+def hosts(bed: Bed) -> list[Host]:
+    login = Login("", "", 0)
+    return [
+        Host(f"node{i}", "127.0.0.1", str(bed.folder / f"node{i}"), sys.executable, backend="process", login=login)
+        for i in (1, 2)
+    ]
+
+
+def connect(host: Host) -> HostConnection:
+    return HostConnection(host, LocalTransport())
+
+
+def folder(bed: Bed) -> Path:
+    """Return the folder of the service on node1, as the role creates it."""
+    found = bed.folder / "node1/dashboard"
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (found / "config.json").touch()
+    return found
+
+
+def start_again(bed: Bed, run: str, known: list[Host] | None = None) -> Action:
+    """Start a run again as the service does; return the action."""
+
+    async def act() -> Action:
+        cluster = Cluster(known or hosts(bed))
+        pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
+        project = Project(folder(bed), is_service=True)
+        actions = Actions(known or hosts(bed), connect, LaunchOptions(), pages, project)
+        assert actions.start(run)
+        await asyncio.gather(*actions._tasks)
+        return pages.actions[run]
+
+    return asyncio.run(act())
+
+
+def test_a_run_of_the_controller_is_started_again_without_its_files(bed: Bed) -> None:
+    there = folder(bed)
+    variables: dict[str, Any] = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+    variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
+    variables |= {"dashboard_state": "present", "cluster_managed": False, "cluster_env": {"SECRET": "of the inventory"}}
+    names = {f"node{i}": {"cluster_data_dir": str(bed.folder / f"node{i}")} for i in (1, 2)}
+    inventory = bed.folder / "inventory.yml"
+    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": names, "vars": variables}}))
+    data = bed.folder / "controller/data.jsonl"
+    data.parent.mkdir()
+    data.touch(0o600)
+    more = ["--checkpoint-interval=5", "-e", json.dumps({"run_env": {"TOKEN": "of the start"}})]
+    more.append(f"--collect-to={bed.folder / 'copies'}")
+    training = start_training(bed, inventory, str(data), RUN, STEPS, *more)
+    try:
+        step = lambda: bed.state(0, RUN).get("step") or 0  # noqa: E731
+        until(lambda: step() > 5 or training.poll() is not None, 300, "the first steps")
+        record = there / f".trainyard/received/starts/{RUN}.json"
+        assert record.stat().st_mode & 0o777 == 0o600 and record.parent.stat().st_mode & 0o777 == 0o700
+        kept = json.loads(record.read_text())
+        assert [file["src"] for file in kept["files"]] == ["", ""] and "collect_to" not in kept["launch"]
+        stop_run(RUN, hosts(bed), lambda name: connect(hosts(bed)[int(name[-1]) - 1]), LaunchOptions())
+        assert training.wait(120) == 0, (bed.folder / "train.log").read_text()
+    finally:
+        training.kill()
+        training.wait(20)
+    assert "warning" not in (bed.folder / "train.log").read_text() and 5 < step() < STEPS
+    # The service has none of the controller's files, and a host has lost its copy of the dataset.
+    shutil.rmtree(data.parent)
+    stored = next((bed.folder / "node2/store/datasets").glob("*.jsonl"))
+    stored.unlink()
+
+    ended = start_again(bed, RUN)
+    assert ended.state == "done", (ended.error, ended.lines)
+    assert step() == STEPS and any(f"run {RUN}" in line or RUN in line for line in ended.lines)
+    ranks = "".join((bed.run_dir(i, RUN) / f"logs/rank{i}.log").read_text() for i in (0, 1))
+    assert "resuming from step" in ranks and not (bed.folder / "copies").exists()
+    assert stored.is_file() and stored.stat().st_mode & 0o777 == 0o600
+    for i in (0, 1):
+        environment = (bed.run_dir(i, RUN) / "env").read_text()
+        assert "of the inventory" in environment and "of the start" in environment
+
+
+def test_a_start_that_is_not_known_or_not_valid_is_refused_in_one_line(bed: Bed) -> None:
+    assert "has no record of its start: start it on the controller" in start_again(bed, "unknown").error
+    record = folder(bed) / f".trainyard/received/starts/{RUN}.json"
+    good = json.loads(record.read_text())
+    [place] = [place for place, file in enumerate(good["files"]) if file["kind"] == "dataset"]
+    assert "was started on node2, which the service does not know" in start_again(bed, RUN, hosts(bed)[:1]).error
+
+    def refused(change: Any) -> str:
+        bad = json.loads(json.dumps(good))
+        change(bad)
+        record.write_text(json.dumps(bad))
+        action = start_again(bed, RUN)
+        assert action.state == "failed" and "\n" not in action.error and not action.lines
+        assert "the record of its start is not valid" in action.error, action.error
+        return action.error
+
+    for path in ("/etc/passwd", "store/../../x", "store/a/../../../x", "runs/r/x"):
+        assert "dest" in refused(lambda bad, path=path: bad["files"][place].update(dest=path))
+    assert "src" in refused(lambda bad: bad["files"][place].update(src="/etc/shadow"))
+    assert "sha256" in refused(lambda bad: bad["files"][place].update(sha256={"../x": "0" * 64}))
+    assert "sha256" in refused(lambda bad: bad["files"][place].update(sha256={"": "0"}))
+    assert "kind" in refused(lambda bad: bad["files"][place].update(kind="trainer"))
+    assert "collect_to" in refused(lambda bad: bad["launch"].update(collect_to="/tmp/x"))
+    assert "unknown launch option" in refused(lambda bad: bad["launch"].update(evil=1))
+    assert "another run" in refused(lambda bad: bad["spec"].update(run="other"))
+    assert "another run" in refused(lambda bad: bad.update(env={}))
+    refused(lambda bad: bad["spec"].update(strategy="evil"))
+    refused(lambda bad: bad.update(more=1))
+    record.write_text("[" * 5000)
+    assert "not valid" in start_again(bed, RUN).error
+    record.write_text(json.dumps(good))
+
+
+class QueueHost:
+    """The sampler of the queue host, without a connection."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs, self.answers = runs, True
+
+    async def ask(self, query: str, **request: Any) -> dict[str, Any]:
+        if not self.answers:
+            raise RemoteError("node1 does not answer")
+        return checked_reply(f"query {query}", untrusted_json(json.dumps(QUERIES[query](self.runs, request))))
+
+
+def test_the_service_shows_the_progress_that_a_controller_sends(bed: Bed, tmp_path: Path) -> None:
+    work, lines = tmp_path / ".trainyard", list[str]()
+    there = folder(bed)
+    records = ServiceRecords("node1", lambda name: connect(hosts(bed)[0]), lines.append)
+    project = Project(there, is_service=True)
+    queue = QueueHost(there.parent / "runs")
+    watch = ProgressWatch(Cluster(hosts(bed)), project, queue)
+
+    def shown() -> list[dict[str, Any]]:
+        asyncio.run(watch.update())
+        return watch.deployments
+
+    about = {"run": "r", "name": "<script>", "hosts": {"node1": {"state": "waiting"}}}
+    with records.following(work), ProgressRecord(work / f"deploy/a{SUFFIX}", "deploy", **about) as record:
+        assert until(shown, 10, "the record")[0]["state"] == "running"
+        record.update_part("hosts", "node1", state="deployed")
+        until(lambda: shown()[0]["hosts"]["node1"]["state"] == "deployed", 10, "its change")
+    assert shown()[0]["state"] == "done" and lines == []
+    [file] = (there / ".trainyard/received/deploy").iterdir()
+    # The controller was killed: it no longer writes the record.
+    file.write_text(file.read_text().replace('"done"', '"running"'))
+    assert shown()[0]["state"] == "running"
+    long_ago = time.time() - 100
+    os.utime(file, (long_ago, long_ago))
+    assert shown()[0]["state"] == "interrupted"
+    # The queue on the same host has records of its own.
+    ProgressRecord(there.parent / f"queue/run-1/deploy/b{SUFFIX}", "deploy", **about, error="").update(state="done")
+    assert [one["state"] for one in shown()] == ["done", "interrupted"]
+    (there.parent / f"queue/run-1/deploy/c{SUFFIX}").write_text('{"kind": "deploy", "state": "running", "hosts": 7}')
+    assert len(shown()) == 2, "a record that is not valid is left out"
+    left = {"kind": "deploy", "state": "running", "error": "", "began": 1.0, "updated": 2.0, "pid": 0, **about}
+    (there.parent / f"queue/run-1/deploy/c{SUFFIX}").write_text(json.dumps(left))
+    assert [one["state"] for one in shown()] == ["done", "interrupted", "interrupted"]
+    queue.answers = False
+    assert len(shown()) == 3, "the last answer is kept"
+
+
+def test_a_service_that_does_not_answer_does_not_delay_a_start(bed: Bed) -> None:
+    lines, told = list[str](), threading.Event()
+
+    class Hanging(HostConnection):
+        def call(self, verb: str, request: dict[str, Any], *, python: str = "") -> dict[str, Any]:
+            told.wait(20)
+            raise RemoteError("node1 is off")
+
+    records = ServiceRecords("node1", lambda name: Hanging(hosts(bed)[0], LocalTransport()), lines.append)
+    began = time.monotonic()
+    records.keep("starts/r.json", "{}")
+    assert WAIT <= time.monotonic() - began < WAIT + 2 and "no answer within 3 s" in lines[0]
+    records.keep("starts/r.json", "{}")
+    assert time.monotonic() - began < WAIT + 2 and len(lines) == 1
+    told.set()
+
+
+def test_a_host_without_the_service_keeps_nothing_and_only_known_names_are_kept(bed: Bed, tmp_path: Path) -> None:
+    lines = list[str]()
+    other = hosts(bed)[1]
+    records = ServiceRecords("node2", lambda name: connect(other), lines.append)
+    records.keep("starts/r.json", "{}")
+    records.keep("starts/r.json", "{}")
+    assert lines == [
+        "warning: the service of the dashboard on node2 does not get a record: it is not installed: run site.yml"
+    ]
+    assert not Path(other.data_dir, "dashboard").exists()
+    for name in ("../x.json", "starts/../../x.json", "starts/r", "deploy/r.json", "other/r.json", "/etc/x.json"):
+        with pytest.raises(Exception, match="is not the name of a record"):
+            connect(hosts(bed)[0]).call("keep_record", {"folder": str(folder(bed)), "name": name, "content": ""})

@@ -1,0 +1,378 @@
+"""A run that fails is restarted from its standby process; without a restart, no process remains."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_hosts import FAKE_RANK, Bed, bed, free_port, parent_of, until
+
+from trainer.supervise.files import SupervisorError, is_alive
+from trainer.supervise.processes import RUN_VARIABLE, descendants, environ, held_gpus, is_running, waiting_processes
+from trainer.supervise.stop import stop
+from trainer.supervise.waiting import REQUEST, STATE, take_request
+from trainyard.connection import Host, HostConnection
+from trainyard.openssh import LocalTransport
+from trainyard.run.options import LaunchOptions
+from trainyard.run.runs import manage_runs
+from trainyard.run.trainer_archive import zip_packages
+
+__all__ = ["bed"]
+
+WAIT = 30.0
+LAUNCHER = [sys.executable, "-m", "trainer.distributed.torchrun"]
+
+
+def ask(bed: Bed, verb: str, **request: Any) -> dict[str, Any]:
+    run_dir = bed.run_dir(0)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "trainer.supervise", verb],
+        env={**os.environ, "PYTHONPATH": f"{run_dir}/trainer.zip"},
+        input=json.dumps({"run_dir": str(run_dir)} | request),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+
+
+def prepare(bed: Bed, environment: str = "") -> None:
+    """Create a run folder whose trainer has a standby process without torch."""
+    bed.make_run(1, environment=f"FAKE_RANK={FAKE_RANK}\n{environment}")
+    with zipfile.ZipFile(bed.run_dir(0) / "trainer.zip", "a") as archive:
+        archive.writestr("trainer/distributed/__init__.py", "")
+        for name in ("standby", "torchrun"):
+            archive.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
+
+
+def start(bed: Bed, steps: int = 1000, standby: float = WAIT, **more: Any) -> dict[str, Any]:
+    return ask(bed, "start", command=[*LAUNCHER, str(steps), "0.02"], backend="process", standby=standby, **more)
+
+
+def log(bed: Bed) -> str:
+    return (bed.run_dir(0) / "logs/torchrun.0.log").read_text()
+
+
+def waiting(bed: Bed) -> list[int]:
+    return waiting_processes(bed.run_dir(0))
+
+
+def fail(bed: Bed) -> tuple[int, int]:
+    """Kill the rank; return the pids of the supervisor and of the standby process that then wait."""
+    os.kill(bed.at_step(0, 1)["pid"], signal.SIGKILL)
+    supervisor, standby = until(lambda: waiting(bed), 10, what="the wait for the next start")
+    return supervisor, standby
+
+
+def test_a_restart_forks_from_the_standby_process(bed: Bed) -> None:
+    prepare(bed)
+    first = start(bed)
+    supervisor, standby = fail(bed)
+    status = ask(bed, "status")
+    assert (status["status"], status["alive"], status["node"]["attempt"]) == ("failed", False, 1)
+    assert status["waits"] and ask(bed, "list", data_dir=str(bed.run_dir(0).parents[1]))["runs"][0]["waits"]
+    assert status["node"]["failures"][0]["signal"] == "SIGKILL"
+    assert bed.live_processes() and set(bed.live_processes()) == {supervisor, standby}
+    second = start(bed)
+    assert (first["pid"], second["pid"]) == (supervisor, supervisor)
+    rank = bed.at_step(0, 1)["pid"]
+    assert parent_of(parent_of(rank)) == supervisor and bed.node(0)["attempt"] == 2
+    assert standby in descendants(supervisor) and log(bed).count("imported") == 1
+    assert is_alive(bed.run_dir(0)) and not (bed.run_dir(0) / STATE).exists()
+    assert ask(bed, "stop", now=True)["status"] == "stopped"
+    assert not bed.live_processes(), "a stop ends the standby process, too"
+
+
+def test_a_run_that_ends_leaves_no_standby_process(bed: Bed) -> None:
+    prepare(bed)
+    start(bed, steps=2)
+    until(lambda: bed.node(0).get("ended"), what="the end")
+    until(lambda: not bed.live_processes(), 5, what="the end of all processes")
+    assert bed.node(0)["status"] == "finished"
+
+
+def test_a_wait_ends_by_itself_or_by_a_stop(bed: Bed) -> None:
+    prepare(bed)
+    start(bed, standby=0.5)
+    os.kill(bed.at_step(0, 1)["pid"], signal.SIGKILL)
+    until(lambda: not bed.live_processes(), 10, what="the end of the wait")
+    assert bed.node(0)["status"] == "failed"
+    start(bed)
+    fail(bed)
+    assert ask(bed, "stop", only_standby=True)["status"] == "failed"
+    assert not bed.live_processes()
+    start(bed)
+    fail(bed)
+    assert ask(bed, "stop") == {"status": "failed", "killed": 0}
+    assert not bed.live_processes() and not (bed.run_dir(0) / STATE).exists()
+
+
+@pytest.mark.parametrize("how", [{"now": True, "keep": True}, {"keep": True, "grace": 5}])
+def test_a_stop_before_a_restart_keeps_the_standby_process(bed: Bed, how: dict[str, Any]) -> None:
+    prepare(bed)
+    pid = start(bed)["pid"]
+    bed.at_step(0, 1)
+    assert ask(bed, "stop", **how)["status"] == "stopped"
+    assert waiting(bed)[0] == pid and len(bed.live_processes()) == 2
+    assert bed.state(0)["status"] == ("training" if how.get("now") else "stopped")
+    assert start(bed)["pid"] == pid
+    bed.at_step(0, 1)
+
+
+def test_only_standby_leaves_a_run_alone(bed: Bed) -> None:
+    prepare(bed)
+    start(bed)
+    bed.at_step(0, 1)
+    assert ask(bed, "stop", only_standby=True)["status"] == "running"
+    bed.at_step(0, bed.state(0)["step"] + 1)
+
+
+def test_stopping_all_runs_ends_what_waits(bed: Bed) -> None:
+    prepare(bed)
+    start(bed, hosts=["node1"])
+    fail(bed)
+    host = Host("node1", "127.0.0.1", str(bed.run_dir(0).parents[1]), sys.executable, backend="process")
+    lines: list[str] = []
+    stopped = manage_runs(
+        "stopped",
+        "",
+        [host],
+        lambda host: HostConnection(host, LocalTransport()),
+        LaunchOptions(),
+        lines.append,
+        every=True,
+    )
+    assert stopped["changed"] and lines == ["run r: node1 failed"] and not bed.live_processes()
+    assert bed.node(0)["status"] == "failed"
+
+
+def test_after_a_user_stopped_the_run_or_made_a_mistake_nothing_waits(bed: Bed) -> None:
+    prepare(bed, "FAKE=0:2:plain\n")
+    start(bed)
+    until(lambda: not bed.live_processes() and bed.node(0).get("ended"), 10, what="the end")
+    assert bed.node(0)["status"] == "failed"
+
+
+@pytest.mark.parametrize("victim", ["waiting", "running"])
+def test_without_its_standby_process_a_run_starts_again_with_imports(bed: Bed, victim: str) -> None:
+    prepare(bed)
+    first = start(bed)["pid"]
+    bed.at_step(0, 1)
+    if victim == "waiting":
+        os.kill(fail(bed)[1], signal.SIGKILL)
+        until(lambda: not bed.live_processes(), 5, what="the end of the supervisor")
+    else:
+        (standby,) = [pid for pid in descendants(first) if parent_of(pid) == first and not descendants(pid)]
+        os.kill(standby, signal.SIGKILL)
+        step = bed.state(0)["step"]
+        bed.at_step(0, step + 2)
+        os.kill(bed.state(0)["pid"], signal.SIGKILL)
+        until(lambda: not bed.live_processes(), 5, what="the end of the supervisor")
+    second = start(bed)["pid"]
+    bed.at_step(0, 1)
+    assert second != first and log(bed).count("imported") == 2
+
+
+def test_a_supervisor_that_is_killed_takes_its_standby_process_with_it(bed: Bed) -> None:
+    prepare(bed)
+    start(bed)
+    supervisor, _ = fail(bed)
+    os.kill(supervisor, signal.SIGKILL)
+    until(lambda: not bed.live_processes(), 5, what="the end of the standby process")
+    assert "pid" in start(bed)
+    bed.at_step(0, 1)
+
+
+def test_another_environment_is_not_served(bed: Bed) -> None:
+    prepare(bed, "OMP_NUM_THREADS=1\nTRAINYARD_PEERS=10.0.0.1\n")
+    pid = start(bed)["pid"]
+    fail(bed)
+    bed.write_env(0, f"FAKE_RANK={FAKE_RANK}\nOMP_NUM_THREADS=1\nTRAINYARD_PEERS=10.0.0.2\n")
+    assert start(bed)["pid"] == pid
+    rank = bed.at_step(0, 1)["pid"]
+    assert environ(rank)["TRAINYARD_PEERS"] == "10.0.0.2" and "not used" not in log(bed)
+    fail(bed)
+    bed.write_env(0, f"FAKE_RANK={FAKE_RANK}\nOMP_NUM_THREADS=2\nSECRET=abc\n")
+    start(bed)
+    bed.at_step(0, 1)
+    assert environ(bed.state(0)["pid"])["OMP_NUM_THREADS"] == "2"
+    assert re.findall("supervise: the standby process is not used: (.*)", log(bed)) == [
+        "the variable OMP_NUM_THREADS changed"
+    ]
+    assert log(bed).count("imported") == 2
+
+
+def test_another_trainer_or_unit_is_not_served(bed: Bed) -> None:
+    prepare(bed)
+    pid = start(bed)["pid"]
+    fail(bed)
+    with zipfile.ZipFile(bed.run_dir(0) / "trainer.zip", "a") as archive:
+        archive.writestr("trainer/new.py", "")
+    second = start(bed)["pid"]
+    assert second != pid and not is_running(pid)
+    fail(bed)
+    third = start(bed, standby=0)["pid"]
+    bed.at_step(0, 1)
+    assert third != second and not is_running(second) and log(bed).count("imported") == 2
+
+
+def test_a_refusal_starts_torchrun_without_the_standby_process(bed: Bed) -> None:
+    prepare(bed, "REFUSE=1\n")
+    start(bed, steps=3)
+    until(lambda: bed.node(0).get("ended"), 10, what="the end")
+    assert "the standby process is not used: a test" in log(bed) and bed.node(0)["status"] == "finished"
+
+
+def test_torchrun_starts_itself_if_the_standby_process_cannot_import(bed: Bed) -> None:
+    prepare(bed, "FAKE_STANDBY=none\n")  # no number
+    start(bed, steps=3)
+    until(lambda: bed.node(0).get("ended"), 10, what="the end")
+    until(lambda: not bed.live_processes(), 5, what="the end of the supervisor")
+    assert bed.node(0)["status"] == "finished"
+    assert "ValueError" in log(bed) and "the standby process is not used: it ended during the imports" in log(bed)
+
+
+def test_stop_during_the_imports_ends_them(bed: Bed) -> None:
+    prepare(bed, "FAKE_STANDBY=60\n")
+    start(bed)
+    assert ask(bed, "stop", now=True)["status"] == "stopped"
+    assert not bed.live_processes()
+
+
+def test_the_imports_begin_while_other_hosts_get_ready(bed: Bed) -> None:
+    prepare(bed)
+    start(bed, hold=True)
+    until(lambda: "imported" in log(bed), 10, what="the imports")
+    assert bed.node(0)["status"] == "starting" and not bed.state(0)
+    assert ask(bed, "stop", now=True)["status"] == "stopped" and not bed.live_processes()
+    start(bed, hold=True)
+    (bed.run_dir(0) / "state/go").touch()
+    bed.at_step(0, 1)
+
+
+def test_another_run_may_use_the_host_and_its_gpus_meanwhile(bed: Bed) -> None:
+    gpu = f"GPU-{os.getpid()}"
+    prepare(bed, f"CUDA_VISIBLE_DEVICES={gpu}\n")
+    bed.make_run(1, run="other")
+    start(bed)
+    bed.at_step(0, 1)
+    assert held_gpus("other").get(gpu) == "r"
+    fail(bed)
+    assert gpu not in held_gpus("other")
+    command = ["/usr/bin/env", "RANK=0", sys.executable, str(FAKE_RANK), "1000", "0.05"]
+    assert "pid" in ask(bed, "start", run_dir=str(bed.run_dir(0, "other")), command=command, backend="process")
+    assert "busy: run other" in start(bed)["error"]
+
+
+def test_a_process_that_calls_itself_waiting_does_not_survive_a_stop(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rank that has killed its supervisor: it writes the record of the wait again whenever that is removed."""
+    prepare(bed)
+    (bed.run_dir(0) / "state").mkdir(exist_ok=True)
+    path = bed.run_dir(0) / STATE
+    code = f"""
+import json, os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+start = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
+both = {{"pid": os.getpid(), "pid_start": start, "standby": os.getpid(), "standby_start": start}}
+while True:
+    pathlib.Path({str(path)!r} + ".new").write_text(json.dumps(both))
+    os.rename({str(path)!r} + ".new", {str(path)!r})
+    time.sleep(0.001)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, RUN_VARIABLE: str(bed.run_dir(0))})
+    try:
+        until(lambda: waiting(bed), 10, what="the record of the wait")
+        monkeypatch.setattr("trainer.supervise.waiting.END_LIMIT", 0.1)
+        assert stop({"run_dir": str(bed.run_dir(0))})["killed"] == 1 and not is_running(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_another_user_cannot_hand_over_a_request(bed: Bed) -> None:
+    prepare(bed)
+    start(bed)
+    supervisor, standby = fail(bed)
+    run_dir, nobody = bed.run_dir(0), pwd.getpwnam("nobody")
+    for folder in (run_dir, *run_dir.parents):
+        if folder == Path("/tmp"):
+            break
+        folder.chmod(0o755)
+    write = ["/bin/sh", "-c", f"ls {run_dir} && echo x > {run_dir / REQUEST}"]
+    done = subprocess.run(write, user=nobody.pw_uid, group=nobody.pw_gid, capture_output=True, text=True, check=False)
+    assert "state" in done.stdout and "Permission denied" in done.stderr
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{standby}/fd").iterdir()]
+    assert [link.partition(":")[0] for link in links].count("socket") == 1
+    sockets = Path("/proc/net/unix").read_text()
+    inode = next(link for link in links if link.startswith("socket")).strip("socket:[]")
+    (line,) = [line for line in sockets.splitlines() if f" {inode}" in line]
+    assert line.split()[-1] == inode, "the socket has no name to which another process could connect"
+    (run_dir / REQUEST).write_text(json.dumps({"flags": ["--run-dir", str(run_dir), "--", "/bin/true"]}))
+    os.chown(run_dir / REQUEST, nobody.pw_uid, nobody.pw_gid)
+    until(lambda: not is_running(supervisor), 5, what="the end of the supervisor")
+    assert "is not from the user of the run" in log(bed) and not bed.live_processes()
+    with pytest.raises(SupervisorError):
+        take_request(run_dir)
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes_from_a_standby_process(bed: Bed) -> None:
+    """With the real trainer: the second start imports nothing, and continues from the checkpoint."""
+    bed.make_run(1, environment="GLOO_SOCKET_IFNAME=lo\nOMP_NUM_THREADS=1\n")
+    run_dir = bed.run_dir(0)
+    with (run_dir / "env").open("a") as file:
+        file.write(f"PYTHONPATH={run_dir}/trainer.zip\n")
+    import trainer
+
+    (run_dir / "trainer.zip").write_bytes(zip_packages(trainer))
+    spec = {"model": "tiny", "seq_length": 64, "total_batch_size": 6, "max_steps": 100000, "epochs": 10000}
+    spec |= {"eval_interval": 0, "checkpoint_interval": 5, "loggers": "none", "run": "r"}
+    rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(60)]
+    (run_dir / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "spec.yml").write_text(json.dumps(spec | {"dataset": str(run_dir / "data.jsonl")}))
+
+    def command(port: int) -> list[str]:
+        words = [
+            "--nnodes=1",
+            "--node-rank=0",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            "--nproc-per-node=1",
+        ]
+        places = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
+        return [*LAUNCHER, *words, "-m", "trainer", "train", f"{run_dir}/spec.yml", *places]
+
+    def begin() -> float:
+
+        began = time.monotonic()
+        answer = ask(bed, "start", command=command(free_port()), backend="process", standby=WAIT)
+        assert "pid" in answer, answer
+        return began
+
+    cold = begin()
+    bed.at_step(0, 12)
+    cold = time.monotonic() - cold
+    supervisor, standby = fail(bed)
+    shared = Path(f"/proc/{standby}/smaps_rollup").read_text()
+    before = (run_dir / "logs/rank0.log").read_text()
+    warm = begin()
+    bed.at_step(0, 12)
+    warm = time.monotonic() - warm
+    assert warm < cold / 2, (warm, cold, shared)
+    assert parent_of(parent_of(bed.state(0)["pid"])) == supervisor
+    after = (run_dir / "logs/rank0.log").read_text().removeprefix(before)
+    assert "step" in after and bed.state(0)["step"] >= 12
+    ask(bed, "stop", now=True)
+    assert not bed.live_processes()

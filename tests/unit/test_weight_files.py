@@ -1,0 +1,104 @@
+"""The hosts that receive the files of a model's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.connection import Host
+from trainyard.preflight.host_state import HostState
+from trainyard.remote.host_facts import staged_bytes
+from trainyard.run.weight_files import serves_layers, space_needed, staged_paths, weight_groups
+
+MODEL: dict[str, Any] = {
+    "kind": "model",
+    "sha256": {"config.json": "1", "model-00001-of-00002.safetensors": "2", "model-00002-of-00002.safetensors": "3"},
+}
+DATASET: dict[str, Any] = {"kind": "dataset", "sha256": {"": "4"}}
+
+
+def entries(strategy: str, hosts: int = 3) -> list[dict[str, Any]]:
+    return [{"host": f"node{n}", "ranks": [2 * n, 2 * n + 1], "spec": {"strategy": strategy}} for n in range(hosts)]
+
+
+def test_the_host_of_rank_0_alone_receives_the_weights_of_a_pipeline() -> None:
+    plan = entries("pipeline")
+    (head, files), (rest, reduced) = weight_groups([(plan, [MODEL, DATASET])])
+    assert (head, rest) == (plan[:1], plan[1:])
+    assert files == [MODEL, DATASET]
+    assert reduced == [MODEL | {"sha256": {"config.json": "1"}}, DATASET]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "more"),
+    [
+        ("ddp", 3, {}),
+        ("pipeline", 1, {}),
+        ("pipeline", 3, {"on_hosts": "/srv/model"}),
+        ("pipeline", 3, {"fetched_by": "node2"}),
+    ],
+)
+def test_otherwise_all_hosts_receive_all_files(strategy: str, hosts: int, more: dict[str, Any]) -> None:
+    groups = [(entries(strategy, hosts), [MODEL | more, DATASET])]
+    assert weight_groups(groups) == groups
+
+
+def test_a_new_first_host_is_asked_although_it_was_staged() -> None:
+    """It had the place of another rank before, and lacks the weights."""
+    assert [serves_layers(entry) for entry in entries("pipeline")] == [True, False, False]
+    assert not any(serves_layers(entry) for entry in entries("ddp"))
+
+
+# Space on the disks ------------------------------------------------------------------------------------------------------
+
+SIZES = {"config.json": 5, "model-00001-of-00002.safetensors": 400, "model-00002-of-00002.safetensors": 200}
+STAGED = MODEL | {"dest": "store/models/m-1", "bytes": 605, "sizes": SIZES}
+DATA = DATASET | {"dest": "store/datasets/d", "bytes": 10, "sizes": {"": 10}}
+
+
+def state(name: str) -> HostState:
+    return HostState(Host(name, "10.0.0.1", "/d", "/p"))
+
+
+@pytest.mark.parametrize(("share", "first", "needed"), [(1.0, "a", 615), (1 / 3, "a", 615), (1 / 3, "b", 215)])
+def test_a_host_needs_space_for_what_is_sent_to_it(share: float, first: str, needed: int) -> None:
+    assert space_needed([STAGED, DATA], state("a"), first, share) == needed
+
+
+def test_all_hosts_need_space_for_a_model_that_another_host_than_the_first_fetched() -> None:
+    assert space_needed([STAGED | {"fetched_by": "c"}], state("a"), "b", 1 / 3) == 605
+    assert space_needed([STAGED | {"fetched_by": "b"}], state("a"), "b", 1 / 3) == 205
+    linked = STAGED | {"on_hosts": "/srv/m", "bytes": 0, "sha256": {}}
+    assert space_needed([linked], state("a"), "b", 1 / 3) == 0
+
+
+def test_what_a_host_has_needs_no_space(tmp_path: Path) -> None:
+    """Of a restart, nothing is copied, so a disk that the first start has filled suffices."""
+    store = tmp_path / "store"
+    folder = store / "models/m-1"
+    folder.mkdir(parents=True)
+    (store / "datasets").mkdir()
+    (store / "datasets/d").write_bytes(bytes(10))
+    for name, size in SIZES.items():
+        (folder / name).write_bytes(bytes(size))
+    paths = staged_paths(
+        [STAGED, DATA, {"kind": "model", "on_hosts": "/srv/m", "dest": "store/models/l"}], str(tmp_path)
+    )
+    assert paths == [str(folder), str(store / "datasets/d"), f"{folder}.layers"]
+    found = {path: staged_bytes(Path(path)) for path in paths}
+    assert list(found.values()) == [[600, 5], [0, 10], [0, 0]]
+    host = HostState(Host("a", "10.0.0.1", str(tmp_path), "/p"), facts={"staged": found})
+    assert space_needed([STAGED, DATA], host, "a", 1.0) == space_needed([STAGED, DATA], host, "b", 0.5) == 0
+    (folder / "config.json").unlink()
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    host.facts["staged"] = {path: staged_bytes(Path(path)) for path in paths}
+    assert space_needed([STAGED, DATA], host, "a", 1.0) == 405
+    assert space_needed([STAGED, DATA], host, "b", 0.5) == 5 + 100
+    (store / "models/m-1.layers").mkdir()
+    (store / "models/m-1.layers/1.safetensors").write_bytes(bytes(60))
+    host.facts["staged"] = {path: staged_bytes(Path(path)) for path in paths}
+    assert space_needed([STAGED, DATA], host, "b", 0.5) == 5 + 40
+    (store / "models/link").symlink_to(folder)
+    assert staged_bytes(store / "models/link") == [0, 0]

@@ -1,0 +1,252 @@
+"""The weights of a pipeline's stages: read by name from the model's files, or received from a host that has the files.
+
+Staging copies the files of weights to the host of rank 0 only. The other ranks receive the tensors of their own layers when the run
+starts, and keep them beside the model's folder for the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.utils import cached_file
+
+from trainer.config import RunSpec
+from trainer.distributed.world import World
+from trainer.errors import UserError, first_line
+from trainer.inputs import path_kind
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_RESERVE = 200 << 20  # bytes that kept tensors leave free for checkpoints and logs
+_CHUNK = 64 << 20  # bytes of one message
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # of safetensors
+
+
+class WeightFiles:
+    """The safetensors files of a model, in a folder or in the cache of the hub. A tensor is read only on request."""
+
+    def __init__(self, model: str) -> None:
+        """Read the index of the model, a folder or a name on the hub.
+
+        Raises:
+            UserError: it has no safetensors files, or a damaged index.
+        """
+        self._model = model
+        index = self._path(_INDEX, required=False)
+        if index:
+            try:
+                places = json.loads(index.read_text())["weight_map"]
+                self._file_of = {str(name): str(file) for name, file in places.items()}
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                raise UserError(f"model: {_INDEX} of {model} is damaged: copy or download the model again") from None
+            return
+        single = self._path(_SINGLE)
+        assert single
+        try:
+            with safe_open(single, "pt") as file:  # type: ignore[no-untyped-call]
+                self._file_of = dict.fromkeys(file.keys(), _SINGLE)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"model: cannot read {_SINGLE} of {model}: {first_line(error)}") from None
+
+    def _path(self, name: str, *, required: bool = True) -> Path | None:
+        folder = Path(self._model).expanduser()
+        if path_kind(folder) == "folder":
+            # An index is not trusted: it may name files of this folder only.
+            found = folder / Path(name).name
+            path = found if found.is_file() else None
+        else:
+            try:
+                cached = cached_file(self._model, Path(name).name, _raise_exceptions_for_missing_entries=required)
+            except Exception as error:
+                raise UserError(f"model: cannot load {name} of {self._model}: {first_line(error)}") from None
+            path = Path(cached) if cached else None
+        if path is None and required:
+            raise UserError(f"model: {self._model} has no {name}, which strategy=pipeline needs: set another strategy")
+        return path
+
+    @property
+    def complete(self) -> bool:
+        """Whether all files are on this host."""
+        return all(self._path(name, required=False) for name in set(self._file_of.values()))
+
+    def find(self, candidates: Sequence[str]) -> str:
+        """Return the first of these names that a tensor of the files has; empty if there is none."""
+        return next((candidate for candidate in candidates if candidate in self._file_of), "")
+
+    def header(self, stored: str) -> tuple[list[int], str]:
+        """Return the shape of a tensor and its data type as safetensors names it, without reading it."""
+        with safe_open(self._path(self._file_of[stored]), "pt") as file:  # type: ignore[no-untyped-call]
+            part = file.get_slice(stored)
+            return list(part.get_shape()), str(part.get_dtype())
+
+    def read(self, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (key, tensor in host memory) for every {key: name in the files}, file by file."""
+        by_file: dict[str, list[str]] = {}
+        for key, stored in names.items():
+            by_file.setdefault(self._file_of[stored], []).append(key)
+        for file_name, keys in by_file.items():
+            with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
+                for key in keys:
+                    yield key, file.get_tensor(names[key])
+
+
+class ReceivedWeights:
+    """Tensors that this host received for an earlier start, one file each, in a folder beside that of the model."""
+
+    def __init__(self, model: str) -> None:
+        folder = Path(model).expanduser()
+        self._folder = folder.with_name(f"{folder.name}.layers")
+
+    def _path(self, stored: str) -> Path:
+        return self._folder / f"{hashlib.sha256(stored.encode()).hexdigest()[:32]}.safetensors"
+
+    def find(self, candidates: Sequence[str]) -> str:
+        """Return the first of these names whose tensor is on this host; empty if there is none."""
+        return next((name for name in candidates if self._path(name).is_file()), "")
+
+    def read(self, stored: str) -> torch.Tensor | None:
+        """Return a tensor in host memory; None if its file is damaged."""
+        try:
+            with safe_open(self._path(stored), "pt") as file:  # type: ignore[no-untyped-call]
+                tensor: torch.Tensor = file.get_tensor(stored)
+            return tensor
+        except (OSError, SafetensorError):
+            return None
+
+    def keep(self, stored: str, tensor: torch.Tensor) -> None:
+        """Write a tensor, unless the disk has little space. Without it the next start takes longer, but checkpoints have priority."""
+        path = self._path(stored)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            if shutil.disk_usage(self._folder).free < tensor.nbytes + _RESERVE:
+                return
+            save_file({stored: tensor}, aside)
+            aside.rename(path)
+        except (OSError, SafetensorError):
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+
+
+class StageWeights:
+    """The tensors of the model that a rank needs, wherever they are."""
+
+    def __init__(self, spec: RunSpec, world: World, shapes: Mapping[str, torch.Size]) -> None:
+        """`shapes`: of all parameters of the model, by name."""
+        self._model, self._world, self._shapes = spec.model, world, shapes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._world.device
+
+    def read(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor in host memory) for every name in `wanted`. Every rank calls it, and takes all tensors.
+
+        Args:
+            wanted: {name: the names that the tensor can have in the files}.
+
+        Raises:
+            UserError: the files lack a tensor, it has another shape, or no host has the files.
+        """
+        try:
+            files, why = WeightFiles(self._model), ""
+        except UserError as error:
+            files, why = None, str(error)
+        complete = files is not None and files.complete
+        everywhere = self._world.gather([complete, why])
+        if not complete and not any(each for each, _ in everywhere):
+            raise UserError(why or f"model: no host of this run has all files of {self._model}: start the run again")
+        if all(each for each, _ in everywhere):
+            assert files
+            yield from self._own(files, wanted)
+            return
+        owner = next(rank for rank, (each, _) in enumerate(everywhere) if each)
+        yield from self._own(files, wanted) if complete and files else self._kept(wanted)
+        lacking = {} if complete else {name: list(names) for name, names in wanted.items() if name not in self._done}
+        yield from self._exchange(owner, self._world.gather(lacking), files)
+
+    def _own(self, files: WeightFiles, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of this host's files."""
+        found = {name: files.find(candidates) for name, candidates in wanted.items()}
+        if lost := next((name for name, stored in found.items() if not stored), ""):
+            raise UserError(f"model: the files of {self._model} have no {lost}: set another strategy")
+        for name, tensor in files.read(found):
+            self._check(name, list(tensor.shape))
+            yield name, tensor
+
+    def _kept(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that this host received for an earlier start, and remember them in `_done`."""
+        kept = ReceivedWeights(self._model)
+        self._done: set[str] = set()
+        for name, candidates in wanted.items():
+            tensor = kept.read(stored) if (stored := kept.find(candidates)) else None
+            if tensor is not None and tensor.shape == self._shapes[name]:
+                self._done.add(name)
+                yield name, tensor
+
+    def _check(self, name: str, shape: Sequence[int]) -> None:
+        if list(shape) != list(self._shapes[name]):
+            raise UserError(
+                f"model: {name} of {self._model} has the shape {list(shape)}, expected {list(self._shapes[name])}: "
+                "the files do not match config.json"
+            )
+
+    def _exchange(
+        self, owner: int, lacking: Sequence[Mapping[str, Sequence[str]]], files: WeightFiles | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Send missing tensors from rank `owner` to every rank, and yield those that this rank receives.
+
+        Args:
+            lacking: for every rank, {name: the names that the tensor can have in the files}.
+        """
+        rank, names = self._world.rank, {name: found for each in lacking for name, found in each.items()}
+        headers: dict[str, Any] = {}  # {name: [its name in the files, shape, data type]}
+        if rank == owner and files:
+            stored = {name: files.find(candidates) for name, candidates in names.items()}
+            headers = {name: [found, *files.header(found)] for name, found in stored.items() if found}
+        headers = self._world.gather(headers)[owner]
+        for name in names:  # the same error on all ranks
+            if name not in headers:
+                raise UserError(f"model: the files of {self._model} have no {name}: set another strategy")
+            _, shape, dtype = headers[name]
+            self._check(name, shape)
+            if dtype not in _DTYPES:
+                raise UserError(
+                    f"model: {name} of {self._model} has the data type {str(dtype)[:40]}: set another strategy"
+                )
+        kept = ReceivedWeights(self._model)
+        # One tensor for every rank in turn, so that none waits until another one has everything.
+        for turn in zip_longest(*lacking):
+            for place, name in enumerate(turn):
+                if name is not None and rank == owner and files:
+                    ((_, tensor),) = files.read({name: headers[name][0]})
+                    self._send(tensor, place)
+                elif name is not None and rank == place:
+                    tensor = self._receive(self._shapes[name], _DTYPES[headers[name][2]], owner)
+                    kept.keep(str(headers[name][0]), tensor)
+                    yield name, tensor
+
+    def _send(self, tensor: torch.Tensor, rank: int) -> None:
+        for part in tensor.contiguous().view(-1).view(torch.uint8).split(_CHUNK):
+            dist.send(part.to(self.device), rank)
+
+    def _receive(self, shape: torch.Size, dtype: torch.dtype, owner: int) -> torch.Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for part in whole.view(-1).view(torch.uint8).split(_CHUNK):
+            buffer = part if self.device.type == "cpu" else torch.empty_like(part, device=self.device)
+            dist.recv(buffer, owner)
+            if buffer is not part:
+                part.copy_(buffer)
+        return whole

@@ -1,0 +1,100 @@
+"""Between two starts of a run: its supervisor waits with the standby process, and the next start hands its request over.
+
+The supervisor has released the lock of the run folder, so the run does not count as active. The request is the file
+`state/start.json`, which only the user of the run can write. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.supervise.files import JSON_LIMIT, SupervisorError, open_regular, read_json, write_atomic, write_json
+from trainer.supervise.options import StartRequest, parse_flags
+from trainer.supervise.processes import is_running, process_stat, send_signal, waiting_processes
+
+REQUEST, STATE = "state/start.json", "state/standby.json"
+AGAIN = "state/again"  # the run is stopped with a checkpoint to be started again
+POLL = 0.02  # s between two checks for a request
+TAKE_LIMIT = 10.0  # s for a waiting supervisor to take a request on a loaded machine
+END_LIMIT = 5.0  # s for it to end after SIGTERM
+
+
+def begin_waiting(run_dir: Path, request: StartRequest, standby: int, trainer: str) -> None:
+    """Record that this process waits for the next start of a run. Raises OSError.
+
+    Args:
+        request: request of the start that has ended.
+        standby: pid of the standby process.
+        trainer: digest of the staged trainer that both processes have imported.
+    """
+    (run_dir / REQUEST).unlink(missing_ok=True)  # ranks could write it
+    entry: dict[str, Any] = {
+        "unit": request.unit,
+        "settings": request.settings,
+        "reachable": request.reachable,
+        "lease": request.lease,
+        "trainer": trainer,
+    }
+    for name, pid in (("pid", os.getpid()), ("standby", standby)):
+        found = process_stat(pid)
+        entry |= {name: pid, f"{name}_start": found[2] if found else None}
+    write_json(run_dir / STATE, entry)
+
+
+def end_waiting(run_dir: Path) -> None:
+    """Remove the files of this process's wait."""
+    for name in (REQUEST, STATE):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def take_request(run_dir: Path) -> StartRequest | None:
+    """Return the request that a start has handed over, or None. Raises SupervisorError if another user could have written it."""
+    path = run_dir / REQUEST
+    try:
+        handle = open_regular(path)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise SupervisorError(f"{path} is not from the user of the run")
+        content = json.loads(file.read(JSON_LIMIT))
+    return parse_flags([str(word) for word in content["flags"]])
+
+
+def waiting_supervisor(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the supervisor that waits for the next start of a run; None if none does."""
+    return read_json(run_dir / STATE) if waiting_processes(run_dir) else None
+
+
+def hand_over(run_dir: Path, request: StartRequest) -> bool:
+    """Hand a request to the supervisor that waits; return whether it takes it. Otherwise it ends. Raises OSError."""
+    pids = waiting_processes(run_dir)
+    if not pids:
+        return False
+    content = json.dumps({"flags": request.flags()})
+    write_atomic(run_dir / REQUEST, content.encode(), 0o600)
+    deadline = time.monotonic() + TAKE_LIMIT
+    while read_json(run_dir / "state/node.json") is None:
+        if not is_running(pids[0]) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def end_supervisor(run_dir: Path) -> None:
+    """End the supervisor that waits for the next start of a run, with its standby process."""
+    if not (pids := waiting_processes(run_dir)):
+        return
+    supervisor = pids[0]
+    send_signal(supervisor, signal.SIGTERM, (process_stat(supervisor) or ("", 0, -1))[2])
+    deadline = time.monotonic() + END_LIMIT
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    end_waiting(run_dir)

@@ -1,0 +1,72 @@
+"""The files of a model's weights under a strategy whose ranks receive their own layers: they are copied to one host only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.strategy import plan_named
+from trainyard.preflight.host_state import HostState
+
+LAYERS = ".layers"  # of the folder beside a model's with the tensors that ranks received (trainer.distributed.pipeline_weights)
+Files = list[dict[str, Any]]
+Group = tuple[list[dict[str, Any]], Files]
+
+
+def weight_groups(groups: Sequence[Group]) -> list[Group]:
+    """Divide groups of plan entries with their files, so that the weights go to the host of rank 0 only, where that suffices.
+
+    The ranks of the other hosts receive the tensors of their own layers from it when the run starts.
+    """
+    divided: list[Group] = []
+    for entries, files in groups:
+        head = [entry for entry in entries if 0 in entry["ranks"]]
+        rest = [entry for entry in entries if 0 not in entry["ranks"]]
+        reduced = [_without_weights(file, head[0]["host"]) for file in files] if head and rest else files
+        if reduced == files or not plan_named(head[0]["spec"]["strategy"]).receives_layers:
+            divided.append((entries, files))
+        else:
+            divided += [(head, files), (rest, reduced)]
+    return divided
+
+
+def serves_layers(entry: dict[str, Any]) -> bool:
+    """Return whether a host sends other hosts the weights that they lack: it may have lacked them itself at an earlier start."""
+    return 0 in entry["ranks"] and plan_named(entry["spec"]["strategy"]).receives_layers
+
+
+def staged_paths(files: Files, data_dir: str) -> list[str]:
+    """Return the paths on a host of which `space_needed` has to know the bytes."""
+    copied = {f"{data_dir}/{file['dest']}": file["kind"] for file in files if not file.get("on_hosts")}
+    return [*copied, *(f"{path}{LAYERS}" for path, kind in copied.items() if kind == "model")]
+
+
+def space_needed(files: Files, host: HostState, first: str, share: float) -> int:
+    """Return the bytes that the files of a run take on a host beside those that it has.
+
+    Args:
+        files: those of PreparedRun that the host needs.
+        first: the host of rank 0, which receives all weights.
+        share: the part of the weights that ranks of another host receive; 1 if the strategy copies all to every host.
+    """
+    needed = 0
+    for file in files:
+        path, staged = f"{host.host.data_dir}/{file['dest']}", host.facts.get("staged", {})
+        weights, rest = staged.get(path, (0, 0))
+        reduced = file if share == 1 or host.name == first else _without_weights(file, first)
+        copied = file["bytes"] if reduced == file else sum(file["sizes"][name] for name in reduced["sha256"])
+        received = math.ceil((file["bytes"] - copied) * share)
+        if received:
+            needed += max(0, received - weights - sum(staged.get(f"{path}{LAYERS}", (0, 0)))) + max(0, copied - rest)
+        else:
+            needed += max(0, copied - weights - rest)
+    return needed
+
+
+def _without_weights(file: dict[str, Any], head: str) -> dict[str, Any]:
+    """Return the entry of a model without its weights; unchanged if hosts have it, or another one than the head fetched it."""
+    if file["kind"] != "model" or file.get("on_hosts") or (file.get("fetched_by") or head) != head:
+        return file
+    rest = {name: digest for name, digest in file["sha256"].items() if not name.endswith(".safetensors")}
+    return file if len(rest) == len(file["sha256"]) else file | {"sha256": rest}
