@@ -341,12 +341,35 @@ def test_the_health_check_resumes_a_host_that_is_drained_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, left: set[int], resumed: bool
 ) -> None:
     """`left`: processes that outlive their lease. Other tests on this machine have some, so they are not looked for here."""
-    slurm(tmp_path, monkeypatch, sinfo=f"echo '{reason}'", scontrol=f'echo "$@" >>{tmp_path}/log')
+    slurm(tmp_path, monkeypatch, sinfo=f"echo '{reason}'", scontrol=f'[ "$1" = update ] && echo "$@" >>{tmp_path}/log')
     monkeypatch.setattr(node_release, "stale", lambda job: left)
     monkeypatch.setattr(sys, "argv", ["node_release", "health", "node3"])
     assert node_release.main() == 0
     log = tmp_path / "log"
     assert (log.read_text() if log.exists() else "") == ("update NodeName=node3 State=RESUME\n" if resumed else "")
+
+
+@pytest.mark.parametrize(
+    ("state", "cpus", "used", "counted"),
+    [
+        ("IDLE", 0, "gpu:standingpu:2(IDX:0-1)", True),
+        ("IDLE", 0, "gpu:1", True),
+        ("IDLE", 0, "gpu:standingpu:0(IDX:N/A)", False),
+        ("MIXED", 2, "gpu:standingpu:2(IDX:0-1)", False),
+        ("IDLE+COMPLETING", 0, "gpu:standingpu:2(IDX:0-1)", False),
+        ("IDLE", 0, "shard:3", False),
+    ],
+)
+def test_the_health_check_lets_slurm_count_the_gpus_of_an_idle_host_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, cpus: int, used: str, counted: bool
+) -> None:
+    answer = f"NodeName=node3 CPUAlloc={cpus} CPUTot=2 Gres=gpu:standingpu:2 GresUsed={used} State={state} ThreadsPerCore=1"
+    show = f'case "$*" in *show*) echo "{answer}" ;; *) echo "$@" >>{tmp_path}/log ;; esac'
+    slurm(tmp_path, monkeypatch, sinfo="true", scontrol=show)
+    monkeypatch.setattr(sys, "argv", ["node_release", "health", "node3"])
+    assert node_release.main() == 0
+    assert (tmp_path / "log").exists() == counted
+    assert not counted or (tmp_path / "log").read_text() == "reconfigure\n"
 
 
 def test_a_session_is_read_as_written(tmp_path: Path) -> None:

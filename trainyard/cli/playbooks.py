@@ -9,12 +9,15 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from trainyard.cli.call import Call
 
 # Exit codes of ansible-playbook: after Ctrl-C, and for a wrong option.
 _INTERRUPTED, _OPTIONS_ERROR = 99, 5
+# ansible-core 2.19 waits without end if Ctrl-C ends a worker that holds the lock of the queue of results; it ends in 2 s otherwise.
+_INTERRUPT_LIMIT = 10.0  # s
 
 
 class PlaybookError(Exception):
@@ -52,13 +55,20 @@ def run_playbook(call: Call, playbook: str, values: Mapping[str, Any] | None = N
 
 def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
     """Return a process's exit code and whether Ctrl-C, which the terminal sends to it too, came; forward SIGTERM."""
-    interrupted = threading.Event()
+    timers: list[threading.Timer] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        timers.append(threading.Timer(_INTERRUPT_LIMIT, process.terminate))
+        timers[-1].start()
+
     before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: interrupted.set()),
+        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()),
     }
     try:
-        return process.wait(), interrupted.is_set()
+        return process.wait(), bool(timers)
     finally:
+        for timer in timers:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,7 +9,7 @@ whose lease has ended without an Epilog, as on a host that was unreachable while
 0 if a process does not end: Slurm then drains the host.
 
 The health check returns a host to the queue that Slurm drained although nothing is wrong with it, or because of a process that has
-since ended.
+since ended, and lets Slurm count the GPUs of an idle host anew if it regards some as used.
 
 A user may set the variable as they like; only processes of the job's user are concerned. The role queue installs this file.
 """
@@ -17,6 +17,7 @@ A user may set the variable as they like; only processes of the job's user are c
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,12 +35,15 @@ HARMLESS = ("Duplicate jobid",)
 # A process of a job did not end in time, such as while the host shut down: harmless when it has ended.
 PROCESS_LEFT = ("Kill task failed", "Epilog error", "Prolog error")
 
+_USED_GPU = re.compile(r"gpu:(?:[^:,(]+:)?[1-9]")
+
 
 def main() -> int:
     """Kill the remaining processes; return the exit code."""
     phase = sys.argv[1]
     if phase == "health":
         resume(sys.argv[2])
+        count_gpus(sys.argv[2])
         return 0
     job = os.environ["SLURM_JOB_ID"]
     deadline = time.monotonic() + LIMIT
@@ -61,6 +65,19 @@ def resume(node: str) -> None:
     if reasons & set(HARMLESS) or (reasons & set(PROCESS_LEFT) and not stale("")):
         words = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
         subprocess.run(words, capture_output=True, timeout=ANSWER_LIMIT, check=False)
+
+
+def count_gpus(node: str) -> None:
+    """Let slurmctld read its configuration again if it regards GPUs of an idle host as used.
+
+    Slurm 22.05 may do so after slurmctld was killed while a job returned to the queue ("gres count underflow" in its log): no run
+    that wants these GPUs would ever start.
+    """
+    words = ["scontrol", "--oneliner", "--details", "show", "node", node]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_LIMIT, check=False)
+    fields = dict(word.partition("=")[::2] for word in found.stdout.split())
+    if fields.get("State") == "IDLE" and fields.get("CPUAlloc") == "0" and _USED_GPU.search(fields.get("GresUsed", "")):
+        subprocess.run(["scontrol", "reconfigure"], capture_output=True, timeout=ANSWER_LIMIT, check=False)
 
 
 def leased() -> dict[int, Path]:
