@@ -77,6 +77,7 @@ def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
     ("content", "said"),
     [
         ({"gpuss": 1}, "unknown name gpuss; did you mean 'gpus'?"),
+        ({"run": "r", "gpus": -1}, "run r of"),
         ({"cluster_processes": 2}, "unknown name cluster_processes"),
         ({"limit": "node1"}, "limit selects hosts for all runs of a call: give --limit"),
         ({"runs": [{"run": "a", "after": "b"}, {"run": "b", "after": "a"}]}, "a, b wait for each other"),

@@ -106,8 +106,9 @@ def test_mistakes_are_one_line(text: str, said: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.yml").write_text("grid: {lr: [1\n")
-    for name in ("bad.yml", "none.yml"):
-        with pytest.raises(UserError, match=r"^file: ") as caught:
+    (tmp_path / "twice.yml").write_text("lr: 1\ngrid: {seed: [1, 2]}\nlr: 2\n")
+    for name, said in (("bad.yml", "not YAML"), ("none.yml", "cannot read"), ("twice.yml", ":3: 'lr' is given twice")):
+        with pytest.raises(UserError, match=rf"^file: .*{said}") as caught:
             read_sweep(tmp_path / name, {})
         assert "\n" not in str(caught.value)
 

@@ -4,7 +4,11 @@ from typing import Any
 
 import yaml
 
+from trainer.formats import quoted
+
 MAX_YAML = 256 * 1024  # bytes of a spec, and characters that its aliases may stand for
+
+_MERGE = "tag:yaml.org,2002:merge"  # of `<<`
 
 
 class YamlError(ValueError):
@@ -16,7 +20,10 @@ class YamlError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader in which an alias stands for a single value: aliases of lists and mappings expand exponentially."""
+    """A safe loader that refuses a name that is given twice, of which PyYAML takes the last one silently.
+
+    An alias stands for a single value: aliases of lists and mappings expand exponentially.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -36,12 +43,22 @@ class _Loader(yaml.SafeLoader):
                 raise YamlError("its aliases (*name) stand for too much text: write the values", mark.line + 1)
         return node
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for name, _ in node.value:
+                if isinstance(name, yaml.ScalarNode) and name.tag != _MERGE:
+                    if name.value in seen:
+                        raise YamlError(f"{quoted(name.value)} is given twice", name.start_mark.line + 1)
+                    seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
 
 def parse_yaml(text: str) -> Any:
     """Return the values of a YAML document.
 
     Raises:
-        YamlError: the text is too long or not YAML, or an alias stands for a list or a mapping.
+        YamlError: the text is too long or not YAML, a name is given twice, or an alias stands for a list or a mapping.
     """
     if len(text) > MAX_YAML:
         raise YamlError(f"it is longer than {MAX_YAML // 1024} KiB")

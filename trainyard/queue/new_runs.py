@@ -139,7 +139,8 @@ def _check_deployments(runs: Sequence[NewRun]) -> None:
 def _new_run(
     entry: SweepRun, launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report, file: str
 ) -> NewRun:
-    options = QueueOptions.from_variables(entry.values, "queue")
+    source = f"run {entry.values['run']} of {file}" if file else "-e"
+    options = QueueOptions.from_variables(entry.values, source if file else "queue")
     steps = read_steps(entry.values)
     of_run = {name: value for name, value in entry.values.items() if name not in OPTIONS and name not in STEP_OPTIONS}
     if steps.student:
@@ -148,6 +149,5 @@ def _new_run(
     launch = launch_of(
         {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
     )
-    source = f"run {entry.values['run']} of {file}" if file else "-e"
     spec = read_run_spec(launch.spec, of_run, top, report, source=source, more=(*OPTIONS, *STEP_OPTIONS))
     return make_run(options, spec, launch, entry.grid, steps)
