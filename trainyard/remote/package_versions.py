@@ -20,10 +20,9 @@ for name in %r:
 torch = importlib.util.find_spec("torch")
 if torch and torch.origin:
     cuda = runpy.run_path(str(pathlib.Path(torch.origin).with_name("version.py"))).get("cuda")
+    for found in importlib.metadata.distributions(name="nvidia-nccl-cu" + cuda.split(".")[0]) if cuda else ():
+        versions["nccl"] = found.version
     versions |= {"cuda": cuda} if cuda else {}
-    for found in importlib.metadata.distributions():
-        if (found.metadata["Name"] or "").startswith("nvidia-nccl-cu"):
-            versions["nccl"] = found.version
 print(json.dumps(versions))
 """
 
