@@ -363,7 +363,9 @@ def test_the_health_check_resumes_a_host_that_is_drained_for_nothing(
 def test_the_health_check_lets_slurm_count_the_gpus_of_an_idle_host_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, cpus: int, used: str, counted: bool
 ) -> None:
-    answer = f"NodeName=node3 CPUAlloc={cpus} CPUTot=2 Gres=gpu:standingpu:2 GresUsed={used} State={state} ThreadsPerCore=1"
+    answer = (
+        f"NodeName=node3 CPUAlloc={cpus} CPUTot=2 Gres=gpu:standingpu:2 GresUsed={used} State={state} ThreadsPerCore=1"
+    )
     show = f'case "$*" in *show*) echo "{answer}" ;; *) echo "$@" >>{tmp_path}/log ;; esac'
     slurm(tmp_path, monkeypatch, sinfo="true", scontrol=show)
     monkeypatch.setattr(sys, "argv", ["node_release", "health", "node3"])
