@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,8 +118,9 @@ def serve() -> NoReturn:
 
 def _run(main: Any, arguments: list[str], folder: str, log: str, env: dict[str, str]) -> NoReturn:
     """Be torchrun."""
-    code = 1
-    try:
+    from trainer.distributed.worker_process import exit_code_of
+
+    def program() -> None:
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
         for number, file in enumerate((null, sink, sink)):
@@ -129,15 +129,11 @@ def _run(main: Any, arguments: list[str], folder: str, log: str, env: dict[str, 
         os.environ.clear()
         os.environ.update(env)
         main(arguments)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    code = exit_code_of(program)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for name, _ in node.value:
-                if isinstance(name, yaml.ScalarNode) and name.tag != _MERGE:
-                    if name.value in seen:
-                        raise YamlError(f"{quoted(name.value)} is given twice", name.start_mark.line + 1)
-                    seen.add(name.value)
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        names = [name for name, _ in pairs if isinstance(name, yaml.ScalarNode) and name.tag != _MERGE]
+        seen: set[str] = set()
+        for name in names:
+            if name.value in seen:
+                raise YamlError(f"{quoted(name.value)} is given twice", name.start_mark.line + 1)
+            seen.add(name.value)
         return super().construct_mapping(node, deep)
 
 

@@ -16,7 +16,6 @@ import select
 import signal
 import subprocess
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from trainer import unsloth_backend
 from trainer.__main__ import main, needs_bitsandbytes, take_places, take_spec
+from trainer.distributed.worker_process import exit_code_of
 from trainer.errors import UserError
 
 RANK_COMMAND = ("-u", "-m", "trainer")  # what torchrun passes to Python for `-m trainer`
@@ -140,8 +140,8 @@ class _ForkedRank:
 
 def _run_rank(arguments: Sequence[str], env: dict[str, str]) -> NoReturn:
     """Be a rank: what `python -u -m trainer ARGUMENTS` does in a process that torchrun starts."""
-    code = 1
-    try:
+
+    def program() -> int:
         gc.freeze()  # torchrun's objects must not be destroyed here: they would close files that this process opens
         os.setsid()
         for number in _HANDLED:
@@ -155,15 +155,12 @@ def _run_rank(arguments: Sequence[str], env: dict[str, str]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
         sys.argv = [str(Path(__file__).parents[1] / "__main__.py"), *arguments]
-        code = main(arguments)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        from trainer.distributed.world import leave
+        return main(arguments)
 
-        leave(code)
+    code = exit_code_of(program)
+    from trainer.distributed.world import leave
+
+    leave(code)
 
 
 def release_files() -> None:

@@ -16,7 +16,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +27,7 @@ from trainer.distributed.forked_ranks import (
     release_files,
 )
 from trainer.distributed.torchrun import run_torchrun
-from trainer.distributed.worker_process import die_with_launcher
+from trainer.distributed.worker_process import die_with_launcher, exit_code_of
 
 _POLL = 0.001  # s
 
@@ -76,8 +75,8 @@ def _start(request: dict[str, Any], supervisor: int, forks_ranks: bool) -> dict[
 
 def _be_torchrun(request: dict[str, Any], supervisor: int, forks_ranks: bool) -> NoReturn:
     """Do what `python -m trainer.distributed.torchrun ARGUMENTS` does in a process that the supervisor starts."""
-    code = 1
-    try:
+
+    def program() -> None:
         middle = os.getppid()
         while middle not in (1, supervisor) and os.getppid() == middle:
             time.sleep(_POLL)
@@ -91,15 +90,11 @@ def _be_torchrun(request: dict[str, Any], supervisor: int, forks_ranks: bool) ->
         os.environ.clear()
         os.environ.update(request["env"] | (NVML_CHECK if forks_ranks else {}))
         run_torchrun(request["arguments"])
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    code = exit_code_of(program)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
