@@ -41,7 +41,7 @@ def test_modules_run_and_a_second_run_changes_nothing(tmp_path: Path, inventory:
     block = {"path": str(tmp_path / "hosts"), "lines": {"node1": ["192.0.2.1 node1"]}}
     tasks = [
         {"managed_files": {"files": [{"path": str(tmp_path / "a.conf"), "content": "a\n"}]}},
-        {"managed_block": {"files": [block], "members": ["node1"]}},
+        {"managed_files": {"files": [block], "members": ["node1"]}},
         {"nvidia_info": {"branch": 580, "sysfs": str(tmp_path)}},
         {"machine_identity_info": {}},
         {

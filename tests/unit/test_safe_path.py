@@ -10,7 +10,7 @@ import pytest
 from module_runs import NEEDS_ROOT, home, place, run_module, user
 
 from plugins.module_utils.safe_path import UnsafePathError, check_path
-from plugins.modules import managed_block, managed_files, user_folder
+from plugins.modules import managed_files, user_folder
 
 __all__ = ["home", "place", "user"]
 pytestmark = NEEDS_ROOT
@@ -59,7 +59,7 @@ def test_root_writes_no_file_through_a_link_of_a_user(
         target = {"file link": root_folder / "shadow", "dangling link": root_folder / "cron", "loop": keys}[kind]
         as_user(user, ("folder", str(ssh)), ("link", str(target), str(keys)))
     entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}, "mode": "0600"}
-    result = run_module(managed_block, capsys, files=[entry], members=["a"])
+    result = run_module(managed_files, capsys, files=[entry], members=["a"])
     assert result["failed"] and "could redirect the path while root uses it" in result["msg"], result
     for content in ("text\n", ""):
         result = run_module(managed_files, capsys, files=[{"path": str(keys), "content": content}])
@@ -78,7 +78,7 @@ def test_the_user_cannot_write_through_the_link_either(
         as_user(user, ("folder", str(home / ".ssh")), ("link", str(root_folder / "shadow"), str(keys)))
     entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}, "mode": "0600"}
     with user_folder.acting_as(user):
-        result = run_module(managed_block, capsys, files=[entry], members=["a"])
+        result = run_module(managed_files, capsys, files=[entry], members=["a"])
     assert result["failed"] and "Permission denied" in result["msg"], result
     assert is_untouched(root_folder)
 
@@ -88,7 +88,7 @@ def test_the_user_writes_its_own_file_and_folder(home: Path, user: User, capsys:
     entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}, "mode": "0600"}
     for changed in (True, False):
         with user_folder.acting_as(user):
-            result = run_module(managed_block, capsys, files=[entry], members=["a"])
+            result = run_module(managed_files, capsys, files=[entry], members=["a"])
         assert result["changed"] is changed
     assert [path.stat().st_uid for path in (keys, keys.parent)] == [user.pw_uid] * 2
     assert [path.stat().st_mode & 0o777 for path in (keys, keys.parent)] == [0o600, 0o700]
@@ -143,9 +143,9 @@ def test_a_hard_link_is_replaced_and_its_target_kept(
     keys = home / "authorized_keys"
     os.link(root_folder / "shadow", keys)
     entry = {"path": str(keys), "lines": {"a": ["ssh-ed25519 AAAA"]}}
-    assert run_module(managed_block, capsys, files=[entry], members=["a"])["failed"]
+    assert run_module(managed_files, capsys, files=[entry], members=["a"])["failed"]
     with user_folder.acting_as(user):
-        assert run_module(managed_block, capsys, files=[entry], members=["a"])["failed"]
+        assert run_module(managed_files, capsys, files=[entry], members=["a"])["failed"]
     keys.unlink()
     assert is_untouched(root_folder)
 

@@ -1,4 +1,4 @@
-"""The module managed_block: text outside of the block stays unchanged."""
+"""Lines for hosts in shared files: text outside of the block stays unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugins.filter.cluster import peer_host_keys, peer_keys, peer_names
 from plugins.module_utils.atomic_file import write_atomic
-from plugins.modules.managed_block import BEGIN, update_text
+from plugins.module_utils.host_lines import BEGIN, update_text
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="#\u2028\u2029\x85"), min_size=1)
 NAMES = ["a", "b", "c"]
