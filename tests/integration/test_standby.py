@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 from run_hosts import FAKE_RANK, Bed, bed, free_port, parent_of, until
+from standby_bed import LAUNCHER, WAIT, ask, fail, log, prepare, start, waiting
 
 from trainer.supervise.files import SupervisorError, is_alive
-from trainer.supervise.processes import RUN_VARIABLE, descendants, environ, held_gpus, is_running, waiting_processes
+from trainer.supervise.processes import RUN_VARIABLE, descendants, environ, held_gpus, is_running
 from trainer.supervise.stop import stop
 from trainer.supervise.waiting import REQUEST, STATE, take_request
 from trainyard.connection import Host, HostConnection
@@ -28,51 +29,6 @@ from trainyard.run.runs import manage_runs
 from trainyard.run.trainer_archive import zip_packages
 
 __all__ = ["bed"]
-
-WAIT = 30.0
-LAUNCHER = [sys.executable, "-m", "trainer.distributed.torchrun"]
-
-
-def ask(bed: Bed, verb: str, **request: Any) -> dict[str, Any]:
-    run_dir = bed.run_dir(0)
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.supervise", verb],
-        env={**os.environ, "PYTHONPATH": f"{run_dir}/trainer.zip"},
-        input=json.dumps({"run_dir": str(run_dir)} | request),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return json.loads(done.stdout) if done.stdout else {"error": done.stderr}
-
-
-def prepare(bed: Bed, environment: str = "") -> None:
-    """Create a run folder whose trainer has a standby process without torch."""
-    bed.make_run(1, environment=f"FAKE_RANK={FAKE_RANK}\n{environment}")
-    with zipfile.ZipFile(bed.run_dir(0) / "trainer.zip", "a") as archive:
-        archive.writestr("trainer/distributed/__init__.py", "")
-        for name in ("standby", "torchrun"):
-            archive.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
-
-
-def start(bed: Bed, steps: int = 1000, standby: float = WAIT, **more: Any) -> dict[str, Any]:
-    return ask(bed, "start", command=[*LAUNCHER, str(steps), "0.02"], backend="process", standby=standby, **more)
-
-
-def log(bed: Bed) -> str:
-    return (bed.run_dir(0) / "logs/torchrun.0.log").read_text()
-
-
-def waiting(bed: Bed) -> list[int]:
-    return waiting_processes(bed.run_dir(0))
-
-
-def fail(bed: Bed) -> tuple[int, int]:
-    """Kill the rank; return the pids of the supervisor and of the standby process that then wait."""
-    os.kill(bed.at_step(0, 1)["pid"], signal.SIGKILL)
-    supervisor, standby = until(lambda: waiting(bed), 10, what="the wait for the next start")
-    return supervisor, standby
 
 
 def test_a_restart_forks_from_the_standby_process(bed: Bed) -> None:

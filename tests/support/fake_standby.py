@@ -14,6 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+from trainer.supervise.process_environment import replace_environment
+from trainer.supervise.processes import RUN_VARIABLE
+
 FAKE_RANK = Path(os.environ["FAKE_RANK"])
 
 
@@ -42,6 +45,10 @@ def main():
     print("imported", flush=True)
     for line in channel.makefile("rb"):
         request = json.loads(line)
+        if run_dir := request.get("run_dir"):
+            os.chdir(run_dir)
+            replace_environment(os.environ | {RUN_VARIABLE: run_dir}, RUN_VARIABLE)
+            continue
         if "REFUSE" in os.environ:
             channel.sendall(b'{"refused": "a test"}\n')
             continue

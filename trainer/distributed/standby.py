@@ -5,6 +5,7 @@ one.
 
 DESCRIPTOR is a socket that only the supervisor has; ARGUMENTS are those of the first torchrun. Each request is a line of JSON:
 `arguments`, `env` and `log` of a torchrun. Each answer is a line with its `pid`, or with `refused`, why it was not started.
+A request with `run_dir` has no answer: the following torchruns belong to another run.
 
 No CUDA context survives a fork, so this process never initializes CUDA. It ends with its supervisor.
 """
@@ -28,6 +29,8 @@ from trainer.distributed.forked_ranks import (
 )
 from trainer.distributed.torchrun import run_torchrun
 from trainer.distributed.worker_process import die_with_launcher, exit_code_of
+from trainer.supervise.process_environment import replace_environment
+from trainer.supervise.processes import RUN_VARIABLE
 
 _POLL = 0.001  # s
 
@@ -36,17 +39,32 @@ def main(descriptor: int, arguments: Sequence[str]) -> None:
     """Import for torchruns with these arguments, then answer requests until the supervisor closes the socket."""
     forks_ranks = import_for_ranks(arguments)
     gc.freeze()
-    supervisor = os.getppid()
+    supervisor, misplaced = os.getppid(), ""
     with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as lines:
         for line in lines:
             request = json.loads(line)
-            if has_initialized_cuda():
-                answer: dict[str, Any] = {"refused": "it has initialized CUDA"}
+            if run_dir := request.get("run_dir"):
+                misplaced = _serve(run_dir)
+                continue
+            if misplaced:
+                answer: dict[str, Any] = {"refused": misplaced}
+            elif has_initialized_cuda():
+                answer = {"refused": "it has initialized CUDA"}
             elif forks_ranks and not may_fork(request["arguments"]):
                 answer = {"refused": "the run needs other imports"}
             else:
                 answer = _start(request, supervisor, forks_ranks)
             channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _serve(run_dir: str) -> str:
+    """Become a process of another run; return why that is not possible, or an empty string."""
+    try:
+        os.chdir(run_dir)
+        replace_environment(os.environ | {RUN_VARIABLE: run_dir}, RUN_VARIABLE)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _start(request: dict[str, Any], supervisor: int, forks_ranks: bool) -> dict[str, Any]:
@@ -87,8 +105,7 @@ def _be_torchrun(request: dict[str, Any], supervisor: int, forks_ranks: bool) ->
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         for number in (1, 2):
             os.dup2(log, number)
-        os.environ.clear()
-        os.environ.update(request["env"] | (NVML_CHECK if forks_ranks else {}))
+        replace_environment(request["env"] | (NVML_CHECK if forks_ranks else {}), RUN_VARIABLE)
         run_torchrun(request["arguments"])
 
     code = exit_code_of(program)

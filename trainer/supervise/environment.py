@@ -23,9 +23,9 @@ def clean_environment() -> dict[str, str]:
     return {**kept, **identity, "PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8")}
 
 
-def import_environment(run_dir: Path, lease: str = "") -> dict[str, str]:
-    """Return the variables that mark a process of the run and make this trainer importable."""
-    return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(IMPORT_ROOT)} | ({LEASE_VARIABLE: lease} if lease else {})
+def import_environment(run_dir: Path, lease: str = "", trainer: Path = IMPORT_ROOT) -> dict[str, str]:
+    """Return the variables that mark a process of the run and make the trainer importable."""
+    return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(trainer)} | ({LEASE_VARIABLE: lease} if lease else {})
 
 
 def run_environment(run_dir: Path) -> dict[str, str]:

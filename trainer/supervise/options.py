@@ -30,7 +30,8 @@ class StartRequest:
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
-    standby: float = 0.0  # seconds for which a standby process waits for the next start after a failure; 0 for none
+    standby: float = 0.0  # seconds for which a standby process waits for the next start; 0 for none
+    any_run: bool = False  # it waits for the start of any run, and not only for the restart of this one
     settings: str = ""  # digest of the unit's settings but for `reachable`, set by `start`
     script: str = ""  # batch script of Slurm that starts the ranks, with the backend slurm
     unit: str = ""  # the systemd unit, set by `start`
@@ -55,6 +56,7 @@ class StartRequest:
         words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
         words += ["--lease", self.lease] if self.lease else []
         words += ["--standby", f"{self.standby:g}"] if self.standby else []
+        words += ["--any-run"] if self.any_run else []
         words += ["--settings", self.settings] if self.settings else []
         words += ["--reachable", _join(self.reachable)] if self.reachable else []
         return [*words, "--", *self.command]
@@ -75,7 +77,8 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")
     parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to run the lighthouse")
     parser.add_argument("--lease", default="", help="file whose lock permits the run to use this host")
-    parser.add_argument("--standby", type=float, default=0.0, help="seconds to wait for the next start after a failure")
+    parser.add_argument("--standby", type=float, default=0.0, help="seconds to wait for the next start")
+    parser.add_argument("--any-run", action="store_true", help="wait for the next start of any run")
     parser.add_argument("--settings", default="", help="digest of the settings of the unit")
     parser.add_argument("--reachable", default="", help="addresses to which the unit is limited")
     parser.add_argument("--unit", default="", help="the systemd unit of this process")

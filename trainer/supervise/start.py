@@ -9,25 +9,35 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, consume_claim
 from trainer.supervise.environment import (
+    IMPORT_ROOT,
     choose_backend,
     clean_environment,
     import_environment,
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.files import SupervisorError, hold_lock, other_runs, read_json, run_devices, run_lease
+from trainer.supervise.files import (
+    SupervisorError,
+    hold_lock,
+    other_runs,
+    read_json,
+    run_devices,
+    run_lease,
+    write_atomic,
+)
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes, waiting_processes
 from trainer.supervise.sandbox import address_properties, unit_properties
-from trainer.supervise.standby import file_digest
+from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.status import is_active
-from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
+from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_for_any, waiting_supervisor
 
 START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
 
@@ -100,9 +110,10 @@ def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
     systemd = choose_backend(wanted.backend)
     load_gpu_driver()
     log = run_dir / f"logs/torchrun.{wanted.node_rank}.log"
-    settings = unit_settings(systemd, wanted, run_dir) if systemd else []
+    settings = unit_settings(systemd, run_dir) if systemd else []
+    wanted.any_run = wanted.any_run and not wanted.lease  # the processes of a lease end with it
     if systemd:
-        wanted.unit = unit_name(run_dir)
+        wanted.unit = unit_name(run_dir, wanted)
         wanted.settings = hashlib.sha256("\0".join([*settings, *wanted.properties]).encode()).hexdigest()[:16]
     if not resume_waiting(systemd, wanted, run_dir):
         command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
@@ -123,24 +134,35 @@ def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
 
 
 def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: Path) -> bool:
-    """Let the supervisor that waits for the next start of the run begin it; return whether it does. Otherwise it ends."""
-    waiting = waiting_supervisor(run_dir)
-    if waiting is None:
-        return False
-    now = {"unit": wanted.unit, "settings": wanted.settings, "lease": wanted.lease}
-    now["trainer"] = file_digest(run_dir / "trainer.zip")
-    same = wanted.standby > 0 and all(waiting.get(name) == value for name, value in now.items())
-    if same and may_reach(waiting["reachable"], wanted.reachable):
-        wanted.reachable = waiting["reachable"]  # the unit keeps its limit
-        if hand_over(run_dir, wanted):
+    """Let a supervisor that waits for this start begin it; return whether one does. Those that cannot begin it end."""
+    for served in dict.fromkeys([run_dir, *waiting_for_any(run_dir.parent)]):
+        if (waiting := waiting_supervisor(served)) is None:
+            continue
+        if suits(waiting, wanted, run_dir) and take(served, waiting, wanted):
             return True
-    end_supervisor(run_dir)
-    if systemd:  # return when the unit is free for the next start
-        subprocess.run(
-            [*systemctl(systemd), "stop", wanted.unit], capture_output=True, check=False, env=systemctl_environment()
-        )
-    (run_dir / "state/node.json").unlink(missing_ok=True)
+        end_supervisor(served)
+        if systemd and waiting["unit"]:  # return when the unit is free for the next start
+            command = [*systemctl(systemd), "stop", waiting["unit"]]
+            subprocess.run(command, capture_output=True, check=False, env=systemctl_environment())
+        (run_dir / "state/node.json").unlink(missing_ok=True)
     return False
+
+
+def suits(waiting: dict[str, Any], wanted: StartRequest, run_dir: Path) -> bool:
+    """Return whether a supervisor that waits runs as this start must: in the same kind of unit, with the same trainer."""
+    now = {"settings": wanted.settings, "lease": wanted.lease, "any_run": wanted.any_run}
+    now["trainer"] = file_digest(run_dir / TRAINER)
+    same = wanted.standby > 0 and all(waiting.get(name) == value for name, value in now.items())
+    return same and bool(waiting["unit"]) == bool(wanted.unit) and may_reach(waiting["reachable"], wanted.reachable)
+
+
+def take(served: Path, waiting: dict[str, Any], wanted: StartRequest) -> bool:
+    """Hand a start to the supervisor that served a run last; return whether it begins it. It keeps its unit and the unit's limit."""
+    request = replace(wanted, unit=waiting["unit"], reachable=waiting["reachable"])
+    if not hand_over(served, request):
+        return False
+    wanted.unit, wanted.reachable = request.unit, request.reachable
+    return True
 
 
 def start_process(wanted: StartRequest, run_dir: Path, command: list[str], log: Path) -> None:
@@ -152,16 +174,33 @@ def start_process(wanted: StartRequest, run_dir: Path, command: list[str], log: 
             stdout=sink,
             stderr=sink,
             cwd=run_dir,
-            env={**clean_environment(), **import_environment(run_dir, wanted.lease)},
+            env={**clean_environment(), **supervisor_environment(wanted, run_dir)},
             start_new_session=True,
         )
 
 
-def unit_settings(systemd: list[str], wanted: StartRequest, run_dir: Path) -> list[str]:
-    """Return the properties of the unit, without the addresses to which it is limited."""
+def supervisor_environment(wanted: StartRequest, run_dir: Path) -> dict[str, str]:
+    """Return the variables of a supervisor. One that may serve further runs imports the trainer of the store, which no run owns."""
+    trainer = shared_trainer(run_dir) if wanted.any_run else IMPORT_ROOT
+    return import_environment(run_dir, wanted.lease, trainer)
+
+
+def shared_trainer(run_dir: Path) -> Path:
+    """Return the file of the data folder's store that has the run's trainer, named after its digest. Raises OSError."""
+    content = (run_dir / TRAINER).read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    stored = run_dir.parents[1] / "store/trainers" / f"{digest[:16]}.zip"
+    if file_digest(stored) != digest:
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(stored, content)
+    return stored
+
+
+def unit_settings(systemd: list[str], run_dir: Path) -> list[str]:
+    """Return the properties of the unit, without its folder and without the addresses to which it is limited."""
     # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
     # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
-    settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec", f"WorkingDirectory={run_dir}"]
+    settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec"]
     return settings + unit_properties(run_dir, system="--user" not in systemd, env=run_environment(run_dir))
 
 
@@ -181,12 +220,13 @@ def start_unit(
     """Start a transient systemd unit. Raises SupervisorError with systemd-run's message."""
     environment = systemctl_environment()
     # A failed unit stays loaded until this point, so that its Result can be read.
-    reset = [*systemctl(systemd), "reset-failed", wanted.unit]
+    reset = [*systemctl(systemd), "reset-failed", f"{unit_prefix(run_dir)}*"]
     subprocess.run(reset, capture_output=True, check=False, env=environment)
     limits = address_properties(wanted.reachable) if "--user" not in systemd else []
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
-    options += [f"--property={setting}" for setting in (*settings, *limits, *wanted.properties)]
-    options += [f"--setenv={key}={value}" for key, value in import_environment(run_dir, wanted.lease).items()]
+    folder = f"WorkingDirectory={run_dir}"
+    options += [f"--property={setting}" for setting in (folder, *settings, *limits, *wanted.properties)]
+    options += [f"--setenv={key}={value}" for key, value in supervisor_environment(wanted, run_dir).items()]
     done = subprocess.run(
         [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment
     )
@@ -200,7 +240,12 @@ def load_gpu_driver() -> None:
         subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
-def unit_name(run_dir: Path) -> str:
-    """Return the unit's name. It depends on the folder, because two hosts of an inventory may be one machine."""
+def unit_prefix(run_dir: Path) -> str:
+    """Return the start of the unit's name. It depends on the folder, because two hosts of an inventory may be one machine."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
-    return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}.service"
+    return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}"
+
+
+def unit_name(run_dir: Path, wanted: StartRequest) -> str:
+    """Return the unit's name. A unit that may serve further runs has a name that no later start of this run needs."""
+    return f"{unit_prefix(run_dir)}{f'-{wanted.attempt}' if wanted.any_run else ''}.service"

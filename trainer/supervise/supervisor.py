@@ -1,13 +1,14 @@
 """The supervisor process: it runs torchrun to its end, leaves no process behind, and records how the run ended.
 
 After a failure it waits for the next start, if the start that failed requests it: the standby process then forks
-torchrun again.
+torchrun again. With `any_run` it also waits after the end of a run, and then takes the start of any run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -22,11 +23,12 @@ from trainer.supervise.environment import run_environment
 from trainer.supervise.files import SupervisorError, hold_lock, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest, parse_flags
-from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
+from trainer.supervise.process_environment import replace_environment
+from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
-from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve
+from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve, standby_environment
 from trainer.supervise.status import ENDED_WELL
-from trainer.supervise.waiting import AGAIN, POLL, begin_waiting, end_waiting, take_request
+from trainer.supervise.waiting import AGAIN, POLL, STATE, begin_waiting, end_waiting, take_request
 
 TICK = 0.1  # s between two checks of the child processes, as torchrun's own --monitor-interval
 HOLD_LIMIT = 120.0  # s to wait for the file `state/go`
@@ -34,6 +36,7 @@ RESTART_DELAY_LIMIT = 60.0  # s between two starts of a torchrun that fails; the
 LIGHTHOUSE_DELAY = 1.0  # s between two starts of the lighthouse
 LIGHTHOUSE_STARTS = 3  # consecutive starts of a lighthouse that exits by itself, such as where its port is taken
 KILL_LIMIT = 10.0  # s for killed processes to end
+WAIT_TICK = 0.5  # s between two looks for a request: a start also wakes this process
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
 AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
@@ -156,7 +159,8 @@ class Supervisor:
             self.drop_standby(why)
         if self.standby is None:
             try:
-                self.standby = Standby.start(self.spawn, command, imports)
+                spawn = functools.partial(self.spawn, env=standby_environment(self.run_dir, self.environment()))
+                self.standby = Standby.start(spawn, command, imports)
             except OSError as error:
                 self.drop_standby(str(error))
 
@@ -206,7 +210,9 @@ class Supervisor:
         values = run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
         return values | ({LEASE_VARIABLE: self.request.lease} if self.request.lease else {})
 
-    def spawn(self, command: list[str], log: Path | None, **more: Any) -> subprocess.Popen[bytes]:
+    def spawn(
+        self, command: list[str], log: Path | None, env: dict[str, str] | None = None, **more: Any
+    ) -> subprocess.Popen[bytes]:
         """Start a program that dies with this process, even when that is killed by SIGKILL."""
         parent = os.getpid()
 
@@ -223,7 +229,7 @@ class Supervisor:
                 stdout=sink,
                 stderr=sink,
                 cwd=self.run_dir,
-                env=self.environment(),
+                env=self.environment() if env is None else env,
                 preexec_fn=before_exec,
                 **more,
             )
@@ -339,14 +345,20 @@ class Supervisor:
     # Between two starts
 
     def begin_waiting(self) -> bool:
-        """Return whether to wait for the next start, which is then recorded: after a failure that no user must fix."""
+        """Return whether to wait for the next start, which is then recorded: after a failure that no user must fix.
+
+        A process that serves any run also waits after the end of a run, but not after a stop.
+        """
         failed = self.node["status"] == "failed" and not self.stop_requested
         again = self.to_be_started or (self.run_dir / AGAIN).exists()
         wanted = ((self.run_dir / "stop").exists() and not again) or (self.run_dir / "state/stop-wanted").exists()
-        useful = (
-            self.standby is not None and self.standby.is_idle and not self.ranks.mistake() and "error" not in self.node
-        )
-        if self.standby and useful and not wanted and (failed or again) and self.node["status"] != "finished":
+        ended = self.node["status"] == "finished"
+        if self.request.any_run:
+            expected = ended or failed or again
+        else:
+            expected = not ended and (failed or again) and not self.ranks.mistake()
+        useful = self.standby is not None and self.standby.is_idle and "error" not in self.node
+        if self.standby and useful and expected and not wanted:
             with contextlib.suppress(OSError):  # a full disk
                 begin_waiting(self.run_dir, self.request, self.standby.pid, self.standby.imports.trainer)
                 return True
@@ -358,15 +370,31 @@ class Supervisor:
         deadline = time.monotonic() + self.request.standby
         found: StartRequest | None = None
         while self.standby and self.standby.is_idle and time.monotonic() < deadline and not found:
-            caught = signal.sigtimedwait(AWAITED, POLL)
-            self.reap(None)
-            if caught and caught.si_signo not in (signal.SIGCHLD, signal.SIGUSR2):
+            if not (self.run_dir / STATE).exists():  # the run folder was removed
                 break
             found = take_request(self.run_dir)
+            if found is None and (caught := signal.sigtimedwait(AWAITED, WAIT_TICK)):
+                self.reap(None)
+                if caught.si_signo not in (signal.SIGCHLD, signal.SIGUSR2):
+                    break
         end_waiting(self.run_dir)
+        if found and found.run_dir != self.request.run_dir and not self.serve(Path(found.run_dir)):
+            found = None
         if found is None:
             self.end_standby()
         return found
+
+    def serve(self, run_dir: Path) -> bool:
+        """Become the supervisor of another run, with the standby process; return whether that is possible."""
+        try:
+            os.chdir(run_dir)
+            replace_environment(os.environ | {RUN_VARIABLE: str(run_dir)}, RUN_VARIABLE)
+            if self.standby:
+                self.standby.serve(run_dir)
+        except OSError as error:
+            log_line(f"cannot serve run {run_dir.name}: {error}")
+            return False
+        return True
 
     def save(self) -> None:
         """Write the state of this host's part."""

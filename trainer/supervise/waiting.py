@@ -1,7 +1,8 @@
-"""Between two starts of a run: its supervisor waits with the standby process, and the next start hands its request over.
+"""Between two starts: the supervisor of a run waits with the standby process, and the next start hands its request over.
 
-The supervisor has released the lock of the run folder, so the run does not count as active. The request is the file
-`state/start.json`, which only the user of the run can write. Standard library only.
+The next start is of the same run, or of any run if the record of the wait says so. The supervisor has released the lock of the
+run folder, so the run does not count as active. The request is the file `state/start.json` of the run that the supervisor
+served last, which only the user of the run can write. Standard library only.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def begin_waiting(run_dir: Path, request: StartRequest, standby: int, trainer: s
         "settings": request.settings,
         "reachable": request.reachable,
         "lease": request.lease,
+        "any_run": request.any_run,
         "trainer": trainer,
     }
     for name, pid in (("pid", os.getpid()), ("standby", standby)):
@@ -73,15 +75,26 @@ def waiting_supervisor(run_dir: Path) -> dict[str, Any] | None:
     return read_json(run_dir / STATE) if waiting_processes(run_dir) else None
 
 
+def waiting_for_any(runs: Path) -> list[Path]:
+    """Return the folders of runs below `runs` whose supervisors wait for the next start of any run."""
+    records = ((path.parents[1], read_json(path)) for path in sorted(runs.glob(f"*/{STATE}")))
+    return [run_dir for run_dir, record in records if record and record.get("any_run") and waiting_processes(run_dir)]
+
+
 def hand_over(run_dir: Path, request: StartRequest) -> bool:
-    """Hand a request to the supervisor that waits; return whether it takes it. Otherwise it ends. Raises OSError."""
+    """Hand a request to the supervisor that waits; return whether it takes it. Otherwise it ends. Raises OSError.
+
+    Args:
+        run_dir: folder of the run that the supervisor served last.
+    """
     pids = waiting_processes(run_dir)
     if not pids:
         return False
     content = json.dumps({"flags": request.flags()})
     write_atomic(run_dir / REQUEST, content.encode(), 0o600)
+    send_signal(pids[0], signal.SIGCHLD)  # it looks for the request at once
     deadline = time.monotonic() + TAKE_LIMIT
-    while read_json(run_dir / "state/node.json") is None:
+    while read_json(Path(request.run_dir) / "state/node.json") is None:
         if not is_running(pids[0]) or time.monotonic() > deadline:
             return False
         time.sleep(0.005)

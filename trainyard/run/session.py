@@ -27,7 +27,7 @@ from trainyard.run.errors import LostSourceError, PartlyActiveError, PlanError, 
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe, fit_hosts
 from trainyard.run.host_files import HostAccess
-from trainyard.run.launch import STANDBY_LIMIT, start_ranks, stop_parts
+from trainyard.run.launch import standby_seconds, start_ranks, stop_parts
 from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.model_files import fetch_models_again
 from trainyard.run.options import LaunchOptions
@@ -343,9 +343,9 @@ class RunSession:
 
     def _launch(self) -> dict[str, Any]:
         try:
-            started = start_ranks(
-                self.state.plan, self.connect, self.report, self.options.unit_properties, self._standby()
-            )
+            always = self.options.standby == "always"
+            settings = (self.options.unit_properties, standby_seconds(self.options), always)
+            started = start_ranks(self.state.plan, self.connect, self.report, *settings)
         except RunError:
             release_claims(self.state.plan, self.connect, self.state.token)
             raise
@@ -364,14 +364,10 @@ class RunSession:
             else:
                 self.keep_record(f"starts/{self.run_name}.json", record)
 
-    def _standby(self) -> float:
-        """Return how long a standby process waits for a restart; 0 for none."""
-        return STANDBY_LIMIT if self.options.standby != "off" and self.options.max_restarts else 0.0
-
     def _end_standby(self, entries: list[dict[str, Any]], lost: Iterable[str]) -> None:
-        """End the standby processes of hosts that are not restarted. Those of lost hosts end by themselves."""
+        """End the standby processes that only a restart could use. Those of lost hosts end by themselves."""
         parts = [part for part in planned_parts(entries) if part.host not in set(lost)]
-        if self._standby():
+        if self.options.standby == "run" and self.options.max_restarts:
             stop_parts(parts, self.connect, {"only_standby": True}, END_LIMIT)
 
     def _render(self) -> dict[str, Any]:
@@ -382,7 +378,7 @@ class RunSession:
 
     def _monitor(self) -> None:
         parts = planned_parts(self.state.plan)
-        keep, rejoin = self._standby() > 0, self._rejoin()
+        keep, rejoin = standby_seconds(self.options) > 0, self._rejoin()
         ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report, keep=keep, rejoin=rejoin)
         returning = rejoin.returning if rejoin and ended["status"] == "stopped" else []
         if returning:

@@ -1,0 +1,66 @@
+"""Runs on this machine whose supervisor keeps a standby process, which needs no torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+from run_hosts import FAKE_RANK, Bed, until
+
+from trainer.supervise.processes import waiting_processes
+
+WAIT = 30.0
+LAUNCHER = [sys.executable, "-m", "trainer.distributed.torchrun"]
+
+
+def ask(bed: Bed, verb: str, run: str = "r", **request: Any) -> dict[str, Any]:
+    run_dir = bed.run_dir(0, run)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "trainer.supervise", verb],
+        env={**os.environ, "PYTHONPATH": f"{run_dir}/trainer.zip"},
+        input=json.dumps({"run_dir": str(run_dir)} | request),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+
+
+def prepare(bed: Bed, environment: str = "", run: str = "r") -> None:
+    """Create a run folder whose trainer has a standby process without torch. All runs of a test have the same trainer."""
+    bed.make_run(1, run, environment=f"FAKE_RANK={FAKE_RANK}\n{environment}")
+    archive_path, first = bed.run_dir(0, run) / "trainer.zip", bed.folder / "trainer.zip"
+    if not first.exists():
+        with zipfile.ZipFile(archive_path, "a") as archive:
+            archive.writestr("trainer/distributed/__init__.py", "")
+            for name in ("standby", "torchrun"):
+                archive.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
+        shutil.copy(archive_path, first)
+    shutil.copy(first, archive_path)
+
+
+def start(bed: Bed, steps: int = 1000, standby: float = WAIT, run: str = "r", **more: Any) -> dict[str, Any]:
+    command = [*LAUNCHER, str(steps), "0.02"]
+    return ask(bed, "start", run, command=command, backend="process", standby=standby, **more)
+
+
+def log(bed: Bed, run: str = "r") -> str:
+    return (bed.run_dir(0, run) / "logs/torchrun.0.log").read_text()
+
+
+def waiting(bed: Bed, run: str = "r") -> list[int]:
+    return waiting_processes(bed.run_dir(0, run))
+
+
+def fail(bed: Bed, run: str = "r") -> tuple[int, int]:
+    """Kill the rank; return the pids of the supervisor and of the standby process that then wait."""
+    os.kill(bed.at_step(0, 1, run=run)["pid"], signal.SIGKILL)
+    supervisor, standby = until(lambda: waiting(bed, run), 10, what="the wait for the next start")
+    return supervisor, standby
