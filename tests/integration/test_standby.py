@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_hosts import FAKE_RANK, Bed, bed, free_port, parent_of, until
-from standby_bed import LAUNCHER, WAIT, ask, fail, log, prepare, start, waiting
+from run_hosts import FAKE_RANK, Bed, bed, parent_of, until
+from standby_bed import WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
 
 from trainer.supervise.files import SupervisorError, is_alive
 from trainer.supervise.processes import RUN_VARIABLE, descendants, environ, held_gpus, is_running
@@ -26,7 +26,6 @@ from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
 from trainyard.run.options import LaunchOptions
 from trainyard.run.runs import manage_runs
-from trainyard.run.trainer_archive import zip_packages
 
 __all__ = ["bed"]
 
@@ -286,34 +285,12 @@ def test_another_user_cannot_hand_over_a_request(bed: Bed) -> None:
 @pytest.mark.slow
 def test_the_trainer_resumes_from_a_standby_process(bed: Bed) -> None:
     """With the real trainer: the second start imports nothing, and continues from the checkpoint."""
-    bed.make_run(1, environment="GLOO_SOCKET_IFNAME=lo\nOMP_NUM_THREADS=1\n")
+    stage_trainer(bed)
     run_dir = bed.run_dir(0)
-    with (run_dir / "env").open("a") as file:
-        file.write(f"PYTHONPATH={run_dir}/trainer.zip\n")
-    import trainer
-
-    (run_dir / "trainer.zip").write_bytes(zip_packages(trainer))
-    spec = {"model": "tiny", "seq_length": 64, "total_batch_size": 6, "max_steps": 100000, "epochs": 10000}
-    spec |= {"eval_interval": 0, "checkpoint_interval": 5, "loggers": "none", "run": "r"}
-    rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(60)]
-    (run_dir / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run_dir / "spec.yml").write_text(json.dumps(spec | {"dataset": str(run_dir / "data.jsonl")}))
-
-    def command(port: int) -> list[str]:
-        words = [
-            "--nnodes=1",
-            "--node-rank=0",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-            "--nproc-per-node=1",
-        ]
-        places = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
-        return [*LAUNCHER, *words, "-m", "trainer", "train", f"{run_dir}/spec.yml", *places]
 
     def begin() -> float:
-
         began = time.monotonic()
-        answer = ask(bed, "start", command=command(free_port()), backend="process", standby=WAIT)
+        answer = ask(bed, "start", command=train_command(bed), backend="process", standby=WAIT)
         assert "pid" in answer, answer
         return began
 

@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from run_hosts import Bed, bed, until
-from standby_bed import ask, fail, log, prepare, start, waiting
+from run_hosts import Bed, bed, parent_of, until
+from standby_bed import WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
 
 from trainer.supervise.files import is_locked
 from trainer.supervise.processes import RUN_VARIABLE, environ, held_gpus, is_running, run_processes
@@ -146,3 +146,21 @@ def test_a_lease_has_no_standby_process_after_its_end(bed: Bed, tmp_path: Path) 
     finally:
         holder.terminate()
         holder.wait()
+
+
+@pytest.mark.slow
+def test_the_trainer_serves_a_run_with_another_strategy(bed: Bed) -> None:
+    """With the real trainer. The folder of the first run is gone before the second one begins to train."""
+    stage_trainer(bed, max_steps=2)
+    stage_trainer(bed, "other", max_steps=3, strategy="fsdp", lora_r=4)
+    how = {"backend": "process", "standby": WAIT, "any_run": True}
+    assert "pid" in ask(bed, "start", command=train_command(bed), **how)
+    supervisor, standby = until(lambda: waiting(bed), 120, what="the wait for the next run")
+    second = ask(bed, "start", "other", command=train_command(bed, "other"), hold=True, **how)
+    assert second["pid"] == supervisor
+    shutil.rmtree(bed.run_dir(0))
+    (bed.run_dir(0, "other") / "state/go").touch()
+    rank = bed.at_step(0, 1, run="other")["pid"]
+    assert parent_of(parent_of(rank)) == supervisor and rank in run_processes(bed.run_dir(0, "other"))
+    until(lambda: waiting(bed, "other"), 60, what="the end of the second run")
+    assert bed.node(0, "other")["status"] == "finished" and waiting(bed, "other") == [supervisor, standby]

@@ -11,9 +11,10 @@ import sys
 import zipfile
 from typing import Any
 
-from run_hosts import FAKE_RANK, Bed, until
+from run_hosts import FAKE_RANK, Bed, free_port, until
 
 from trainer.supervise.processes import waiting_processes
+from trainyard.run.trainer_archive import zip_packages
 
 WAIT = 30.0
 LAUNCHER = [sys.executable, "-m", "trainer.distributed.torchrun"]
@@ -44,6 +45,36 @@ def prepare(bed: Bed, environment: str = "", run: str = "r") -> None:
                 archive.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
         shutil.copy(archive_path, first)
     shutil.copy(first, archive_path)
+
+
+def stage_trainer(bed: Bed, run: str = "r", **more: Any) -> None:
+    """Create a run folder with the real trainer, a dataset and a spec; `more`: further fields of the spec."""
+    import trainer
+
+    bed.make_run(1, run, environment="GLOO_SOCKET_IFNAME=lo\nOMP_NUM_THREADS=1\n")
+    run_dir = bed.run_dir(0, run)
+    with (run_dir / "env").open("a") as file:
+        file.write(f"PYTHONPATH={run_dir}/trainer.zip\n")
+    (run_dir / "trainer.zip").write_bytes(zip_packages(trainer))
+    spec = {"model": "tiny", "seq_length": 64, "total_batch_size": 6, "max_steps": 100000, "epochs": 10000}
+    spec |= {"eval_interval": 0, "checkpoint_interval": 5, "loggers": "none", "run": run}
+    rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(60)]
+    (run_dir / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "spec.yml").write_text(json.dumps(spec | {"dataset": str(run_dir / "data.jsonl")} | more))
+
+
+def train_command(bed: Bed, run: str = "r") -> list[str]:
+    """Return the command of torchrun for a run of `stage_trainer`."""
+    run_dir = bed.run_dir(0, run)
+    words = [
+        "--nnodes=1",
+        "--node-rank=0",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+        "--nproc-per-node=1",
+    ]
+    places = [f"--run-dir={run_dir}", f"--data-dir={run_dir.parents[1]}"]
+    return [*LAUNCHER, *words, "-m", "trainer", "train", f"{run_dir}/spec.yml", *places]
 
 
 def start(bed: Bed, steps: int = 1000, standby: float = WAIT, run: str = "r", **more: Any) -> dict[str, Any]:
