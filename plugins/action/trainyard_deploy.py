@@ -9,8 +9,9 @@ from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts, play_records
 from trainyard.connection import InventoryError, RemoteError
 from trainyard.extra_vars import plain_data
-from trainyard.ollama.deploy import Deployment, server_urls
+from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
+from trainyard.ollama.servers import server_urls
 from trainyard.run.errors import RunError
 from trainyard.service_records import following
 

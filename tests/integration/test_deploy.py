@@ -28,8 +28,9 @@ from trainer.gguf.llama import write_llama
 from trainyard.connection import Host, HostConnection
 from trainyard.ollama import converter
 from trainyard.ollama.client import OllamaClient
-from trainyard.ollama.deploy import Deployment, compare, server_urls
+from trainyard.ollama.deploy import Deployment, compare
 from trainyard.ollama.options import make_deploy_options
+from trainyard.ollama.servers import server_urls
 from trainyard.openssh import LocalTransport
 from trainyard.run.errors import RunError
 
@@ -232,6 +233,31 @@ def test_models_of_others_and_unfit_bases_are_refused(site: Site) -> None:
         site.keep_answers()
         with pytest.raises(RunError, match="has no model base"):
             site.deployment([server.url], **options).deploy()
+
+
+@pytest.mark.slow
+def test_hosts_that_share_a_server_get_the_model_once(site: Site) -> None:
+    """The default inventory is one machine as two hosts. The host that has the record counts as the server's."""
+    site.keep_answers()
+    options = {"deploy_base": "base", "deploy_as": "adapter"}
+    one, two = (host.name for host in site.hosts[:2])
+    with targets(site, ["0.30.6"]) as (server,):
+        done = site.deployment([server.url, server.url], **options).deploy()
+        assert done["lines"] == [
+            f"{two}: has the same server as {one}",
+            f"{one}: deployed mine (adapter on base): 20 of 20 answers as trained",
+        ]
+        again = site.deployment([server.url, server.url], **options).deploy()
+        assert not again["changed"] and f"{one}: mine is deployed" in again["lines"]
+        site.hosts.reverse()
+        again = site.deployment([server.url, server.url], **options).deploy()
+        assert not again["changed"] and again["lines"] == [
+            f"{one}: mine is deployed",
+            f"{two}: has the same server as {one}",
+        ]
+        gone = site.deployment([server.url, server.url], **options).remove()
+        assert gone["changed"] and gone["lines"] == [f"{two}: has the same server as {one}", f"{one}: mine removed"]
+        assert not any("mine" in name for name in server.models)
 
 
 def test_missing_runs_and_servers_are_reported(site: Site) -> None:

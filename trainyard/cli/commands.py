@@ -23,10 +23,11 @@ from trainyard.cli.playbooks import run_playbook
 from trainyard.cluster import Cluster
 from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
-from trainyard.ollama.deploy import Deployment, server_urls
+from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.options import DeployOptions, make_deploy_options
+from trainyard.ollama.servers import server_urls
 from trainyard.preflight.runner import run_preflight
 from trainyard.queue.host import queue_host
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE, manage_queue

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
-from trainyard.ollama.deploy import server_urls
+from trainyard.ollama.servers import server_urls
 from trainyard.run.options import LaunchOptions
 from trainyard.run.service_start import read_service_start
 from trainyard.run.session import RunSession, SessionState

@@ -29,6 +29,7 @@ from trainyard.ollama.chat_template import derive_apart
 from trainyard.ollama.hf_template import read_template
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.run_export import RunExport
+from trainyard.ollama.servers import shared_servers
 from trainyard.ollama.trained_run import TrainedRun, copy_files, find_run, read_tokens
 from trainyard.progress_record import SUFFIX, ProgressRecord
 from trainyard.remote.ollama import BASES_LIMIT, equal_answers
@@ -41,7 +42,6 @@ CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
 # Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
 MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
 _SHOWN = 160  # characters of an answer in a message
-_PORT = 11434
 Report = Callable[[str], None]
 
 
@@ -103,6 +103,7 @@ class Deployment:
         }
         self._progress = ProgressRecord(None if check else self.work / f"{key}{SUFFIX}", "deploy", **about)
         self._reasons: dict[str, list[str]] = {}  # why nodes get the merged model, with their names
+        self._shared: dict[str, str] = {}  # host: the host whose server it has too
         self._searches = options.deploy_as != "merged" and not options.deploy_base
 
     def deploy(self) -> dict[str, Any]:
@@ -138,6 +139,7 @@ class Deployment:
             )
         lines = self._notes(choices)
         lines += [f"{name}: {self.options.deploy_name} is deployed" for name in choices if name not in wanted]
+        lines += [f"{name}: has the same server as {keeper}" for name, keeper in self._shared.items()]
         if self.check:
             lines += [
                 f"{name}: would deploy {self.options.deploy_name} ({self._how(choice.artifacts[0])})"
@@ -149,6 +151,8 @@ class Deployment:
             errors |= failed
         for name, why in errors.items():
             self._note(name, "failed", why)
+        for name, keeper in self._shared.items():
+            self._note(name, "failed" if keeper in errors else "deployed", f"has the same server as {keeper}")
         if errors:
             name, why = next(iter(errors.items()))
             more = [f"{other}: {text}" for other, text in errors.items()]
@@ -157,8 +161,14 @@ class Deployment:
 
     def remove(self) -> dict[str, Any]:
         """Remove the deployed model from every node; return `changed` and `lines`. Raises RunError."""
-        replies, errors = self._ask("remove", {name: {"check": self.check} for name in self.hosts}, STATE_LIMIT)
-        lines = []
+        states, errors = self._ask(
+            "state", {name: {"base": "", "like": None, "tokens": 0} for name in self.hosts}, STATE_LIMIT
+        )
+        shared = shared_servers(states)
+        asked = {name: {"check": self.check} for name in self.hosts if name in states and name not in shared}
+        replies, failed = self._ask("remove", asked, STATE_LIMIT)
+        errors |= failed
+        lines = [f"{name}: has the same server as {keeper}" for name, keeper in shared.items()]
         for name, reply in replies.items():
             text = "removed" if reply.get("changed") else "is not deployed"
             text = "is not from trainyard: kept" if reply.get("foreign") else text
@@ -179,10 +189,10 @@ class Deployment:
     def _ask(
         self, step: str, more: Mapping[str, dict[str, Any]], limit: float
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Ask the hosts in `more` at once; return their replies and errors by name."""
+        """Ask the hosts in `more` at once; return their replies, in this order, and errors by name."""
         calls = {name: functools.partial(self._call, name, step, extra) for name, extra in more.items()}
         done = FanOut(calls).wait(limit)
-        return done.answers, done.errors
+        return {name: done.answers[name] for name in more if name in done.answers}, done.errors
 
     def _call(self, name: str, step: str, more: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply of a node to a step of the verb `ollama`. Raises RemoteError."""
@@ -198,7 +208,9 @@ class Deployment:
         like = wanted_base(run, tokens) if self._searches else None
         request = {"base": base, "like": like, "tokens": len(tokens)}
         states, errors = self._ask("state", {name: request for name in self.hosts}, STATE_LIMIT)  # noqa: C420
-        for name, state in list(states.items()):
+        self._shared = shared_servers(states)
+        states = {name: state for name, state in states.items() if name not in self._shared}
+        for name, state in states.items():
             if why := self._foreign(state):
                 errors[name] = why
         return {name: states[name] for name in self.hosts if name in states and name not in errors}, errors
@@ -474,20 +486,6 @@ class Deployment:
         if "error" not in reply and len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")
         return reply
-
-
-def server_urls(variables: Mapping[str, Any]) -> list[str]:
-    """Return the addresses at which a host may reach its own Ollama server, from its variables.
-
-    `ollama_url` names the address. Without it, these are the loopback address and then the address in the cluster, at
-    `ollama_port`.
-    """
-    if url := variables.get("ollama_url"):
-        return [str(url).rstrip("/")]
-    address, port = str(variables.get("cluster_address") or "127.0.0.1"), variables.get("ollama_port") or _PORT
-    return list(
-        dict.fromkeys(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in ("127.0.0.1", address))
-    )
 
 
 def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:

@@ -27,6 +27,7 @@ class OllamaRecord(OpenReply):
 
 
 class OllamaState(OpenReply):
+    server: Line
     version: Annotated[list[Count], Field(min_length=3, max_length=3)]
     adapters: Flag
     digest: Line

@@ -24,10 +24,10 @@ from trainer.inputs import user_path
 from trainyard.cluster import Cluster
 from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.ollama.converter import converter_archive
-from trainyard.ollama.deploy import server_urls
 from trainyard.ollama.distill_options import AnswerOptions, DistillOptions
 from trainyard.ollama.options import MODEL_NAME_RULES, DeployOptions
 from trainyard.ollama.prompts import read_prompts
+from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teachers import Candidate, candidates
 from trainyard.run.file_entries import file_entry
 from trainyard.run.host_files import HostAccess

@@ -13,6 +13,7 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer.supervise.files import write_atomic
 from trainyard.ollama.client import MODEL_NAME, OllamaClient, OllamaError, full_name
@@ -78,7 +79,7 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
             vocabulary of the run.
 
     Returns:
-        `version`; `adapters`, whether it takes them; `digest` of the model or an empty string; `record` or None; `bases`,
+        `server`, equal for two hosts that have the same server; `version`; `adapters`, whether it takes them; `digest` of the model or an empty string; `record` or None; `bases`,
         descriptions of the model `base`, or of those that `like` fits; `models`, the number of models that are no part of
         this deployment, and `read`, how many of them were read to find `bases`.
     """
@@ -92,6 +93,7 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     elif request["like"] and takes:
         bases, read = _search(client, request, {name: digest for name, digest in tags.items() if name not in own})
     return {
+        "server": _identity(client),
         "version": list(version),
         "adapters": takes,
         "digest": tags.get(full_name(request["name"]), ""),
@@ -100,6 +102,16 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
         "models": len(set(tags) - own),
         "read": read,
     }
+
+
+def _identity(client: OllamaClient) -> str:
+    """Return what identifies the server: its address, or for a loopback address this machine and its network namespace."""
+    url = urlsplit(client.url)
+    host = url.hostname or ""
+    if host != "localhost" and not (host.replace(".", "").isdigit() and host.startswith("127.")) and host != "::1":
+        return url.netloc
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {url.port}"
 
 
 def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str]) -> tuple[list[dict[str, Any]], int]:

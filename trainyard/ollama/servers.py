@@ -1,0 +1,34 @@
+"""The Ollama servers of hosts: at which addresses a host reaches its own one, and which hosts share one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PORT = 11434
+
+
+def server_urls(variables: Mapping[str, Any]) -> list[str]:
+    """Return the addresses at which a host may reach its own Ollama server, from its variables.
+
+    `ollama_url` names the address. Without it, these are the loopback address and then the address in the cluster, at
+    `ollama_port`.
+    """
+    if url := variables.get("ollama_url"):
+        return [str(url).rstrip("/")]
+    address, port = str(variables.get("cluster_address") or "127.0.0.1"), variables.get("ollama_port") or _PORT
+    return list(
+        dict.fromkeys(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in ("127.0.0.1", address))
+    )
+
+
+def shared_servers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return {host: the host whose server it has too} for entries of the inventory that are one machine.
+
+    Args:
+        states: the reply to the step `state` of each host, see trainyard/remote/ollama.py.
+    """
+    keepers: dict[str, str] = {}
+    for name in sorted(states, key=lambda name: states[name]["record"] is None):  # sorted() keeps the order otherwise
+        keepers.setdefault(states[name]["server"], name)
+    return {name: keeper for name, state in states.items() if (keeper := keepers[state["server"]]) != name}
