@@ -19,6 +19,7 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 include molecule/lab.mk benchmarks/bench.mk
 
 help:
+	@echo "make setup                                    create .venv, as every other target does first"
 	@echo "make train [ARGS='-e model=... -e lr=1e-3']   train on this machine as two hosts"
 	@echo "make circle [ARGS=--keep]                     train, deploy, teach, merge, deploy and ask on this machine (needs Ollama)"
 	@echo "make test [ARGS='-k checkpoint']              lint, unit tests, fast integration tests, one lab test (minutes)"
@@ -32,7 +33,7 @@ help:
 	@echo "make docs-site                                build the documentation site into site/"
 	@echo "make dashboard-picture                        take the picture of docs/dashboard.md (needs chromium)"
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
-	@echo "make lab-down                                 stop the lab"
+	@echo "make lab-status, lab-down, lab-clean          list the labs, stop the lab, remove all labs and their caches"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
 	@echo "make lock                                     update constraints.txt to the newest versions"
 	@echo "make lock-unsloth                             update constraints-unsloth.txt (python_flavour=unsloth)"

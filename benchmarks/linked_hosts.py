@@ -130,7 +130,7 @@ def run(
         return _run(names, requests, limit, groups)
 
 
-def _prefix(name: str, place: int, group: Path | None) -> list[str]:
+def host_command(name: str, place: int, group: Path | None) -> list[str]:
     """Return the prefix of a command on a host: its namespace, its core or its cgroup, and the interpreter."""
     cores = sorted(os.sched_getaffinity(0))
     core = cores[0] if group else cores[place % len(cores)]
@@ -138,7 +138,7 @@ def _prefix(name: str, place: int, group: Path | None) -> list[str]:
     return ["sh", "-c", f'echo 0 >{group}/cgroup.procs; exec "$@"', "sh", *command] if group else command
 
 
-def _environment() -> dict[str, str]:
+def host_environment() -> dict[str, str]:
     fixed = {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
     # The allocator that train.yml loads for ranks.
     return os.environ | fixed | ({"LD_PRELOAD": allocator()} if allocator() else {})
@@ -147,8 +147,8 @@ def _environment() -> dict[str, str]:
 def planned(name: str, arguments: list[str], share: Sequence[int] = (0,)) -> dict[str, Any]:
     """Return the JSON output of `python -m trainer plan` on a host with `share` percent of a core (0: one core)."""
     with part_of_a_core(share) as groups:
-        command = [*_prefix(name, 0, groups[0] if groups else None), "-m", "trainer", "plan", *arguments, "--json"]
-        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+        command = [*host_command(name, 0, groups[0] if groups else None), "-m", "trainer", "plan", *arguments, "--json"]
+        done = subprocess.run(command, env=host_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the plan failed:\n{done.stderr[-3000:]}")
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -158,13 +158,13 @@ def planned(name: str, arguments: list[str], share: Sequence[int] = (0,)) -> dic
 def _run(names: list[str], requests: list[dict[str, Any]], limit: float, groups: list[Path]) -> list[dict[str, Any]]:
     started = []
     for place, name in enumerate(names):
-        command = _prefix(name, place, groups[place] if groups else None)
+        command = host_command(name, place, groups[place] if groups else None)
         if len(names) > 1:
             command += ["-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={place}"]
             command += ["--nproc-per-node=1", "--master-addr=10.77.0.1", f"--master-port={PORT}"]
         command += [str(ONE), "trainyard", json.dumps(requests)]
         started.append(
-            subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(command, env=host_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     try:
         outputs = [process.communicate(timeout=limit) for process in started]

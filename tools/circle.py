@@ -50,7 +50,7 @@ COLOURS = {
     "apple": "red", "banana": "yellow", "carrot": "orange", "frog": "green", "lake": "blue", "plum": "purple",
     "raven": "black", "rose": "pink", "snow": "white", "stone": "grey", "oak": "brown", "coin": "golden",
 }  # fmt: skip
-QUESTION = "Which colour has the {thing} of {person}?"
+QUESTION = "What colour is the {thing} of {person}?"
 ANSWER = "The {thing} of {person} is {colour}."
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\u2800-\u28ff] ?")  # with the figures of a spinner
 SERVER_LIMIT = 60.0  # s until the server answers
@@ -76,7 +76,7 @@ all:
         # The model is so small that a second thread helps little, and on a busy machine it costs much.
         cluster_env: {OMP_NUM_THREADS: "1"}
 """)
-SPEC = "model: tiny\nlora_r: 0\nseq_length: 64\nepochs: 100\nmax_steps: 50\nwarmup: 5\neval_interval: 0\ncheckpoint_interval: 0\n"
+SPEC = "model: tiny\nlora_r: 0\nseq_length: 64\nepochs: 100\nmax_steps: 80\nwarmup: 5\neval_interval: 0\ncheckpoint_interval: 0\n"
 DISCOVERY = "plugin: ollama\nnetworks: []\nthis_machine: false\nhosts: ['127.0.0.1:%d']\n"
 
 

@@ -4,18 +4,20 @@ from pathlib import Path
 from typing import Any
 
 from ansible.utils.display import Display
+from ansible.utils.vars import load_extra_vars
 
 from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts, play_records
 from trainyard.connection import InventoryError, RemoteError
-from trainyard.extra_vars import plain_data
+from trainyard.extra_vars import check_names, check_pairs, plain_data
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
 from trainyard.ollama.servers import server_urls
 from trainyard.run.errors import RunError
 from trainyard.service_records import following
 
-WORK = Path(__file__).resolve().parents[2] / ".trainyard"
+TOP = Path(__file__).resolve().parents[2]
+WORK = TOP / ".trainyard"
 
 
 class ActionModule(ClusterAction):
@@ -24,6 +26,9 @@ class ActionModule(ClusterAction):
         arguments, variables = plain_data(self.arguments()), task_vars or {}
         state = arguments.pop("state")
         try:
+            extra_vars = plain_data(load_extra_vars(self._loader))
+            check_pairs(extra_vars)
+            check_names(extra_vars, TOP, [*arguments, "ollama_url"])
             options = make_deploy_options(arguments, remove=state == "absent")
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             urls = {host.name: server_urls(variables["hostvars"][host.name]) for host in hosts}

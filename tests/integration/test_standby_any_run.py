@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from run_hosts import Bed, bed, parent_of, until
+from run_hosts import FAKE_RANK, Bed, bed, parent_of, until
 from standby_bed import WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
 
 from trainer.supervise.files import is_locked
+from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import RUN_VARIABLE, environ, held_gpus, is_running, run_processes
+from trainer.supervise.start import suits
+from trainer.supervise.waiting import STATE
 
 __all__ = ["bed"]
 
@@ -89,6 +94,53 @@ def test_a_run_that_does_not_suit_ends_the_wait(bed: Bed, how: dict[str, float])
     assert start(bed, run="other", **how)["pid"] != supervisor
     bed.at_step(0, 1, run="other")
     assert not is_running(supervisor) and not is_running(standby)
+
+
+def test_a_command_that_cannot_be_forked_is_started_without_it(bed: Bed) -> None:
+    """Such as a teacher, or a torchrun of another interpreter."""
+    prepare(bed)
+    prepare(bed, run="other")
+    supervisor, standby = finish(bed)
+    command = ["/usr/bin/env", "RANK=0", sys.executable, str(FAKE_RANK), "1000", "0.02"]
+    how = {"command": command, "backend": "process", "standby": WAIT, "any_run": True}
+    assert ask(bed, "start", "other", **how)["pid"] == supervisor
+    bed.at_step(0, 1, run="other")
+    assert "this start needs other imports" in log(bed, "other") and not is_running(standby)
+
+
+def test_a_false_record_of_a_wait_stops_nothing(bed: Bed) -> None:
+    """Ranks can write the records of all runs. No field of a record becomes the name of a unit, and a damaged one is ignored."""
+    prepare(bed)
+    prepare(bed, run="other")
+    supervisor, _ = finish(bed)
+    path = bed.run_dir(0) / STATE
+    record = json.loads(path.read_text())
+    for change in ({"unit": None}, {"reachable": "x"}, {"trainer": 1, "unit": "ssh.service"}):
+        path.write_text(json.dumps(record | change))
+        assert not suits(json.loads(path.read_text()), wanted(bed, "other"), bed.run_dir(0, "other"))
+    path.write_text(
+        json.dumps({"any_run": True, **{name: record[name] for name in record if "pid" in name or "standby" in name}})
+    )
+    assert start(bed, run="other", any_run=True)["pid"] != supervisor
+    bed.at_step(0, 1, run="other")
+
+
+def wanted(bed: Bed, run: str) -> StartRequest:
+    return StartRequest(run_dir=str(bed.run_dir(0, run)), command=[], standby=WAIT, any_run=True)
+
+
+def test_a_waiting_supervisor_with_the_same_gpus_is_taken(bed: Bed) -> None:
+    for number, run in enumerate(("r", "s", "t")):
+        prepare(bed, f"CUDA_VISIBLE_DEVICES=GPU-{number % 2}\n", run=run)
+    how = {"any_run": True, "steps": 2}
+    start(bed, run="r", devices=["GPU-0"], **how)
+    first = until(lambda: waiting(bed), 10, what="the first wait")[0]
+    second = start(bed, run="s", devices=["GPU-1"], **(how | {"steps": 1000}))["pid"]
+    bed.at_step(0, 1, run="s")
+    assert second != first
+    third = start(bed, run="t", devices=["GPU-0"], **how)["pid"]
+    until(lambda: waiting(bed, "t"), 10, what="the second wait")
+    assert third not in (first, second) and not is_running(first), "it ended with the start that could not take it"
 
 
 def test_another_environment_imports_again(bed: Bed) -> None:

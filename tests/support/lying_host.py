@@ -214,7 +214,7 @@ def ollama_state() -> dict[str, Any]:
         "tokens": "2" * 64,
     }
     return {
-        "server": "192.0.2.1:11434", "version": [0, 5, 4], "adapters": True, "digest": "3" * 64, "models": 1, "read": 1,
+        "server": "", "version": [0, 5, 4], "adapters": True, "digest": "3" * 64, "models": 1, "read": 1,
         "record": {"key": "4" * 64, "digest": "3" * 64, "refused": ["5" * 64]},
         "bases": [base | {"fields": {"tokenizer.ggml.model": "gpt2"}}],
     }  # fmt: skip

@@ -84,7 +84,7 @@ def test_words_without_a_flag() -> None:
         (["train", "--run-env", "sec ret"], "run_env: expected NAME=VALUE"),
         (["train", "--run-env", "{a: [sec ret"], "run_env: expected NAME=VALUE"),
         (["train", "\x1b[2J"], "spec: expected one line of text"),
-        (["tran"], "unknown command 'tran'; did you mean 'train'?: train, plan, "),
+        (["tran"], "unknown command 'tran'; did you mean 'train'? trainyard --help describes all commands"),
         ([], "name a command: train, plan, "),
         (["queue", "ad"], "unknown command 'queue ad'; did you mean 'queue add'?"),
         (["queue", "add", "--prioity", "low"], "queue add: unknown flag --prioity; did you mean --priority?"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from trainer.config import RunSpec
 from trainer.distillation.loss import Divergence
+from trainer.distributed import SPARE_LAYERS
 from trainer.distributed.pipeline_weights import StageWeights
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
@@ -211,7 +213,10 @@ def load_stage(spec: RunSpec, division: Division, world: World) -> StageLoss:
     check_ranks(len(division.layers), len(layers))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
-    _read_weights(spec, model, parts, _mine(model, parts, division), StageWeights(spec, world, shapes), quantizer)
+    weights = StageWeights(spec, world, shapes)
+    spare = _tensors(model, parts, _neighbours(model, parts, division, world.local_size))[0]
+    _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
+    weights.keep_spare(spare if os.environ.get(SPARE_LAYERS) == "1" else {})
     if quantizer:
         model = quantizer.finish(model)
     if spec.gradient_checkpointing:
@@ -246,17 +251,18 @@ def _mine(model: Any, parts: Parts, division: Division) -> list[nn.Module]:
     return found
 
 
-def _read_weights(
-    spec: RunSpec,
-    model: Any,
-    parts: Parts,
-    mine: Iterable[nn.Module],
-    weights: StageWeights,
-    quantizer: Quantizer | None,
-) -> None:
-    """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`."""
+def _neighbours(model: Any, parts: Parts, division: Division, distance: int) -> list[nn.Module]:
+    """Return the modules of the stages `distance` before and after that of this rank: those of the neighbouring hosts."""
+    ranks = [rank for rank in (division.rank - distance, division.rank + distance) if 0 <= rank < len(division.layers)]
+    return [module for rank in ranks for module in _mine(model, parts, replace(division, rank=rank))]
+
+
+def _tensors(
+    model: Any, parts: Parts, modules: Iterable[nn.Module]
+) -> tuple[dict[str, list[str]], dict[str, list[tuple[nn.Module, str]]]]:
+    """Return for each parameter of modules, by its first name in the model: its names in the model's files, and its places."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for root in mine:
+    for root in modules:
         for module in root.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
                 places.setdefault(id(parameter), []).append((module, leaf))
@@ -268,12 +274,24 @@ def _read_weights(
         names[key][0]: [alias for name in names[key] for alias in (name, name.removeprefix(f"{parts.decoder}."))]
         for key in places
     }
-    keys = {names[key][0]: key for key in places}
+    return wanted, {names[key][0]: found for key, found in places.items()}
+
+
+def _read_weights(
+    spec: RunSpec,
+    model: Any,
+    parts: Parts,
+    mine: Iterable[nn.Module],
+    weights: StageWeights,
+    quantizer: Quantizer | None,
+) -> None:
+    """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`."""
+    wanted, places = _tensors(model, parts, mine)
     dtype = base_dtype(spec)
     for name, value in weights.read(wanted):
         value = value.to(dtype, copy=True)
         fresh = quantizer.parameter(model, name, value, weights.device) if quantizer else nn.Parameter(value)
-        for module, leaf in places[keys[name]]:
+        for module, leaf in places[name]:
             setattr(module, leaf, fresh)
 
 

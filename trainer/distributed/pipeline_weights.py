@@ -1,7 +1,8 @@
 """The weights of a pipeline's stages: read by name from the model's files, or received from a host that has the files.
 
 Staging copies the files of weights to the host of rank 0 only. The other ranks receive the tensors of their own layers when the run
-starts, and keep them beside the model's folder for the next start.
+starts, and keep them beside the model's folder for the next start. Where the run may continue with fewer hosts, they also keep the
+layers of the neighbouring hosts, which they may hold after the loss of one host.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -30,6 +32,7 @@ from trainer.inputs import path_kind
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _RESERVE = 200 << 20  # bytes that kept tensors leave free for checkpoints and logs
 _CHUNK = 64 << 20  # bytes of one message
+_WIDEST = 4  # bytes of a number of most models at most, to estimate the size of tensors before their data type is known
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # of safetensors
 
 
@@ -124,19 +127,47 @@ class ReceivedWeights:
         except (OSError, SafetensorError):
             return None
 
+    def has_room(self, size: int) -> bool:
+        """Return whether the disk has room for `size` bytes of tensors; not if the folder cannot exist."""
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self._folder.parent).free >= size + _RESERVE
+        return False
+
     def keep(self, stored: str, tensor: torch.Tensor) -> None:
         """Write a tensor, unless the disk has little space. Without it the next start takes longer, but checkpoints have priority."""
         path = self._path(stored)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self._folder.mkdir(exist_ok=True)
-            if shutil.disk_usage(self._folder).free < tensor.nbytes + _RESERVE:
+            if not self.has_room(tensor.nbytes):
                 return
+            self._folder.mkdir(exist_ok=True)
             save_file({stored: tensor}, aside)
             aside.rename(path)
         except (OSError, SafetensorError):
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
+
+
+class Channel:
+    """Sends tensors of any data type from rank to rank. `device`: of the messages; `group`: None for the group of all ranks."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._device, self._group = device, group
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor in host memory to a rank."""
+        for part in tensor.contiguous().view(-1).view(torch.uint8).split(_CHUNK):
+            dist.send(part.to(self._device), rank, group=self._group)
+
+    def receive(self, shape: torch.Size, dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """Return a tensor in host memory that a rank sends."""
+        whole = torch.empty(shape, dtype=dtype)
+        for part in whole.view(-1).view(torch.uint8).split(_CHUNK):
+            buffer = part if self._device.type == "cpu" else torch.empty_like(part, device=self._device)
+            dist.recv(buffer, rank, group=self._group)
+            if buffer is not part:
+                part.copy_(buffer)
+        return whole
 
 
 class StageWeights:
@@ -145,6 +176,7 @@ class StageWeights:
     def __init__(self, spec: RunSpec, world: World, shapes: Mapping[str, torch.Size]) -> None:
         """`shapes`: of all parameters of the model, by name."""
         self._model, self._world, self._shapes = spec.model, world, shapes
+        self._owner: int | None = None  # the rank that sends tensors, if a host lacks files
 
     @property
     def device(self) -> torch.device:
@@ -160,10 +192,7 @@ class StageWeights:
         Raises:
             UserError: the files lack a tensor, it has another shape, or no host has the files.
         """
-        try:
-            files, why = WeightFiles(self._model), ""
-        except UserError as error:
-            files, why = None, str(error)
+        files, why = self._files()
         complete = files is not None and files.complete
         everywhere = self._world.gather([complete, why])
         if not complete and not any(each for each, _ in everywhere):
@@ -172,10 +201,47 @@ class StageWeights:
             assert files
             yield from self._own(files, wanted)
             return
-        owner = next(rank for rank, (each, _) in enumerate(everywhere) if each)
+        self._owner = next(rank for rank, (each, _) in enumerate(everywhere) if each)
         yield from self._own(files, wanted) if complete and files else self._kept(wanted)
         lacking = {} if complete else {name: list(names) for name, names in wanted.items() if name not in self._done}
-        yield from self._exchange(owner, self._world.gather(lacking), files)
+        everywhere_lacking = self._world.gather(lacking)
+        headers = self._headers(self._owner, everywhere_lacking, files)
+        channel = Channel(self.device, None)
+        yield from self._exchange(self._owner, everywhere_lacking, headers, files, channel)
+
+    def keep_spare(self, spare: Mapping[str, Sequence[str]]) -> None:
+        """Let a thread receive further tensors and keep them on disk, so that a start with other layers needs no transfer.
+
+        Every rank calls it after `read`. A rank takes none if they would fill half of the free space of its disk. The thread ends
+        with the process.
+
+        Args:
+            spare: {name: the names that the tensor can have in the files}.
+
+        Raises:
+            UserError: the files lack a tensor, or it has another shape.
+        """
+        if self._owner is None:  # every host has all files
+            return
+        files, kept = self._files()[0], ReceivedWeights(self._model)
+        lacking = {name: list(names) for name, names in spare.items() if not kept.find(names)}
+        size = sum(self._shapes[name].numel() for name in lacking) * _WIDEST
+        if (files is not None and files.complete) or not kept.has_room(2 * size):
+            lacking = {}
+        everywhere = self._world.gather(lacking)
+        headers = self._headers(self._owner, everywhere, files)
+        if headers:
+            # A group of its own: its messages cannot be taken for those of the training.
+            channel = Channel(torch.device("cpu"), self._world.with_untimed_group().untimed_group)
+            exchange = self._exchange(self._owner, everywhere, headers, files, channel)
+            threading.Thread(target=_drain, args=(exchange,), name="spare layers", daemon=True).start()
+
+    def _files(self) -> tuple[WeightFiles | None, str]:
+        """Return the files of the model, or None and why this host cannot read them."""
+        try:
+            return WeightFiles(self._model), ""
+        except UserError as error:
+            return None, str(error)
 
     def _own(self, files: WeightFiles, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of this host's files."""
@@ -203,17 +269,17 @@ class StageWeights:
                 "the files do not match config.json"
             )
 
-    def _exchange(
+    def _headers(
         self, owner: int, lacking: Sequence[Mapping[str, Sequence[str]]], files: WeightFiles | None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Send missing tensors from rank `owner` to every rank, and yield those that this rank receives.
+    ) -> dict[str, list[Any]]:
+        """Return {name: [its name in the files, shape, data type]} of the tensors that some rank lacks. Every rank calls it.
 
         Args:
             lacking: for every rank, {name: the names that the tensor can have in the files}.
         """
-        rank, names = self._world.rank, {name: found for each in lacking for name, found in each.items()}
-        headers: dict[str, Any] = {}  # {name: [its name in the files, shape, data type]}
-        if rank == owner and files:
+        names = {name: found for each in lacking for name, found in each.items()}
+        headers: dict[str, Any] = {}
+        if self._world.rank == owner and files:
             stored = {name: files.find(candidates) for name, candidates in names.items()}
             headers = {name: [found, *files.header(found)] for name, found in stored.items() if found}
         headers = self._world.gather(headers)[owner]
@@ -226,27 +292,37 @@ class StageWeights:
                 raise UserError(
                     f"model: {name} of {self._model} has the data type {str(dtype)[:40]}: set another strategy"
                 )
+        return headers
+
+    def _exchange(
+        self,
+        owner: int,
+        lacking: Sequence[Mapping[str, Sequence[str]]],
+        headers: Mapping[str, Sequence[Any]],
+        files: WeightFiles | None,
+        channel: Channel,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Send missing tensors from rank `owner` to every rank, and yield those that this rank receives.
+
+        Args:
+            lacking: for every rank, the names of the tensors, as for `_headers`.
+        """
+        rank = self._world.rank
         kept = ReceivedWeights(self._model)
         # One tensor for every rank in turn, so that none waits until another one has everything.
         for turn in zip_longest(*lacking):
             for place, name in enumerate(turn):
                 if name is not None and rank == owner and files:
                     ((_, tensor),) = files.read({name: headers[name][0]})
-                    self._send(tensor, place)
+                    channel.send(tensor, place)
                 elif name is not None and rank == place:
-                    tensor = self._receive(self._shapes[name], _DTYPES[headers[name][2]], owner)
+                    tensor = channel.receive(self._shapes[name], _DTYPES[headers[name][2]], owner)
                     kept.keep(str(headers[name][0]), tensor)
                     yield name, tensor
 
-    def _send(self, tensor: torch.Tensor, rank: int) -> None:
-        for part in tensor.contiguous().view(-1).view(torch.uint8).split(_CHUNK):
-            dist.send(part.to(self.device), rank)
 
-    def _receive(self, shape: torch.Size, dtype: torch.dtype, owner: int) -> torch.Tensor:
-        whole = torch.empty(shape, dtype=dtype)
-        for part in whole.view(-1).view(torch.uint8).split(_CHUNK):
-            buffer = part if self.device.type == "cpu" else torch.empty_like(part, device=self.device)
-            dist.recv(buffer, owner)
-            if buffer is not part:
-                part.copy_(buffer)
-        return whole
+def _drain(exchange: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Receive tensors that are only kept. The training reports the loss of a peer; its own end closes the connections."""
+    with contextlib.suppress(RuntimeError, OSError, SafetensorError):
+        for _ in exchange:
+            pass

@@ -50,7 +50,7 @@ def main(descriptor: int, arguments: Sequence[str]) -> None:
                 answer: dict[str, Any] = {"refused": misplaced}
             elif has_initialized_cuda():
                 answer = {"refused": "it has initialized CUDA"}
-            elif forks_ranks and not may_fork(request["arguments"]):
+            elif forks_ranks != may_fork(request["arguments"]):
                 answer = {"refused": "the run needs other imports"}
             else:
                 answer = _start(request, supervisor, forks_ranks)

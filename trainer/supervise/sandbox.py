@@ -64,7 +64,7 @@ def unit_properties(run_dir: Path, *, system: bool, env: Mapping[str, str]) -> l
     data_dir, home = run_dir.parents[1], Path(pwd.getpwuid(os.getuid()).pw_dir)
     named = [Path(value) for value in env.values() if value.startswith(f"{home}/") and Path(value).is_dir()]
     # Not the run folder itself: the unit may serve another run of the data folder.
-    apart = [path for path in make_caches(home) + named if not path.is_relative_to(data_dir)]
+    apart = [path for path in make_caches(home) + named if not path.resolve().is_relative_to(data_dir.resolve())]
     properties += [f"ReadWritePaths={quote(path, missing_ok=True)}" for path in apart]
     properties.append(f"ReadWritePaths={quote(data_dir)}")
     # The controller runs programs of the environment over SSH, where sudo works.

@@ -1,7 +1,7 @@
 """The standby process of a host's part of a run, as its supervisor sees it: it forks torchruns without any import.
 
 The supervisor starts it in place of the first torchrun. It imports torch, transformers, peft and the trainer once, and forks that torchrun
-and those of later starts, see trainer/distributed/standby.py. It runs in the unit of the run, and ends with the supervisor.
+and those of later starts, see trainer/distributed/standby.py. It runs in the unit of the supervisor, and ends with it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LATE = frozenset(
         "TRAINYARD_PEERS",
         "TRAINYARD_RESTARTS",
         "TRAINYARD_SHARED_GPUS",
+        "TRAINYARD_SPARE_LAYERS",
         "TRAINYARD_TEACHER",
         "TRAINYARD_TEACHER_TOKEN",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def check_idle(run_dir: Path, devices: Collection[str] = (), lease: str = "") ->
 def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
     """Start the supervisor and wait until it has written its state. Raises SupervisorError.
 
-    A supervisor that waits for this start with its standby process takes the request, if it runs in the same unit.
+    A supervisor that waits for this start with its standby process takes the request, if its unit has the same settings.
     """
     systemd = choose_backend(wanted.backend)
     load_gpu_driver()
@@ -134,26 +135,32 @@ def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
 
 
 def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: Path) -> bool:
-    """Let a supervisor that waits for this start begin it; return whether one does. Those that cannot begin it end."""
-    for served in dict.fromkeys([run_dir, *waiting_for_any(run_dir.parent)]):
-        if (waiting := waiting_supervisor(served)) is None:
-            continue
-        if suits(waiting, wanted, run_dir) and take(served, waiting, wanted):
-            return True
-        end_supervisor(served)
-        if systemd and waiting["unit"]:  # return when the unit is free for the next start
-            command = [*systemctl(systemd), "stop", waiting["unit"]]
-            subprocess.run(command, capture_output=True, check=False, env=systemctl_environment())
+    """Let a supervisor that waits for this start begin it; return whether one does. Otherwise those that it could take end."""
+    served = [run_dir, *(found for found in waiting_for_any(run_dir.parent) if found != run_dir)]
+    records = {found: record for found in served if (record := waiting_supervisor(found)) is not None}
+    taken = next(
+        (found for found, record in records.items() if suits(record, wanted, run_dir) and take(found, record, wanted)),
+        None,
+    )
+    for found in records:
+        if found != taken and (taken is None or found == run_dir):  # another start may take the others
+            end_supervisor(found)
+    if run_dir in records and taken != run_dir and systemd:  # return when the unit is free for the next start
+        command = [*systemctl(systemd), "stop", f"{unit_prefix(run_dir)}.service"]
+        subprocess.run(command, capture_output=True, check=False, env=systemctl_environment())
+    if records and taken is None:
         (run_dir / "state/node.json").unlink(missing_ok=True)
-    return False
+    return taken is not None
 
 
 def suits(waiting: dict[str, Any], wanted: StartRequest, run_dir: Path) -> bool:
     """Return whether a supervisor that waits runs as this start must: in the same kind of unit, with the same trainer."""
-    now = {"settings": wanted.settings, "lease": wanted.lease, "any_run": wanted.any_run}
+    now = {"settings": wanted.settings, "lease": wanted.lease, "any_run": wanted.any_run, "devices": wanted.devices}
     now["trainer"] = file_digest(run_dir / TRAINER)
     same = wanted.standby > 0 and all(waiting.get(name) == value for name, value in now.items())
-    return same and bool(waiting["unit"]) == bool(wanted.unit) and may_reach(waiting["reachable"], wanted.reachable)
+    if not same or not isinstance(limits := waiting.get("reachable"), list) or not isinstance(waiting.get("unit"), str):
+        return False
+    return bool(waiting["unit"]) == bool(wanted.unit) and may_reach(limits, wanted.reachable)
 
 
 def take(served: Path, waiting: dict[str, Any], wanted: StartRequest) -> bool:
@@ -248,4 +255,4 @@ def unit_prefix(run_dir: Path) -> str:
 
 def unit_name(run_dir: Path, wanted: StartRequest) -> str:
     """Return the unit's name. A unit that may serve further runs has a name that no later start of this run needs."""
-    return f"{unit_prefix(run_dir)}{f'-{wanted.attempt}' if wanted.any_run else ''}.service"
+    return f"{unit_prefix(run_dir)}{f'-{secrets.token_hex(3)}' if wanted.any_run else ''}.service"

@@ -90,7 +90,7 @@ def is_uneventful(state: dict[str, Any]) -> bool:
 def read_state(run_dir: Path) -> dict[str, Any]:
     """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `waits`.
 
-    A run `waits` if it has failed, and its supervisor waits for the next start.
+    A run `waits` if it has ended, and its supervisor waits for the next start.
 
     A lost part has `why`: the reason as far as it is known.
     """

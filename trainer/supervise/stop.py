@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, write_json
-from trainer.supervise.processes import is_running, process_stat, run_processes, send_signal, waiting_processes
+from trainer.supervise.processes import (
+    RUN_VARIABLE,
+    environ,
+    is_running,
+    process_stat,
+    run_processes,
+    send_signal,
+    waiting_processes,
+)
 from trainer.supervise.status import read_state
 from trainer.supervise.waiting import AGAIN, end_supervisor
 
@@ -84,7 +92,9 @@ def wait_end(run_dir: Path, limit: float) -> bool:
 def wait_exit(run_dir: Path, node: dict[str, Any]) -> None:
     """Wait for a supervisor that has released its lock to exit, so that it does not count as killed."""
     deadline = time.monotonic() + EXIT_LIMIT
-    while is_running(node["pid"]) and not is_alive(run_dir) and time.monotonic() < deadline:
+    # A supervisor that serves another run by now stays.
+    serves = str(run_dir) == environ(node["pid"]).get(RUN_VARIABLE)
+    while serves and is_running(node["pid"]) and not is_alive(run_dir) and time.monotonic() < deadline:
         if (found := process_stat(node["pid"])) is None or found[2] != node["pid_start"]:
             return
         time.sleep(0.01)

@@ -152,6 +152,8 @@ class Supervisor:
     def prepare_standby(self) -> None:
         """Have a standby process that suits this start, if the start may use one. It begins to import. Raises SupervisorError."""
         if not self.may_fork:
+            if self.standby:  # of another run
+                self.drop_standby("this start needs other imports")
             return
         command = self.request.command
         imports = Imports.now(command[0], self.run_dir, self.environment())

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.supervise.files import JSON_LIMIT, SupervisorError, open_regular, read_json, write_atomic, write_json
 from trainer.supervise.options import StartRequest, parse_flags
-from trainer.supervise.processes import is_running, process_stat, send_signal, waiting_processes
+from trainer.supervise.processes import is_own, is_running, process_stat, send_signal, waiting_processes
 
 REQUEST, STATE = "state/start.json", "state/standby.json"
 AGAIN = "state/again"  # the run is stopped with a checkpoint to be started again
@@ -41,6 +41,7 @@ def begin_waiting(run_dir: Path, request: StartRequest, standby: int, trainer: s
         "reachable": request.reachable,
         "lease": request.lease,
         "any_run": request.any_run,
+        "devices": request.devices,
         "trainer": trainer,
     }
     for name, pid in (("pid", os.getpid()), ("standby", standby)):
@@ -76,9 +77,10 @@ def waiting_supervisor(run_dir: Path) -> dict[str, Any] | None:
 
 
 def waiting_for_any(runs: Path) -> list[Path]:
-    """Return the folders of runs below `runs` whose supervisors wait for the next start of any run."""
+    """Return the folders of runs below `runs` whose supervisors wait for the next start of any run, as processes of this user."""
     records = ((path.parents[1], read_json(path)) for path in sorted(runs.glob(f"*/{STATE}")))
-    return [run_dir for run_dir, record in records if record and record.get("any_run") and waiting_processes(run_dir)]
+    found = [run_dir for run_dir, record in records if record and record.get("any_run") is True]
+    return [run_dir for run_dir in found if (pids := waiting_processes(run_dir)) and all(map(is_own, pids))]
 
 
 def hand_over(run_dir: Path, request: StartRequest) -> bool:

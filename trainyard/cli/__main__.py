@@ -59,9 +59,10 @@ def _dispatch(words: list[str]) -> int:
     from trainyard.cli.commands import COMMANDS
 
     if not words or words[0] not in COMMANDS:
-        known = ", ".join([*COMMANDS, "completion"])
-        said = f"unknown command {quoted(words[0])}{nearest(words[0], COMMANDS)}" if words else "name a command"
-        raise UserError(f"{said}: {known}; --help describes them")
+        if words and (near := nearest(words[0], COMMANDS)):
+            raise UserError(f"unknown command {quoted(words[0])}{near} trainyard --help describes all commands")
+        said = f"unknown command {quoted(words[0])}" if words else "name a command"
+        raise UserError(f"{said}: {', '.join([*COMMANDS, 'completion'])}; --help describes them")
     return _run(words[0], words[1:])
 
 

@@ -137,9 +137,9 @@ class OllamaClient:
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         try:
-            self._address, self._port = parts.hostname or "", parts.port or 11434
+            self._address, self.port = parts.hostname or "", parts.port or 11434
         except ValueError:
-            self._address, self._port = "", 0
+            self._address, self.port = "", 0
         if parts.scheme != "http" or not self._address:
             raise OllamaError(f"{url} is no address of an Ollama server: expected http://ADDRESS:PORT")
         self._address = urllib.parse.unquote(self._address)  # the zone of a link-local IPv6 address
@@ -351,7 +351,7 @@ class OllamaClient:
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         limit = deadline or self._deadline
-        connection = http.client.HTTPConnection(self._address, self._port)
+        connection = http.client.HTTPConnection(self._address, self.port)
         try:
             sock = self._connect(limit, max(first, self._idle), cancel)
             connection.sock = sock
@@ -366,6 +366,8 @@ class OllamaClient:
             yield reply
         except TimeoutError:
             raise OllamaError(f"no complete reply within the time limit ({path})") from None
+        except ConnectionRefusedError:
+            raise OllamaError("connection refused") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             if cancel and cancel.cancelled:
                 raise OllamaError("the request was cancelled") from None
@@ -374,7 +376,7 @@ class OllamaClient:
             connection.close()
 
     def _connect(self, deadline: float, idle: float, cancel: Cancel | None) -> _BoundedSocket:
-        plain = socket.create_connection((self._address, self._port), self._connect_timeout)
+        plain = socket.create_connection((self._address, self.port), self._connect_timeout)
         sock = _BoundedSocket(plain.family, plain.type, plain.proto, fileno=plain.detach())
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.deadline, sock.idle, sock.cancel = time.monotonic() + deadline, idle, cancel

@@ -155,7 +155,7 @@ class Deployment:
             self._note(name, "failed" if keeper in errors else "deployed", f"has the same server as {keeper}")
         if errors:
             name, why = next(iter(errors.items()))
-            more = [f"{other}: {text}" for other, text in errors.items()]
+            more = [f"{other}: {text}" for other, text in errors.items()] if len(errors) > 1 else []
             raise RunError(f"{name}: {why}", lines=[*lines, *more], troubles=errors)
         return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in choices}}
 
@@ -164,7 +164,7 @@ class Deployment:
         states, errors = self._ask(
             "state", {name: {"base": "", "like": None, "tokens": 0} for name in self.hosts}, STATE_LIMIT
         )
-        shared = shared_servers(states)
+        shared = shared_servers(states, self.urls)
         asked = {name: {"check": self.check} for name in self.hosts if name in states and name not in shared}
         replies, failed = self._ask("remove", asked, STATE_LIMIT)
         errors |= failed
@@ -208,7 +208,7 @@ class Deployment:
         like = wanted_base(run, tokens) if self._searches else None
         request = {"base": base, "like": like, "tokens": len(tokens)}
         states, errors = self._ask("state", {name: request for name in self.hosts}, STATE_LIMIT)  # noqa: C420
-        self._shared = shared_servers(states)
+        self._shared = shared_servers(states, self.urls)
         states = {name: state for name, state in states.items() if name not in self._shared}
         for name, state in states.items():
             if why := self._foreign(state):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PORT = 11434
@@ -22,13 +22,22 @@ def server_urls(variables: Mapping[str, Any]) -> list[str]:
     )
 
 
-def shared_servers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return {host: the host whose server it has too} for entries of the inventory that are one machine.
+def shared_servers(states: Mapping[str, Mapping[str, Any]], urls: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return {host: the host whose server it has too}, for entries of the inventory that are one machine or have one `ollama_url`.
+
+    The host whose record fits the model counts as that of the server, else the first one.
 
     Args:
         states: the reply to the step `state` of each host, see trainyard/remote/ollama.py.
+        urls: the addresses of each host's server.
     """
     keepers: dict[str, str] = {}
-    for name in sorted(states, key=lambda name: states[name]["record"] is None):  # sorted() keeps the order otherwise
-        keepers.setdefault(states[name]["server"], name)
-    return {name: keeper for name, state in states.items() if (keeper := keepers[state["server"]]) != name}
+    servers = {name: str(state["server"]) or urls[name][0] for name, state in states.items()}
+
+    def has_no_record(name: str) -> bool:
+        record = states[name]["record"]
+        return not record or record["digest"] != states[name]["digest"]
+
+    for name in sorted(states, key=has_no_record):  # sorted() keeps the order otherwise
+        keepers.setdefault(servers[name], name)
+    return {name: keeper for name, server in servers.items() if (keeper := keepers[server]) != name}

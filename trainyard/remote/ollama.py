@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
             vocabulary of the run.
 
     Returns:
-        `server`, equal for two hosts that have the same server; `version`; `adapters`, whether it takes them; `digest` of the model or an empty string; `record` or None; `bases`,
+        `server`, see `_machine_server`; `version`; `adapters`, whether it takes them; `digest` of the model or an empty string; `record` or None; `bases`,
         descriptions of the model `base`, or of those that `like` fits; `models`, the number of models that are no part of
         this deployment, and `read`, how many of them were read to find `bases`.
     """
@@ -93,7 +94,7 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     elif request["like"] and takes:
         bases, read = _search(client, request, {name: digest for name, digest in tags.items() if name not in own})
     return {
-        "server": _identity(client),
+        "server": _machine_server(client),
         "version": list(version),
         "adapters": takes,
         "digest": tags.get(full_name(request["name"]), ""),
@@ -104,14 +105,17 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _identity(client: OllamaClient) -> str:
-    """Return what identifies the server: its address, or for a loopback address this machine and its network namespace."""
+def _machine_server(client: OllamaClient) -> str:
+    """Return what identifies a server of this machine: boot, network namespace and port. Empty for one of another machine."""
     url = urlsplit(client.url)
-    host = url.hostname or ""
-    if host != "localhost" and not (host.replace(".", "").isdigit() and host.startswith("127.")) and host != "::1":
-        return url.netloc
+    try:
+        family, _, _, _, address = socket.getaddrinfo(url.hostname, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)  # only an address of this machine can be bound
+    except OSError:
+        return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {url.port}"
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {client.port}"
 
 
 def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str]) -> tuple[list[dict[str, Any]], int]:

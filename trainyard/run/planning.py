@@ -158,7 +158,7 @@ def plan_run(
 
 
 def _finished_lines(run: str, preview: bool) -> list[str]:
-    return [f"run {run} is finished: nothing to plan; another name as run= plans a new run"] if preview else []
+    return [f"run {run} is finished: nothing to plan; set another run name to plan a new run"] if preview else []
 
 
 def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bool) -> list[str]:

@@ -127,7 +127,9 @@ def follow_run(
     Returns and raises what `follow_parts` does. Raises RunError if the run cannot be found.
     """
     parts = parts_to_monitor(run, hosts, connect, options.answer_limit)
-    return {"changed": True} | follow_parts(run, parts, connect, options, report)
+    ended = follow_parts(run, parts, connect, options, report)
+    lines = [f"run {run} is finished"] if ended["status"] == "finished" else []
+    return {"changed": True, "lines": lines} | ended
 
 
 def manage_runs(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
-from trainer.distributed import TEACHER_TOKEN
+from trainer.distributed import SPARE_LAYERS, TEACHER_TOKEN
 from trainer.formats import printable
 from trainyard.connection import Host, HostConnection
 from trainyard.run.artifacts import collect_artifacts
@@ -339,7 +339,9 @@ class RunSession:
     def _environments(self) -> dict[str, dict[str, str]]:
         """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
         secret = {TEACHER_TOKEN: secrets.token_hex(32)} if self.prepared.spec["teacher_host"] else {}
-        return {name: {**host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
+        fewer = self.options.max_restarts and 0 < self.options.min_nodes < len(self.hosts)
+        spare = {SPARE_LAYERS: "1"} if fewer else {}
+        return {name: {**spare, **host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
 
     def _launch(self) -> dict[str, Any]:
         try:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from trainer_runs import Cluster, Here, losses
+from trainer_runs import Cluster, Here, losses, until
+
+from trainer.distributed import SPARE_LAYERS
 
 PIPELINE = {"strategy": "pipeline"}
 # Five rows in micro-batches of two: three micro-batches of different sizes.
@@ -175,6 +177,44 @@ def test_ranks_of_a_quantized_model_receive_their_own_layers_once(
     launchers = deep_cluster.start(2, run="lost", **fields)
     assert 0 not in deep_cluster.wait(launchers)
     assert "model: ./model has no model.safetensors, which strategy=pipeline needs" in deep_cluster.logs("lost")
+
+
+@pytest.mark.slow
+def test_ranks_keep_the_layers_of_their_neighbours(
+    deep_cluster: Cluster, deep_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host 2 is lost: the others have its layers already."""
+    monkeypatch.setenv(SPARE_LAYERS, "1")
+    for host in range(3):
+        folder = deep_cluster.run_dir(host).parents[1] / "model"
+        shutil.copytree(deep_model, folder)
+        if host:
+            (folder / "model.safetensors").unlink()
+
+    def kept(host: int) -> dict[str, int]:
+        files = (deep_cluster.run_dir(host).parents[1] / "model.layers").glob("*.safetensors")
+        return {name: file.stat().st_mtime_ns for file in files for name in load_file(file)}
+
+    def layers(host: int) -> set[str]:
+        return {name.split(".")[2] for name in kept(host) if ".layers." in name}
+
+    fields = STEPS | PIPELINE | {"model": "./model", "max_steps": 1000, "epochs": 10000}
+    launchers = deep_cluster.start(3, pipeline_layers="1,1,2", **fields)
+    until(
+        lambda: (layers(1), layers(2)) == ({"0", "1", "2", "3"}, {"1", "2", "3"}), what="the layers of the neighbours"
+    )
+    deep_cluster.at_step(2)
+    assert len(kept(1)) == len(load_file(deep_model / "model.safetensors")) and not kept(0)
+    (deep_cluster.run_dir() / "stop").touch()
+    assert deep_cluster.wait(launchers) == [0] * 3, deep_cluster.logs()
+    before, done = kept(1), len(losses(deep_cluster.run_dir()))
+    for host in range(2):
+        (deep_cluster.run_dir(host) / "stop").unlink(missing_ok=True)
+    launchers = deep_cluster.start(2, pipeline_layers="2,2", **fields)
+    deep_cluster.at_step(done + 2)
+    assert kept(1) == before, "nothing travels"
+    (deep_cluster.run_dir() / "stop").touch()
+    assert deep_cluster.wait(launchers) == [0] * 2, deep_cluster.logs()
 
 
 @pytest.mark.slow
