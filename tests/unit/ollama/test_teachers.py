@@ -60,7 +60,7 @@ def test_the_choice_of_teachers() -> None:
         assert [(teacher.name, teacher.model) for teacher in found] == [("node1", "teacher:latest")]
         text = "\n".join(lines)
         assert "not trusted, so they get no prompts: stranger; to include them: -e teachers=all" in text
-        assert "dead does not teach: the connection was lost" in text
+        assert "dead does not teach: connection refused" in text
         assert "without teacher: node2" in text
         with pytest.raises(UserError, match=f"different models .*node1 .*node4 {OTHER[:12]}".replace("node4", "node3")):
             find_teachers([a, c], "teacher")
