@@ -108,11 +108,13 @@ class Trial:
         """Return the processes of the run and the listeners on its ports, on all hosts."""
         found = []
         for host in self.lab.hosts:
-            found.append(
-                self.lab.inside(host, f"grep -lsaz TRAINYARD_RUN_DIR={self.run_dir} /proc/[0-9]*/environ || true")
+            environs = f"grep -lsaz TRAINYARD_RUN_DIR={self.run_dir} /proc/[0-9]*/environ"
+            programs = self.lab.inside(
+                host, f"for file in $({environs}); do tr '\\0' ' ' <${{file%/environ}}/cmdline; echo; done"
             )
-            found.append(self.lab.inside(host, "ss -Hltn 'sport >= 29500 and sport < 29600' || true"))
-        return "".join(found).strip()
+            ports = self.lab.inside(host, "ss -Hltn 'sport >= 29500 and sport < 29600' || true")
+            found += [f"{host.name}: {line[:300]}" for line in (programs + ports).splitlines()]
+        return "\n".join(found)
 
     def inject(self, kind: str, host: Host, head: bool) -> Fault:
         """Inject a fault, wait until the run trains again, and undo the fault."""
