@@ -339,6 +339,7 @@ class RunSession:
     def _environments(self) -> dict[str, dict[str, str]]:
         """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
         secret = {TEACHER_TOKEN: secrets.token_hex(32)} if self.prepared.spec["teacher_host"] else {}
+        # Ranks of a pipeline keep spare layers where the run may continue with fewer hosts.
         fewer = self.options.max_restarts and 0 < self.options.min_nodes < len(self.hosts)
         spare = {SPARE_LAYERS: "1"} if fewer else {}
         return {name: {**spare, **host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
