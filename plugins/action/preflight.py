@@ -7,11 +7,10 @@ from typing import Any
 
 from ansible.utils.vars import load_extra_vars
 
-from trainer.config import resolve_aliases
 from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
 from trainyard.connection import InventoryError
-from trainyard.extra_vars import check_names, check_pairs, plain_data
+from trainyard.extra_vars import check_given, plain_data
 from trainyard.preflight.runner import run_preflight
 from trainyard.run.plan import PORTS
 
@@ -24,9 +23,7 @@ class ActionModule(ClusterAction):
         arguments, connect = self.arguments(), cluster_connections(self, task_vars or {})
         port = arguments["master_port"] or PORTS.start
         try:
-            extra_vars = plain_data(load_extra_vars(self._loader))
-            check_pairs(extra_vars)
-            check_names(resolve_aliases(extra_vars, source="-e")[0], TOP, ["run"])
+            check_given(plain_data(load_extra_vars(self._loader)), TOP, ["run"])
             hosts = play_hosts(task_vars or {})
             for host in hosts:
                 host.check()

@@ -9,7 +9,7 @@ from ansible.utils.vars import load_extra_vars
 from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts, play_records
 from trainyard.connection import InventoryError, RemoteError
-from trainyard.extra_vars import check_names, check_pairs, plain_data
+from trainyard.extra_vars import check_given, plain_data
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
 from trainyard.ollama.servers import server_urls
@@ -26,9 +26,7 @@ class ActionModule(ClusterAction):
         arguments, variables = plain_data(self.arguments()), task_vars or {}
         state = arguments.pop("state")
         try:
-            extra_vars = plain_data(load_extra_vars(self._loader))
-            check_pairs(extra_vars)
-            check_names(extra_vars, TOP, [*arguments, "ollama_url"])
+            check_given(plain_data(load_extra_vars(self._loader)), TOP, [*arguments, "ollama_url"])
             options = make_deploy_options(arguments, remove=state == "absent")
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             urls = {host.name: server_urls(variables["hostvars"][host.name]) for host in hosts}

@@ -6,11 +6,10 @@ from typing import Any
 from ansible.utils.display import Display
 from ansible.utils.vars import load_extra_vars
 
-from trainer.config import resolve_aliases
 from trainer.errors import UserError
 from trainyard.ansible_adapter import ClusterAction, cluster_connections, failure, play_hosts
 from trainyard.connection import InventoryError
-from trainyard.extra_vars import check_names, check_pairs, plain_data
+from trainyard.extra_vars import check_given, plain_data
 from trainyard.run.errors import RunError
 from trainyard.run.runs import GRACE, WATCH, manage_runs
 
@@ -34,10 +33,7 @@ class ActionModule(ClusterAction):
         _, a = self.validate_argument_spec(ARGUMENTS)
         variables = task_vars or {}
         try:
-            extra_vars = plain_data(load_extra_vars(self._loader))
-            check_pairs(extra_vars)
-            # The words that started a run may also stop it.
-            check_names(resolve_aliases(extra_vars, source="-e")[0], TOP, NAMES)
+            check_given(plain_data(load_extra_vars(self._loader)), TOP, NAMES)
             options = self.launch_options(variables)
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
             stop = {"grace": a["grace"], "now": a["force"], "check": self._task.check_mode}

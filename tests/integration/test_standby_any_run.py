@@ -32,6 +32,12 @@ def finish(bed: Bed, run: str = "r") -> tuple[int, int]:
     return supervisor, standby
 
 
+def check_places(run_dir: Path, *pids: int) -> None:
+    """Check that processes name a run in their environment and work in its folder."""
+    for pid in pids:
+        assert environ(pid)[RUN_VARIABLE] == str(run_dir) and Path(f"/proc/{pid}/cwd").resolve() == run_dir
+
+
 def test_the_next_run_imports_nothing(bed: Bed) -> None:
     prepare(bed)
     prepare(bed, run="other")
@@ -41,8 +47,7 @@ def test_the_next_run_imports_nothing(bed: Bed) -> None:
     other = bed.run_dir(0, "other")
     assert not run_processes(bed.run_dir(0)), "no process counts as one of the first run"
     assert {supervisor, standby, rank} <= set(run_processes(other))
-    for pid in (supervisor, standby, rank):
-        assert environ(pid)[RUN_VARIABLE] == str(other) and Path(f"/proc/{pid}/cwd").resolve() == other
+    check_places(other, supervisor, standby, rank)
     assert log(bed).count("imported") == 1 and "imported" not in log(bed, "other")
     assert not (bed.run_dir(0) / "state/standby.json").exists()
     # The first run is started again beside it, as on other GPUs, and stopped: the second one is not affected.
@@ -214,5 +219,6 @@ def test_the_trainer_serves_a_run_with_another_strategy(bed: Bed) -> None:
     (bed.run_dir(0, "other") / "state/go").touch()
     rank = bed.at_step(0, 1, run="other")["pid"]
     assert parent_of(parent_of(rank)) == supervisor and rank in run_processes(bed.run_dir(0, "other"))
+    check_places(bed.run_dir(0, "other"), supervisor, standby, rank)
     until(lambda: waiting(bed, "other"), 60, what="the end of the second run")
     assert bed.node(0, "other")["status"] == "finished" and waiting(bed, "other") == [supervisor, standby]

@@ -14,8 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.supervise.process_environment import replace_environment
-from trainer.supervise.processes import RUN_VARIABLE
+from trainer.supervise.process_environment import move_to_run
 
 FAKE_RANK = Path(os.environ["FAKE_RANK"])
 
@@ -46,8 +45,7 @@ def main():
     for line in channel.makefile("rb"):
         request = json.loads(line)
         if run_dir := request.get("run_dir"):
-            os.chdir(run_dir)
-            replace_environment(os.environ | {RUN_VARIABLE: run_dir}, RUN_VARIABLE)
+            move_to_run(Path(run_dir))
             continue
         if "REFUSE" in os.environ:
             channel.sendall(b'{"refused": "a test"}\n')

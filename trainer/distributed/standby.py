@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.distributed.forked_ranks import (
@@ -29,7 +30,7 @@ from trainer.distributed.forked_ranks import (
 )
 from trainer.distributed.torchrun import run_torchrun
 from trainer.distributed.worker_process import die_with_launcher, exit_code_of
-from trainer.supervise.process_environment import replace_environment
+from trainer.supervise.process_environment import move_to_run, replace_environment
 from trainer.supervise.processes import RUN_VARIABLE
 
 _POLL = 0.001  # s
@@ -44,7 +45,7 @@ def main(descriptor: int, arguments: Sequence[str]) -> None:
         for line in lines:
             request = json.loads(line)
             if run_dir := request.get("run_dir"):
-                misplaced = _serve(run_dir)
+                misplaced = _serve(Path(run_dir))
                 continue
             if misplaced:
                 answer: dict[str, Any] = {"refused": misplaced}
@@ -57,11 +58,10 @@ def main(descriptor: int, arguments: Sequence[str]) -> None:
             channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _serve(run_dir: str) -> str:
+def _serve(run_dir: Path) -> str:
     """Become a process of another run; return why that is not possible, or an empty string."""
     try:
-        os.chdir(run_dir)
-        replace_environment(os.environ | {RUN_VARIABLE: run_dir}, RUN_VARIABLE)
+        move_to_run(run_dir)
     except OSError as error:
         return str(error)
     return ""

@@ -23,8 +23,8 @@ from trainer.supervise.environment import run_environment
 from trainer.supervise.files import SupervisorError, hold_lock, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest, parse_flags
-from trainer.supervise.process_environment import replace_environment
-from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE, descendants, process_stat, send_signal
+from trainer.supervise.process_environment import move_to_run
+from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
 from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve, standby_environment
 from trainer.supervise.status import ENDED_WELL
@@ -155,13 +155,13 @@ class Supervisor:
             if self.standby:  # of another run
                 self.drop_standby("this start needs other imports")
             return
-        command = self.request.command
-        imports = Imports.now(command[0], self.run_dir, self.environment())
+        command, environment = self.request.command, self.environment()
+        imports = Imports.now(command[0], self.run_dir, environment)
         if self.standby and (why := self.standby.unusable(imports)):
             self.drop_standby(why)
         if self.standby is None:
             try:
-                spawn = functools.partial(self.spawn, env=standby_environment(self.run_dir, self.environment()))
+                spawn = functools.partial(self.spawn, env=standby_environment(self.run_dir, environment))
                 self.standby = Standby.start(spawn, command, imports)
             except OSError as error:
                 self.drop_standby(str(error))
@@ -389,8 +389,7 @@ class Supervisor:
     def serve(self, run_dir: Path) -> bool:
         """Become the supervisor of another run, with the standby process; return whether that is possible."""
         try:
-            os.chdir(run_dir)
-            replace_environment(os.environ | {RUN_VARIABLE: str(run_dir)}, RUN_VARIABLE)
+            move_to_run(run_dir)
             if self.standby:
                 self.standby.serve(run_dir)
         except OSError as error:

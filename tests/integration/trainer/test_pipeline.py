@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,25 @@ def compare(cluster: Cluster, hosts: int, deep: Here, weights: str) -> None:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert_close(found[name], value, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def weights_on_the_first_host(cluster: Cluster, model: Path) -> Callable[[int], dict[str, int]]:
+    """Copy a model to three hosts, with its weights to the first only.
+
+    Returns:
+        A function that returns the tensors that a host has received, with the times of their files.
+    """
+    folders = [cluster.run_dir(host).parents[1] for host in range(3)]
+    for folder in folders:
+        shutil.copytree(model, folder / "model")
+    for folder in folders[1:]:
+        (folder / "model/model.safetensors").unlink()
+
+    def kept(host: int) -> dict[str, int]:
+        files = (folders[host] / "model.layers").glob("*.safetensors")
+        return {name: file.stat().st_mtime_ns for file in files for name in load_file(file)}
+
+    return kept
 
 
 def stop_at(cluster: Cluster, step: int, hosts: int, **fields: Any) -> None:
@@ -150,15 +170,7 @@ def test_ranks_of_a_quantized_model_receive_their_own_layers_once(
     pytest.importorskip("bitsandbytes")
     fields = STEPS | {"quantize": "nf4"}
     assert deep("ddp", **fields) == 0, deep.err
-    for host in range(3):
-        folder = deep_cluster.run_dir(host).parents[1] / "model"
-        shutil.copytree(deep_model, folder)
-        if host:
-            (folder / "model.safetensors").unlink()
-
-    def kept(host: int) -> dict[str, int]:
-        files = (deep_cluster.run_dir(host).parents[1] / "model.layers").glob("*.safetensors")
-        return {name: file.stat().st_mtime_ns for file in files for name in load_file(file)}
+    kept = weights_on_the_first_host(deep_cluster, deep_model)
 
     fields |= PIPELINE | {"model": "./model"}
     stop_at(deep_cluster, 6, 2, pipeline_layers="2,2", **fields)
@@ -185,15 +197,7 @@ def test_ranks_keep_the_layers_of_their_neighbours(
 ) -> None:
     """Host 2 is lost: the others have its layers already."""
     monkeypatch.setenv(SPARE_LAYERS, "1")
-    for host in range(3):
-        folder = deep_cluster.run_dir(host).parents[1] / "model"
-        shutil.copytree(deep_model, folder)
-        if host:
-            (folder / "model.safetensors").unlink()
-
-    def kept(host: int) -> dict[str, int]:
-        files = (deep_cluster.run_dir(host).parents[1] / "model.layers").glob("*.safetensors")
-        return {name: file.stat().st_mtime_ns for file in files for name in load_file(file)}
+    kept = weights_on_the_first_host(deep_cluster, deep_model)
 
     def layers(host: int) -> set[str]:
         return {name.split(".")[2] for name in kept(host) if ".layers." in name}
