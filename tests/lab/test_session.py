@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,22 @@ def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> No
     assert straight.end() == 0, straight.output()
     there = json.loads(straight.read(lab.hosts[2], "result.json"))
     assert trial.result()["loss_last"] == pytest.approx(there["loss_last"], abs=1e-3)
+
+
+def test_the_end_of_a_run_leaves_no_process_on_a_host_that_returned_too_late(trial: Trial, lab: Lab) -> None:
+    """The host keeps a standby process for a restart. It returns, but a restart with it does not pay."""
+    host = lab.hosts[1]
+    trial.variables["max_steps"] = 100_000
+    trial.start()
+    trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
+    trial.inject("cut", host, head=False)
+    assert trial.run_hosts() == [lab.hosts[0], lab.hosts[2]]
+    lab.wait(lambda: bool(lab.inside(host, "ss -Htn state established 'sport = :22'")), "the session asks no host", 60)
+    trial.wait_line(r"step \d+/", trial.wait_line(r"step \d+/", time.time())[0])
+    assert "standby" in trial.leftovers()
+    run_playbook("playbooks/stop.yml", trial.inventory, {"run": "faulty"})
+    assert trial.end() == 0, trial.output()
+    assert not trial.leftovers()
 
 
 def test_elastic_run_continues_and_ends(trial: Trial, lab: Lab) -> None:

@@ -11,7 +11,7 @@ import pytest
 from trainer.config import make_spec
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
-from trainyard.run import gather
+from trainyard.run import absent_hosts, gather
 from trainyard.run import session as module
 from trainyard.run.errors import LaunchError, PlanError, RunError, RunFailedError
 from trainyard.run.gather import fit_hosts
@@ -38,9 +38,11 @@ class Starts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[list[str]], None], returns: int) -> None:
         self.refuse, self.returns, self.step = refuse, returns, 0
         self.plans: list[list[str]] = []
+        self.answers: list[str] = []  # hosts that answer at the end without taking part
         for name in ("stage_files", "keep_start"):
             monkeypatch.setattr(module, name, lambda *args, **more: {})
-        monkeypatch.setattr(module, "stop_parts", lambda *args, **more: {})
+        self.ended: list[tuple[str, str]] = []  # host and run folder of a standby process
+        monkeypatch.setattr(absent_hosts, "stop_parts", self.stop)
         monkeypatch.setattr(module, "release_claims", lambda *args, **more: None)
         monkeypatch.setattr(module, "plan_run", self.plan)
         monkeypatch.setattr(module, "start_ranks", self.start)
@@ -59,6 +61,11 @@ class Starts:
         self.refuse([entry["host"] for entry in plan])
         return {}
 
+    def stop(self, parts: list[Any], connect: Any, request: dict[str, Any], limit: float) -> dict[str, str]:
+        assert request == {"only_standby": True}
+        self.ended += [(part.host, part.run_dir) for part in parts]
+        return {}
+
     def follow(self, run: str, parts: list[Any], *rest: Any, rejoin: Any, **more: Any) -> dict[str, Any]:
         names = [part.host for part in parts]
         if "c" in names:  # lost before its first step
@@ -66,6 +73,7 @@ class Starts:
         self.step += 1
         ended = {name: {"ranks": {"0": {"step": self.step}}} for name in names}
         if self.step > self.returns:
+            rejoin._since = dict.fromkeys(self.answers, 1.0)
             return {"status": "finished", "hosts": ended}
         rejoin.returning = ["c"]
         return {"status": "stopped", "hosts": ended}
@@ -83,6 +91,15 @@ def test_a_host_with_which_the_run_does_not_start_is_left_out_of_the_next_start(
     assert starts.session.follow()["status"] == "finished", "progress in between counts, with max_restarts=1"
     assert starts.plans == [["a", "b", "c"], ["a", "b"]] * 4
     assert starts.session._speeds.losses == {"c": 4}, "it has to answer longer each time"
+
+
+@pytest.mark.parametrize(("answers", "ended"), [([], []), (["c"], [("c", "/d/runs/r")])])
+def test_the_standby_process_of_a_host_that_was_left_out_ends_with_the_run(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str], ended: list[tuple[str, str]]
+) -> None:
+    starts = Starts(monkeypatch, lambda names: None, returns=0)
+    starts.answers = answers
+    assert starts.session.follow()["status"] == "finished" and starts.ended == ended
 
 
 def test_a_plan_that_fails_with_the_returning_host_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +196,6 @@ def test_a_host_that_completes_no_pipeline_does_not_stop_the_run(
     session = Starts(monkeypatch, lambda names: None, returns=0).session
     for entry in session.state.plan:
         entry["spec"] = entry["spec"] | {"strategy": "pipeline", "pipeline_hosts": size}
-    monkeypatch.setattr(module, "fit_hosts", lambda *args: ["c"])
+    monkeypatch.setattr(absent_hosts, "fit_hosts", lambda *args: ["c"])
     rejoin = session._rejoin()
     assert rejoin and rejoin._fits(["c"])() == fits

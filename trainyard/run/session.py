@@ -22,16 +22,17 @@ from trainer.config import RunSpec
 from trainer.distributed import SPARE_LAYERS, TEACHER_TOKEN
 from trainer.formats import printable
 from trainyard.connection import Host, HostConnection
+from trainyard.run.absent_hosts import end_standby, watch_absent
 from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
-from trainyard.run.gather import describe, fit_hosts
+from trainyard.run.gather import describe
 from trainyard.run.host_files import HostAccess
-from trainyard.run.launch import standby_seconds, start_ranks, stop_parts
+from trainyard.run.launch import standby_seconds, start_ranks
 from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.model_files import fetch_models_again
 from trainyard.run.options import LaunchOptions
-from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run, surplus
+from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run
 from trainyard.run.rejoin import Rejoin, Speeds
 from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.service_start import service_start
@@ -39,13 +40,12 @@ from trainyard.run.slurm import check_job, check_options, plan_job
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.start_record import keep_start
-from trainyard.run.status import planned_parts
+from trainyard.run.status import planned_parts, run_parts
 from trainyard.run.teacher_host import check_teacher_host, training_entries
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
-END_LIMIT = 10.0  # s for a host to end its standby process
 LINE_LIMIT = 2000  # characters of a reported line
 MANY = 1000  # restarts above which the limit is not shown
 KeepRecord = Callable[[str, str], None]
@@ -368,10 +368,7 @@ class RunSession:
                 self.keep_record(f"starts/{self.run_name}.json", record)
 
     def _end_standby(self, entries: list[dict[str, Any]], lost: Iterable[str]) -> None:
-        """End the standby processes that only a restart could use. Those of lost hosts end by themselves."""
-        parts = [part for part in planned_parts(entries) if part.host not in set(lost)]
-        if self.options.standby == "run" and self.options.max_restarts:
-            stop_parts(parts, self.connect, {"only_standby": True}, END_LIMIT)
+        end_standby(planned_parts(entries), self.connect, self.options, set(lost))
 
     def _render(self) -> dict[str, Any]:
         if not self.check:  # the scripts are started by hand, without this session
@@ -388,37 +385,18 @@ class RunSession:
             ended.pop("lines", None)
         else:
             self.state.status = ended["status"]
+            answering = [self.hosts[name] for name in (rejoin.answering if rejoin else [])]
+            end_standby(run_parts(answering, self.run_name), self.connect, self.options)
         self._result = {"changed": True, "returning": returning} | ended
 
     def _rejoin(self) -> Rejoin | None:
-        """Return what watches the hosts without which this start continues; None if the run may not be restarted for them."""
-        present, options = {entry["host"] for entry in self.state.plan}, self.options
-        absent = [name for name in self.hosts if name not in present]
-        apart = (
-            options.elastic
-            or options.launcher != "ssh"
-            or any(entry.get("replica") is not None for entry in self.state.plan)
-        )
-        if apart or not options.max_restarts or not self.state.prepared:
+        """Return what watches the hosts without which this start continues, if there is such a thing."""
+        if not self.state.prepared:
             return None
-
-        def fits(names: list[str]) -> Callable[[], list[str]]:
-            head = self.state.plan[0]
-            states = [describe(self.hosts[name]) for name in (head["host"], *names)]
-            next_start = [name for name in self.hosts if name in present or name in names]
-            first = options.head if options.head in next_start else next_start[0]
-            connect = {state.name: self.connect(state.name) for state in states}.__getitem__
-            ask = (states, connect, self.prepared, options, head["spec"]["strategy"], first, len(next_start))
-
-            def check() -> list[str]:
-                found = fit_hosts(*ask)
-                extra = surplus([*present, *found], head["spec"], 1)
-                return [name for name in found if name not in extra]
-
-            return check
-
         failed_at, self._failed_at = self._failed_at, None
-        return Rejoin(present, absent if options.min_nodes else [], self.connect, fits, self._speeds, failed_at)
+        return watch_absent(
+            self.state.plan, self.hosts, self.connect, self.prepared, self.options, self._speeds, failed_at
+        )
 
     # Restarts ---------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,11 @@ def planned_parts(entries: Iterable[dict[str, Any]]) -> list[Part]:
     ]
 
 
+def run_parts(hosts: Iterable[Host], run: str) -> list[Part]:
+    """Return where a run's part is on each host, whether or not the host has one."""
+    return [Part(host.name, f"{host.data_dir}/runs/{run}") for host in hosts]
+
+
 def request_statuses(parts: list[Part], connect: Connect, limit: float) -> dict[str, str]:
     """Update the status of every part; return why a host did not answer within `limit` seconds, by name."""
     requests = {
@@ -55,7 +60,7 @@ def find_parts(
     Returns:
         The parts by node rank, and why a host of the run did not answer, by name.
     """
-    parts = [Part(host.name, f"{host.data_dir}/runs/{run}") for host in hosts]
+    parts = run_parts(hosts, run)
     errors = request_statuses(parts, connect, limit)
     found = newest_start(parts, every_start=every_start)
     members = {host for part in found for host in part.node.get("hosts", [])}

@@ -1,0 +1,64 @@
+"""The hosts of a run that take no part in its current start: whether they may return, and the end of what runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from trainyard.connection import Host
+from trainyard.run.gather import Connect, describe, fit_hosts
+from trainyard.run.launch import stop_parts
+from trainyard.run.monitor import Part
+from trainyard.run.options import LaunchOptions
+from trainyard.run.planning import surplus
+from trainyard.run.rejoin import Rejoin, Speeds
+from trainyard.run.spec_files import PreparedRun
+
+END_LIMIT = 10.0  # s for a host to end its standby process
+
+
+def watch_absent(
+    plan: list[dict[str, Any]],
+    hosts: Mapping[str, Host],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    speeds: Speeds,
+    failed_at: float | None,
+) -> Rejoin | None:
+    """Return what watches the hosts without which a start continues; None if the run may not be restarted for them.
+
+    Args:
+        plan: the entries of this start.
+        hosts: all hosts of the run by name, in inventory order.
+        speeds: measurements of earlier starts.
+        failed_at: when the start before this one failed, on the monotonic clock; None if this is the first.
+    """
+    present = {entry["host"] for entry in plan}
+    absent = [name for name in hosts if name not in present]
+    replicated = any(entry.get("replica") is not None for entry in plan)
+    if options.elastic or options.launcher != "ssh" or replicated or not options.max_restarts:
+        return None
+
+    def fits(names: list[str]) -> Callable[[], list[str]]:
+        head = plan[0]
+        states = [describe(hosts[name]) for name in (head["host"], *names)]
+        next_start = [name for name in hosts if name in present or name in names]
+        first = options.head if options.head in next_start else next_start[0]
+        connected = {state.name: connect(state.name) for state in states}.__getitem__
+        ask = (states, connected, prepared, options, head["spec"]["strategy"], first, len(next_start))
+
+        def check() -> list[str]:
+            found = fit_hosts(*ask)
+            extra = surplus([*present, *found], head["spec"], 1)
+            return [name for name in found if name not in extra]
+
+        return check
+
+    return Rejoin(present, absent if options.min_nodes else [], connect, fits, speeds, failed_at)
+
+
+def end_standby(parts: list[Part], connect: Connect, options: LaunchOptions, lost: Collection[str] = ()) -> None:
+    """End the standby processes that only a restart could use, on all hosts but those of `lost`, where they end by themselves."""
+    if options.standby == "run" and options.max_restarts:
+        stop_parts([part for part in parts if part.host not in lost], connect, {"only_standby": True}, END_LIMIT)
