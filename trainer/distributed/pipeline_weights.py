@@ -1,19 +1,20 @@
-"""The weights of a pipeline's stages: read by name from the model's files, or received from a host that has the files.
+"""The weights of a pipeline's stages: read by name from the model's files, or received from a host that has them.
 
 Staging copies the files of weights to the host of rank 0 only. The other ranks receive the tensors of their own layers when the run
 starts, and keep them beside the model's folder for the next start. Where the run may continue with fewer hosts, they also keep the
-layers of the neighbouring hosts, which they may hold after the loss of one host.
+layers of the neighbouring hosts, which they may hold after the loss of one host. If that was the host with the files, the ranks send
+each other what they kept.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from transformers.utils import cached_file
 
 from trainer.config import RunSpec
+from trainer.distributed.kept_layers import kept_file, kept_folder
 from trainer.distributed.world import World
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind
@@ -89,9 +91,12 @@ class WeightFiles:
 
     def header(self, stored: str) -> tuple[list[int], str]:
         """Return the shape of a tensor and its data type as safetensors names it, without reading it."""
-        with safe_open(self._path(self._file_of[stored]), "pt") as file:  # type: ignore[no-untyped-call]
-            part = file.get_slice(stored)
-            return list(part.get_shape()), str(part.get_dtype())
+        return _header(self._path(self._file_of[stored]), stored)
+
+    def tensor(self, stored: str) -> torch.Tensor:
+        """Return a tensor in host memory."""
+        ((_, tensor),) = self.read({stored: stored})
+        return tensor
 
     def read(self, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (key, tensor in host memory) for every {key: name in the files}, file by file."""
@@ -109,23 +114,30 @@ class ReceivedWeights:
 
     def __init__(self, model: str) -> None:
         folder = Path(model).expanduser()
-        self._folder = folder.with_name(f"{folder.name}.layers")
+        self._folder = folder.with_name(kept_folder(folder.name))
 
     def _path(self, stored: str) -> Path:
-        return self._folder / f"{hashlib.sha256(stored.encode()).hexdigest()[:32]}.safetensors"
+        return self._folder / kept_file(stored)
 
     def find(self, candidates: Sequence[str]) -> str:
         """Return the first of these names whose tensor is on this host; empty if there is none."""
         return next((name for name in candidates if self._path(name).is_file()), "")
 
+    def header(self, stored: str) -> tuple[list[int], str]:
+        """Return the shape of a tensor and its data type, as WeightFiles does. Raises OSError or SafetensorError if its file is damaged."""
+        return _header(self._path(stored), stored)
+
+    def tensor(self, stored: str) -> torch.Tensor:
+        """Return a tensor in host memory. Raises OSError or SafetensorError if its file is damaged."""
+        with safe_open(self._path(stored), "pt") as file:  # type: ignore[no-untyped-call]
+            tensor: torch.Tensor = file.get_tensor(stored)
+        return tensor
+
     def read(self, stored: str) -> torch.Tensor | None:
         """Return a tensor in host memory; None if its file is damaged."""
-        try:
-            with safe_open(self._path(stored), "pt") as file:  # type: ignore[no-untyped-call]
-                tensor: torch.Tensor = file.get_tensor(stored)
-            return tensor
-        except (OSError, SafetensorError):
-            return None
+        with contextlib.suppress(OSError, SafetensorError):
+            return self.tensor(stored)
+        return None
 
     def has_room(self, size: int) -> bool:
         """Return whether the disk has room for `size` bytes of tensors; not if the folder cannot exist."""
@@ -170,13 +182,23 @@ class Channel:
         return whole
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor that ranks lack: the rank that sends it, its name there, and its data type."""
+
+    rank: int
+    stored: str
+    dtype: torch.dtype
+
+
 class StageWeights:
     """The tensors of the model that a rank needs, wherever they are."""
 
     def __init__(self, spec: RunSpec, world: World, shapes: Mapping[str, torch.Size]) -> None:
         """`shapes`: of all parameters of the model, by name."""
         self._model, self._world, self._shapes = spec.model, world, shapes
-        self._owner: int | None = None  # the rank that sends tensors, if a host lacks files
+        self._apart = False  # whether a host lacks files
+        self._source: WeightFiles | ReceivedWeights | None = None  # what this rank may send, if a host lacks files
 
     @property
     def device(self) -> torch.device:
@@ -191,23 +213,33 @@ class StageWeights:
 
         Raises:
             UserError: the files lack a tensor, it has another shape, or no host has the files.
+            RuntimeError: hosts kept layers, but not all that the ranks lack. The session copies the files before the next start.
         """
         files, why = self._files()
         complete = files is not None and files.complete
         everywhere = self._world.gather([complete, why])
-        if not complete and not any(each for each, _ in everywhere):
-            raise UserError(why or f"model: no host of this run has all files of {self._model}: start the run again")
         if all(each for each, _ in everywhere):
             assert files
             yield from self._own(files, wanted)
             return
-        self._owner = next(rank for rank, (each, _) in enumerate(everywhere) if each)
+        owner = next((rank for rank, (each, _) in enumerate(everywhere) if each), None)
+        # The first rank with all files sends tensors. Without such a rank, every one sends what it kept.
+        kept = ReceivedWeights(self._model) if owner is None else None
+        self._apart, self._source = True, files if owner == self._world.rank else kept
         yield from self._own(files, wanted) if complete and files else self._kept(wanted)
         lacking = {} if complete else {name: list(names) for name, names in wanted.items() if name not in self._done}
         everywhere_lacking = self._world.gather(lacking)
-        headers = self._headers(self._owner, everywhere_lacking, files)
-        channel = Channel(self.device, None)
-        yield from self._exchange(self._owner, everywhere_lacking, headers, files, channel)
+        sent = self._offers(everywhere_lacking)
+        for name in (name for each in everywhere_lacking for name in each):  # the same error on all ranks
+            if name not in sent and owner is not None:
+                raise UserError(f"model: the files of {self._model} have no {name}: set another strategy")
+            if name not in sent and not sent:
+                raise UserError(
+                    why or f"model: no host of this run has all files of {self._model}: start the run again"
+                )
+            if name not in sent:
+                raise RuntimeError(f"no host of this run has {name} of {self._model}: copy the model's files to the first host")
+        yield from self._exchange(everywhere_lacking, sent, Channel(self.device, None))
 
     def keep_spare(self, spare: Mapping[str, Sequence[str]]) -> None:
         """Let a thread receive further tensors and keep them on disk, so that a start with other layers needs no transfer.
@@ -219,9 +251,9 @@ class StageWeights:
             spare: {name: the names that the tensor can have in the files}.
 
         Raises:
-            UserError: the files lack a tensor, or it has another shape.
+            UserError: a tensor has another shape than in the model.
         """
-        if self._owner is None:  # every host has all files
+        if not self._apart:
             return
         files, kept = self._files()[0], ReceivedWeights(self._model)
         lacking = {name: list(names) for name, names in spare.items() if not kept.find(names)}
@@ -229,11 +261,10 @@ class StageWeights:
         if (files is not None and files.complete) or not kept.has_room(2 * size):
             lacking = {}
         everywhere = self._world.gather(lacking)
-        headers = self._headers(self._owner, everywhere, files)
-        if headers:
+        if sent := self._offers(everywhere):
             # A group of its own: its messages cannot be taken for those of the training.
             channel = Channel(torch.device("cpu"), self._world.with_untimed_group().untimed_group)
-            exchange = self._exchange(self._owner, everywhere, headers, files, channel)
+            exchange = self._exchange(everywhere, sent, channel)
             threading.Thread(target=_drain, args=(exchange,), name="spare layers", daemon=True).start()
 
     def _files(self) -> tuple[WeightFiles | None, str]:
@@ -269,56 +300,61 @@ class StageWeights:
                 "the files do not match config.json"
             )
 
-    def _headers(
-        self, owner: int, lacking: Sequence[Mapping[str, Sequence[str]]], files: WeightFiles | None
-    ) -> dict[str, list[Any]]:
-        """Return {name: [its name in the files, shape, data type]} of the tensors that some rank lacks. Every rank calls it.
+    def _offers(self, lacking: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, _Sent]:
+        """Return what is sent of the tensors that some rank lacks, by name. Every rank calls it, and gets the same.
 
         Args:
             lacking: for every rank, {name: the names that the tensor can have in the files}.
+
+        Raises:
+            UserError: a tensor has another shape than in the model, or a data type that ranks cannot send.
         """
-        names = {name: found for each in lacking for name, found in each.items()}
-        headers: dict[str, Any] = {}
-        if self._world.rank == owner and files:
-            stored = {name: files.find(candidates) for name, candidates in names.items()}
-            headers = {name: [found, *files.header(found)] for name, found in stored.items() if found}
-        headers = self._world.gather(headers)[owner]
-        for name in names:  # the same error on all ranks
-            if name not in headers:
-                raise UserError(f"model: the files of {self._model} have no {name}: set another strategy")
-            _, shape, dtype = headers[name]
-            self._check(name, shape)
-            if dtype not in _DTYPES:
-                raise UserError(
-                    f"model: {name} of {self._model} has the data type {str(dtype)[:40]}: set another strategy"
-                )
-        return headers
+        offers: dict[str, list[Any]] = {}
+        for name, candidates in {name: found for each in lacking for name, found in each.items()}.items():
+            if self._source and (stored := self._source.find(candidates)):
+                with contextlib.suppress(OSError, SafetensorError):  # a damaged file
+                    shape, dtype = self._source.header(stored)
+                    if isinstance(self._source, WeightFiles) or shape == list(self._shapes[name]):
+                        offers[name] = [stored, shape, dtype]
+        sent: dict[str, _Sent] = {}
+        for rank, each in enumerate(self._world.gather(offers)):
+            for name, (stored, shape, dtype) in each.items():
+                self._check(name, shape)
+                if dtype not in _DTYPES:
+                    raise UserError(
+                        f"model: {name} of {self._model} has the data type {str(dtype)[:40]}: set another strategy"
+                    )
+                sent.setdefault(name, _Sent(rank, str(stored), _DTYPES[dtype]))
+        return sent
 
     def _exchange(
-        self,
-        owner: int,
-        lacking: Sequence[Mapping[str, Sequence[str]]],
-        headers: Mapping[str, Sequence[Any]],
-        files: WeightFiles | None,
-        channel: Channel,
+        self, lacking: Sequence[Mapping[str, Sequence[str]]], sent: Mapping[str, _Sent], channel: Channel
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Send missing tensors from rank `owner` to every rank, and yield those that this rank receives.
+        """Send missing tensors to every rank, and yield those that this rank receives.
 
         Args:
-            lacking: for every rank, the names of the tensors, as for `_headers`.
+            lacking: for every rank, the names of the tensors, as for `_offers`.
         """
         rank = self._world.rank
         kept = ReceivedWeights(self._model)
         # One tensor for every rank in turn, so that none waits until another one has everything.
         for turn in zip_longest(*lacking):
             for place, name in enumerate(turn):
-                if name is not None and rank == owner and files:
-                    ((_, tensor),) = files.read({name: headers[name][0]})
-                    channel.send(tensor, place)
-                elif name is not None and rank == place:
-                    tensor = channel.receive(self._shapes[name], _DTYPES[headers[name][2]], owner)
-                    kept.keep(str(headers[name][0]), tensor)
-                    yield name, tensor
+                if name is None or name not in sent:
+                    continue
+                tensor = sent[name]
+                if rank == tensor.rank and self._source:
+                    channel.send(self._source.tensor(tensor.stored), place)
+                elif rank == place:
+                    received = channel.receive(self._shapes[name], tensor.dtype, tensor.rank)
+                    kept.keep(tensor.stored, received)
+                    yield name, received
+
+
+def _header(path: Path | None, stored: str) -> tuple[list[int], str]:
+    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        part = file.get_slice(stored)
+        return list(part.get_shape()), str(part.get_dtype())
 
 
 def _drain(exchange: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -42,6 +42,7 @@ from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.start_record import keep_start
 from trainyard.run.status import planned_parts, run_parts
 from trainyard.run.teacher_host import check_teacher_host, training_entries
+from trainyard.run.weight_files import layers_are_kept
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
@@ -123,6 +124,7 @@ class RunSession:
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
         self._staged: set[str] = set()  # hosts that have the large files
+        self._served: set[str] = set()  # those that were the first host, and have all weights of the model
         self._speeds = Speeds()
         self._failed_at: float | None = None  # when the start before the next one failed
 
@@ -310,13 +312,20 @@ class RunSession:
         state, deadline, waiting, fetched = self.state, time.monotonic() + CLAIM_WAIT, False, False
         while True:
             try:
+                head = state.plan[0]["host"]
+                is_new = head in self._staged and head not in self._served  # it had the place of another rank
+                kept = is_new and layers_are_kept(state.plan, self.prepared.files, self.connect)
                 done = stage_files(
                     *(state.plan, self.prepared, self.connect, self._environments(), state.token),
                     check=self.check,
                     transfer=self.options.transfer,
                     report=self.report,
                     staged=self._staged,
+                    layers_kept=kept,
                 )
+                if kept:
+                    self.report(f"no weights are copied to {head}: the hosts kept all layers")
+                self._served |= set() if self.check or kept else {head}
                 self._staged |= set() if self.check else {entry["host"] for entry in state.plan}
                 return done
             except LostSourceError:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from trainer.distributed.kept_layers import kept_file, kept_folder
 from trainer.strategy import plan_named
+from trainyard.connection import FanOut, HostConnection
 from trainyard.preflight.host_state import HostState
 
-LAYERS = ".layers"  # of the folder beside a model's with the tensors that ranks received (trainer.distributed.pipeline_weights)
+ASK_LIMIT = 10.0  # s for a host to list the layers that it kept
+WEIGHTS = "*.safetensors"
 Files = list[dict[str, Any]]
 Group = tuple[list[dict[str, Any]], Files]
 
@@ -36,10 +43,34 @@ def serves_layers(entry: dict[str, Any]) -> bool:
     return 0 in entry["ranks"] and plan_named(entry["spec"]["strategy"]).receives_layers
 
 
+def layers_are_kept(entries: Sequence[dict[str, Any]], files: Files, connect: Callable[[str], HostConnection]) -> bool:
+    """Return whether the hosts of a plan together kept every tensor of the model from an earlier start, so that none needs its files.
+
+    Only then they can start without the host that had the files. A host that does not answer has kept nothing.
+    """
+    model = next((file for file in files if file["kind"] == "model"), None)
+    if not model or not model["src"] or not plan_named(entries[0]["spec"]["strategy"]).receives_layers:
+        return False
+    needed = set()
+    for path in Path(model["src"]).glob(WEIGHTS):
+        try:
+            with safe_open(path, framework="numpy") as file:  # type: ignore[no-untyped-call]
+                needed |= {kept_file(stored) for stored in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return False
+    requests = {
+        entry["host"]: {"folder": f"{entry['data_dir']}/{kept_folder(model['dest'])}", "sizes": [WEIGHTS]}
+        for entry in entries
+    }
+    calls = {host: functools.partial(connect(host).call, "read_files", request) for host, request in requests.items()}
+    answers = FanOut(calls).wait(ASK_LIMIT).answers.values()
+    return bool(needed) and needed <= {name for answer in answers for name in answer["sizes"]}
+
+
 def staged_paths(files: Files, data_dir: str) -> list[str]:
     """Return the paths on a host of which `space_needed` has to know the bytes."""
     copied = {f"{data_dir}/{file['dest']}": file["kind"] for file in files if not file.get("on_hosts")}
-    return [*copied, *(f"{path}{LAYERS}" for path, kind in copied.items() if kind == "model")]
+    return [*copied, *(kept_folder(path) for path, kind in copied.items() if kind == "model")]
 
 
 def space_needed(files: Files, host: HostState, first: str, share: float) -> int:
@@ -58,7 +89,7 @@ def space_needed(files: Files, host: HostState, first: str, share: float) -> int
         copied = file["bytes"] if reduced == file else sum(file["sizes"][name] for name in reduced["sha256"])
         received = math.ceil((file["bytes"] - copied) * share)
         if received:
-            needed += max(0, received - weights - sum(staged.get(f"{path}{LAYERS}", (0, 0)))) + max(0, copied - rest)
+            needed += max(0, received - weights - sum(staged.get(kept_folder(path), (0, 0)))) + max(0, copied - rest)
         else:
             needed += max(0, copied - weights - rest)
     return needed
