@@ -65,10 +65,23 @@ def test_the_end_of_a_run_leaves_no_process_on_a_host_that_returned_too_late(tri
     assert trial.run_hosts() == [lab.hosts[0], lab.hosts[2]]
     lab.wait(lambda: bool(lab.inside(host, "ss -Htn state established 'sport = :22'")), "the session asks no host", 60)
     trial.wait_line(r"step \d+/", trial.wait_line(r"step \d+/", time.time())[0])
-    assert "standby" in trial.leftovers()
+    assert f"{host.name}: " in trial.leftovers()
     lab.inside(lab.hosts[0], f"touch {trial.run_dir}/stop")  # stop.yml would stop all hosts
     assert trial.end() == 0, trial.output()
     assert not trial.leftovers()
+
+
+def test_a_host_that_returns_takes_part_again_when_that_pays(trial: Trial, lab: Lab) -> None:
+    trial.variables["max_steps"] = 100_000
+    trial.start()
+    trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
+    trial.inject("cut", lab.hosts[1], head=False)
+    assert trial.run_hosts() == [lab.hosts[0], lab.hosts[2]]
+    back, _ = trial.wait_line("node2 can take part again: the run stops at a checkpoint", time.time(), 240)
+    again, _ = trial.wait_line("following faulty: 3 ranks on node1, node2, node3", back)
+    trial.wait_line(r"step \d+/", again)
+    assert trial.run_hosts() == lab.hosts
+    assert "failed: " not in "\n".join(line for at, line in trial.lines if at > back)
 
 
 def test_elastic_run_continues_and_ends(trial: Trial, lab: Lab) -> None:

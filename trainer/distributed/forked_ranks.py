@@ -27,6 +27,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from trainer import unsloth_backend
 from trainer.__main__ import main, needs_bitsandbytes, take_places, take_spec
+from trainer.config import RunSpec
+from trainer.distributed.model_preload import import_architecture, weights_in_memory
 from trainer.distributed.worker_process import exit_code_of
 from trainer.errors import UserError
 
@@ -42,15 +44,15 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
     Args:
         arguments: arguments of torchrun.
     """
-    if not may_fork(arguments):
+    spec = _forkable_spec(arguments)
+    if spec is None:
         return False
     os.environ.update(NVML_CHECK)
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # see trainer.__main__.train
     try:
-        importlib.import_module(
-            "transformers.models.llama.modeling_llama"
-        )  # most of it is needed by every architecture
-        importlib.import_module("trainer.train")
+        with weights_in_memory(spec):
+            import_architecture(spec)
+            importlib.import_module("trainer.train")
     except Exception:
         return False  # the ranks report it
     if has_initialized_cuda():
@@ -62,15 +64,21 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
 
 def may_fork(arguments: Sequence[str]) -> bool:
     """Return whether ranks with these arguments of torchrun may be forked, as far as their spec determines it."""
+    return _forkable_spec(arguments) is not None
+
+
+def _forkable_spec(arguments: Sequence[str]) -> RunSpec | None:
+    """Return the spec of ranks that may be forked, else None."""
     try:
         rest = list(arguments[arguments.index("trainer") + 1 :])
         rest = rest[1:] if rest[:1] == ["train"] else rest
         take_places(rest)
         spec = take_spec(rest, None, quiet=True)
     except (UserError, ValueError):
-        return False  # the ranks report it
+        return None  # the ranks report it
     # A user's script may not need torch.
-    return not (spec.script or needs_bitsandbytes(spec) or unsloth_backend.may_use(spec))
+    other = spec.script or needs_bitsandbytes(spec) or unsloth_backend.may_use(spec)
+    return None if other else spec
 
 
 def has_initialized_cuda() -> bool:
