@@ -390,7 +390,7 @@ class FSDP(Strategy):
             writing = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             return ShardedWriting(folder, writing, self.world)  # type: ignore[arg-type]
         for kind, tensors in state.items():
-            write_full(folder, kind, dict(self._full(tensors)))
+            write_full(folder, kind, {name: shard.shape for name, shard in tensors.items()}, self._full(tensors))
         return None
 
     def load(self, folder: Path) -> None:

@@ -88,8 +88,9 @@ def _set_state(stage: StageLoss, optimizer: torch.optim.Optimizer | None, folder
 def save_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
     """Write all trained weights and their moments on every host. Every rank calls it."""
     world = pipelines.stages
+    shapes = {name: weight.shape for name, weight in stage.trained_weights.items()}
     for kind, tensors in _state(stage, optimizer).items():
-        write_full(folder, kind, dict(gather(stage, world, tensors)))
+        write_full(folder, kind, shapes, gather(stage, world, tensors))
 
 
 def load_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
