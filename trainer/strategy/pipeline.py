@@ -6,7 +6,7 @@ Only activations and their gradients travel between neighbouring ranks. The grad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,6 @@ class PipelinePlan(StrategyPlan):
     summary = "every rank holds some of the layers"
     auto = "exact"
     gain = 1.1
-    receives_layers = True
     cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
 
     def strategy_class(self, spec: RunSpec) -> type[Pipeline]:
@@ -155,7 +154,7 @@ class PipelinePlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
 
-    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
         from trainer.distributed.pipeline_measure import divide_model
         from trainer.distributed.pipeline_stage import load_stage
         from trainer.distributed.pipelines import Pipelines
@@ -169,7 +168,7 @@ class PipelinePlan(StrategyPlan):
         if world.rank == 0:
             times = f"{len(pipelines.ranks)} times " if len(pipelines.ranks) > 1 else ""
             print(f"pipeline: {times}layers of {division.describe()}")
-        stage = load_stage(spec, division, world)
+        stage = load_stage(spec, division, world, progress)
         stage.pipelines = pipelines
         return stage
 

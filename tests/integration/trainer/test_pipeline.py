@@ -64,13 +64,13 @@ def compare(cluster: Cluster, hosts: int, deep: Here, weights: str) -> None:
             assert_close(found[name], value, rtol=1e-3, atol=2e-4, msg=name)
 
 
-def weights_on_the_first_host(cluster: Cluster, model: Path) -> Callable[[int], dict[str, int]]:
-    """Copy a model to three hosts, with its weights to the first only.
+def weights_on_the_first_host(cluster: Cluster, model: Path, hosts: int = 3) -> Callable[[int], dict[str, int]]:
+    """Copy a model to `hosts` hosts, with its weights to the first only.
 
     Returns:
         A function that returns the tensors that a host has received, with the times of their files.
     """
-    folders = [cluster.run_dir(host).parents[1] for host in range(3)]
+    folders = [cluster.run_dir(host).parents[1] for host in range(hosts)]
     for folder in folders:
         shutil.copytree(model, folder / "model")
     for folder in folders[1:]:
@@ -131,16 +131,19 @@ def test_two_pipelines_on_four_hosts_train_as_ddp(full: dict[str, Any], deep_clu
 
 
 @pytest.mark.slow
-def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_cluster: Cluster) -> None:
-    """Two replicas of one host each, and two of two hosts each, the latter with a resume."""
+def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_cluster: Cluster, deep_model: Path) -> None:
+    """Two replicas of one host each, and two of two hosts each, the latter with a resume. Only their first host has the weights."""
     fields = STEPS | {"strategy": "diloco", "local_steps": 5, "balance": "even", "max_steps": 20}
     expected = deep_cluster.run(2, run="whole", **fields)
-    fields |= {"replica_strategy": "pipeline", "replica_hosts": 2}
+    fields |= {"replica_strategy": "pipeline", "replica_hosts": 2, "model": "./model"}
+    kept = weights_on_the_first_host(deep_cluster, deep_model, hosts=4)
     launchers = deep_cluster.start(4, **fields)
     deep_cluster.at_step(10)
     (deep_cluster.run_dir() / "stop").touch()
     assert deep_cluster.wait(launchers) == [0] * 4, deep_cluster.logs()
     assert 10 <= len(losses(deep_cluster.run_dir())) < 20
+    layers = [{name.split(".")[2] for name in kept(host) if ".layers." in name} for host in range(4)]
+    assert not layers[0] and layers[1] == layers[3] and layers[2] == set("0123") - layers[1]
     found = deep_cluster.run(4, **fields)
     assert "pipeline: 2 times layers of rank 0: " in deep_cluster.logs()
     assert found == pytest.approx(expected, abs=1e-4)
