@@ -314,6 +314,7 @@ class Pipeline(Strategy):
         from trainer.distributed.pipeline_schedule import Neighbours
         from trainer.distributed.pipeline_stage import hidden_dtype
         from trainer.optim import make_optimizer
+        from trainer.strategy.pipeline_copies import StageCopies
 
         super().__init__(spec, world, module)
         self.stage: StageLoss = module  # type: ignore[assignment]
@@ -327,6 +328,7 @@ class Pipeline(Strategy):
         # A rank without a layer that has adapters trains nothing.
         self.optimizer = make_optimizer(spec, self.trained.values()) if self.trained else None
         self.sharded_checkpoint = not spec.lora_r and replica_group is None
+        self._copies = StageCopies(self.pipelines) if self.sharded_checkpoint else None
         self._waiting: list[tuple[Batch, int]] = []
         weights = self.stage.trained_weights
         shared = [name for name, weight in weights.items() if len(weight.holders) > 1]
@@ -451,8 +453,11 @@ class Pipeline(Strategy):
     def save(self, folder: Path) -> Writing | None:
         from trainer.strategy.pipeline_state import save_full, save_stage
 
-        save = save_stage if self.sharded_checkpoint else save_full
-        return save(folder, self.stage, self.pipelines, self.optimizer)
+        if self.sharded_checkpoint:
+            assert self._copies
+            return save_stage(folder, self.stage, self.pipelines, self.optimizer, self._copies)
+        save_full(folder, self.stage, self.pipelines, self.optimizer)
+        return None
 
     def load(self, folder: Path) -> None:
         from trainer.strategy.pipeline_state import load_full, load_stages

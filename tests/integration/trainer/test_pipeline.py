@@ -118,6 +118,30 @@ def test_full_weights_train_as_with_ddp_and_resume_on_other_hosts(deep_cluster: 
 
 
 @pytest.mark.slow
+def test_full_weights_resume_after_the_permanent_loss_of_a_host(
+    deep_cluster: Cluster, deep: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every host has a copy of the layers of the host before it."""
+    assert deep("ddp", **STEPS, **FULL) == 0, deep.err
+    monkeypatch.setenv(SPARE_LAYERS, "1")
+    fields = STEPS | FULL | PIPELINE
+    stop_at(deep_cluster, 6, 3, **fields)
+    newest = max((deep_cluster.run_dir() / "checkpoints").glob("step-*")).name
+    stages = [
+        sorted(path.name for path in (deep_cluster.run_dir(host) / "checkpoints" / newest).glob("stage-*"))
+        for host in range(3)
+    ]
+    assert stages == [
+        [f"stage-0000{number}.safetensors" for number in sorted((host, (host + 2) % 3))] for host in range(3)
+    ]
+    shutil.rmtree(deep_cluster.run_dir(1))
+    deep_cluster.run_dir(2).rename(deep_cluster.run_dir(1))
+    deep_cluster.run(2, **fields)
+    assert f"resuming from step {int(newest[5:])} of 30" in deep_cluster.logs()
+    compare(deep_cluster, 2, deep, "model/model.safetensors")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [{}, pytest.param(FULL, marks=pytest.mark.long)], ids=["adapters", "full weights"])
 def test_two_pipelines_on_four_hosts_train_as_ddp(full: dict[str, Any], deep_cluster: Cluster, deep: Here) -> None:
     """The pipelines share five rows: three and two. The run goes on as one pipeline on three hosts."""
