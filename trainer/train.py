@@ -105,7 +105,7 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> 
     data = common_digest(corpus, world)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
-    module = plan_of(spec).load_module(spec, world)
+    module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
     return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher)
 
 

@@ -26,7 +26,7 @@ def losses(lab: Lab, host: Host, run: str) -> list[float]:
 def test_a_pipeline_follows_ddp_and_resumes_on_fewer_and_on_more_hosts(
     lora_r: int, provisioned: Lab, hosts: list[Host], tmp_path: Path
 ) -> None:
-    fields = FIELDS | {"dataset": questions(tmp_path), "max_steps": 12, "lora_r": lora_r, "loggers": "none"}
+    fields = FIELDS | {"dataset": str(questions(tmp_path)), "max_steps": 12, "lora_r": lora_r, "loggers": "none"}
 
     def train(run: str, strategy: str, count: int) -> list[float]:
         names = ",".join(host.name for host in hosts[:count])

@@ -133,9 +133,9 @@ def test_the_teacher_is_copied_to_its_host_alone() -> None:
         for kind, size in (("model", 1), ("teacher", 2), ("dataset", 4), ("trainer", 8))
     ]
     states, sizes = [host("a"), host("b")], {"a": 13, "b": 10}
-    prepared = PreparedRun("r", {"teacher_host": "b", "pipeline_hosts": 0}, files, {})
+    prepared = PreparedRun("r", {"teacher": "/t", "distill_alpha": 0.5, "teacher_host": "b"}, files, {})
     assert _space_needed(states, prepared, "a", 1, "ddp") == sizes
-    prepared = PreparedRun("r", {"teacher_host": "", "pipeline_hosts": 0}, files, {})
+    prepared = PreparedRun("r", {"teacher_host": ""}, files, {})
     assert _space_needed(states, prepared, "a", 2, "ddp") == {"a": 15, "b": 15}
     groups = staged_groups([{"host": "a"}, {"host": "b", "teaches": True}], files)
     assert [[entry["host"] for entry in entries] for entries, _ in groups] == [["a"], ["b"]]

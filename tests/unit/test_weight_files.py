@@ -10,7 +10,8 @@ import pytest
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.host_facts import staged_bytes
-from trainyard.run.weight_files import serves_layers, space_needed, staged_paths, weight_groups
+from trainyard.run.spec_files import spec_of
+from trainyard.run.weight_files import hosts_that_share, serves_layers, space_needed, staged_paths, weight_groups
 
 MODEL: dict[str, Any] = {
     "kind": "model",
@@ -19,12 +20,20 @@ MODEL: dict[str, Any] = {
 DATASET: dict[str, Any] = {"kind": "dataset", "sha256": {"": "4"}}
 
 
-def entries(strategy: str, hosts: int = 3) -> list[dict[str, Any]]:
-    return [{"host": f"node{n}", "ranks": [2 * n, 2 * n + 1], "spec": {"strategy": strategy}} for n in range(hosts)]
+REPLICAS = {"replica_strategy": "pipeline", "replica_hosts": 2}
 
 
-def test_the_host_of_rank_0_alone_receives_the_weights_of_a_pipeline() -> None:
-    plan = entries("pipeline")
+def entries(strategy: str, hosts: int = 3, **fields: Any) -> list[dict[str, Any]]:
+    spec = {"model": "/d/store/models/m-1", "strategy": strategy} | fields
+    return [{"host": f"node{n}", "ranks": [2 * n, 2 * n + 1], "spec": spec} for n in range(hosts)]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"strategy": "pipeline"}, {"strategy": "diloco"} | REPLICAS], ids=["one", "replicas"]
+)
+def test_the_host_of_rank_0_alone_receives_the_weights_of_a_pipeline(fields: dict[str, Any]) -> None:
+    """Also of the pipelines of diloco: the ranks of other replicas receive their layers from it, too."""
+    plan = entries(hosts=4, **fields)
     (head, files), (rest, reduced) = weight_groups([(plan, [MODEL, DATASET])])
     assert (head, rest) == (plan[:1], plan[1:])
     assert files == [MODEL, DATASET]
@@ -32,16 +41,21 @@ def test_the_host_of_rank_0_alone_receives_the_weights_of_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "hosts", "more"),
+    ("strategy", "hosts", "more", "fields"),
     [
-        ("ddp", 3, {}),
-        ("pipeline", 1, {}),
-        ("pipeline", 3, {"on_hosts": "/srv/model"}),
-        ("pipeline", 3, {"fetched_by": "node2"}),
+        ("ddp", 3, {}, {}),
+        ("diloco", 4, {}, {}),
+        ("diloco", 4, {}, REPLICAS | {"replica_hosts": 1}),
+        ("pipeline", 4, {}, {"pipeline_hosts": 1}),
+        ("pipeline", 1, {}, {}),
+        ("pipeline", 3, {"on_hosts": "/srv/model"}, {}),
+        ("pipeline", 3, {"fetched_by": "node2"}, {}),
     ],
 )
-def test_otherwise_all_hosts_receive_all_files(strategy: str, hosts: int, more: dict[str, Any]) -> None:
-    groups = [(entries(strategy, hosts), [MODEL | more, DATASET])]
+def test_otherwise_all_hosts_receive_all_files(
+    strategy: str, hosts: int, more: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    groups = [(entries(strategy, hosts, **fields), [MODEL | more, DATASET])]
     assert weight_groups(groups) == groups
 
 
@@ -49,6 +63,15 @@ def test_a_new_first_host_is_asked_although_it_was_staged() -> None:
     """It had the place of another rank before, and lacks the weights."""
     assert [serves_layers(entry) for entry in entries("pipeline")] == [True, False, False]
     assert not any(serves_layers(entry) for entry in entries("ddp"))
+
+
+def test_hosts_share_the_weights_of_their_pipeline() -> None:
+    def shared(strategy: str, **fields: Any) -> int:
+        return hosts_that_share(spec_of(entries(strategy, **fields)[0]["spec"]), 4)
+
+    assert shared("ddp") == shared("diloco") == shared("fsdp") == 1
+    assert shared("pipeline") == 4
+    assert shared("pipeline", pipeline_hosts=2) == shared("diloco", **REPLICAS) == 2
 
 
 # Space on the disks ------------------------------------------------------------------------------------------------------

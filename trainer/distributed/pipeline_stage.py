@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -198,11 +198,16 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     return model, parts
 
 
-def load_stage(spec: RunSpec, division: Division, world: World) -> StageLoss:
+def load_stage(
+    spec: RunSpec, division: Division, world: World, progress: Callable[[], object] = lambda: None
+) -> StageLoss:
     """Load this rank's part of the model on its device. Every rank of `world` calls it.
 
     Only its tensors are read from the model's files, or received from a host that has them. Adapters are drawn as for a
     complete model: those of all ranks together are the adapters of strategy=ddp.
+
+    Args:
+        progress: called after every part of the weights that this rank sends or receives.
 
     Raises:
         UserError: the model cannot be loaded, or has fewer layers than the run has ranks.
@@ -213,7 +218,7 @@ def load_stage(spec: RunSpec, division: Division, world: World) -> StageLoss:
     check_ranks(len(division.layers), len(layers))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
-    weights = StageWeights(spec, world, shapes)
+    weights = StageWeights(spec, world, shapes, progress)
     spare = _tensors(model, parts, _neighbours(model, parts, division, world.local_size))[0]
     _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
     weights.keep_spare(spare if os.environ.get(SPARE_LAYERS) == "1" else {})

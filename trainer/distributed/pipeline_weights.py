@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -161,24 +161,23 @@ class ReceivedWeights:
 
 
 class Channel:
-    """Sends tensors of any data type from rank to rank. `device`: of the messages; `group`: None for the group of all ranks."""
+    """Sends tensors of any data type from rank to rank over gloo. `progress`: called after every message."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self._device, self._group = device, group
+    def __init__(self, group: dist.ProcessGroup, progress: Callable[[], object]) -> None:
+        self._group, self._progress = group, progress
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a tensor in host memory to a rank."""
         for part in tensor.contiguous().view(-1).view(torch.uint8).split(_CHUNK):
-            dist.send(part.to(self._device), rank, group=self._group)
+            dist.send(part, rank, group=self._group)
+            self._progress()
 
     def receive(self, shape: torch.Size, dtype: torch.dtype, rank: int) -> torch.Tensor:
         """Return a tensor in host memory that a rank sends."""
         whole = torch.empty(shape, dtype=dtype)
         for part in whole.view(-1).view(torch.uint8).split(_CHUNK):
-            buffer = part if self._device.type == "cpu" else torch.empty_like(part, device=self._device)
-            dist.recv(buffer, rank, group=self._group)
-            if buffer is not part:
-                part.copy_(buffer)
+            dist.recv(part, rank, group=self._group)
+            self._progress()
         return whole
 
 
@@ -194,9 +193,11 @@ class _Sent:
 class StageWeights:
     """The tensors of the model that a rank needs, wherever they are."""
 
-    def __init__(self, spec: RunSpec, world: World, shapes: Mapping[str, torch.Size]) -> None:
-        """`shapes`: of all parameters of the model, by name."""
-        self._model, self._world, self._shapes = spec.model, world, shapes
+    def __init__(
+        self, spec: RunSpec, world: World, shapes: Mapping[str, torch.Size], progress: Callable[[], object]
+    ) -> None:
+        """`shapes`: of all parameters of the model, by name. `progress`: called after every part that `read` sends or receives."""
+        self._model, self._world, self._shapes, self._progress = spec.model, world, shapes, progress
         self._apart = False  # whether a host lacks files
         self._source: WeightFiles | ReceivedWeights | None = None  # what this rank may send, if a host lacks files
 
@@ -241,7 +242,12 @@ class StageWeights:
                 raise RuntimeError(
                     f"no host of this run has {name} of {self._model}: copy the model's files to the first host"
                 )
-        yield from self._exchange(everywhere_lacking, sent, Channel(self.device, None))
+        if sent:
+            # Over a slow network a rank may wait for its next tensor, or for the other ranks, longer than a collective may take.
+            untimed = self._world.with_untimed_group()
+            channel = Channel(untimed.untimed_group, self._progress)
+            yield from self._exchange(everywhere_lacking, sent, channel)
+            untimed.sum_without_timeout([0.0], lambda: None)
 
     def keep_spare(self, spare: Mapping[str, Sequence[str]]) -> None:
         """Let a thread receive further tensors and keep them on disk, so that a start with other layers needs no transfer.
@@ -265,7 +271,7 @@ class StageWeights:
         everywhere = self._world.gather(lacking)
         if sent := self._offers(everywhere):
             # A group of its own: its messages cannot be taken for those of the training.
-            channel = Channel(torch.device("cpu"), self._world.with_untimed_group().untimed_group)
+            channel = Channel(self._world.with_untimed_group().untimed_group, lambda: None)
             exchange = self._exchange(everywhere, sent, channel)
             threading.Thread(target=_drain, args=(exchange,), name="spare layers", daemon=True).start()
 

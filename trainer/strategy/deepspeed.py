@@ -430,8 +430,9 @@ class DeepSpeedZeRO(Strategy):
         yield from persistent_buffers(self.plain.model).items()
 
     def save(self, folder: Path) -> None:
+        shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.trained.items()}  # stage 3 hides the shape
         for kind in KINDS:
-            write_full(folder, kind, dict(self._full(kind)))
+            write_full(folder, kind, shapes, self._full(kind))
 
     def load(self, folder: Path) -> None:
         kept = read_full(folder, "trained")
@@ -466,13 +467,14 @@ class DeepSpeedZeRO(Strategy):
     def _set(self, parameter: Any, value: torch.Tensor, kind: str) -> None:
         utils = self.deepspeed.utils
         if not self._sharded_weights:
-            utils.safe_set_full_optimizer_state(parameter, value.to(self.world.device), kind)
+            utils.safe_set_full_optimizer_state(parameter, value, kind)  # copies only this rank's part
             return
         # Shards have equal sizes, the last one is padded. DeepSpeed's setter for full tensors ignores the padding.
         size = parameter.ds_tensor.numel()
-        padded = torch.zeros(size * self.world.size)
-        padded[: value.numel()] = value.flatten()
-        utils.safe_set_local_optimizer_state(parameter, padded[size * self.world.rank :][:size], kind)
+        own = value.view(-1)[size * self.world.rank :][:size]
+        shard = torch.zeros(size)
+        shard[: own.numel()] = own
+        utils.safe_set_local_optimizer_state(parameter, shard, kind)
 
     def _full(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Assemble the trained weights, or one of their moments, one at a time. Only the first rank of every host receives them."""

@@ -141,8 +141,8 @@ class DiLoCoPlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return not self._staged(spec)
 
-    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
-        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world)
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         rounds = [Alternative()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,9 +91,9 @@ class FSDPPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
-    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
         # The layers are compiled after they were sharded.
-        return super().load_module(spec.model_copy(update={"torch_compile": False}), world)
+        return super().load_module(spec.model_copy(update={"torch_compile": False}), world, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         # Either value may be faster, so both are tried.
@@ -390,7 +390,7 @@ class FSDP(Strategy):
             writing = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             return ShardedWriting(folder, writing, self.world)  # type: ignore[arg-type]
         for kind, tensors in state.items():
-            write_full(folder, kind, dict(self._full(tensors)))
+            write_full(folder, kind, {name: shard.shape for name, shard in tensors.items()}, self._full(tensors))
         return None
 
     def load(self, folder: Path) -> None:

@@ -6,7 +6,7 @@ Only activations and their gradients travel between neighbouring ranks. The grad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,6 @@ class PipelinePlan(StrategyPlan):
     summary = "every rank holds some of the layers"
     auto = "exact"
     gain = 1.1
-    receives_layers = True
     cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
 
     def strategy_class(self, spec: RunSpec) -> type[Pipeline]:
@@ -155,7 +154,7 @@ class PipelinePlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
 
-    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
         from trainer.distributed.pipeline_measure import divide_model
         from trainer.distributed.pipeline_stage import load_stage
         from trainer.distributed.pipelines import Pipelines
@@ -169,7 +168,7 @@ class PipelinePlan(StrategyPlan):
         if world.rank == 0:
             times = f"{len(pipelines.ranks)} times " if len(pipelines.ranks) > 1 else ""
             print(f"pipeline: {times}layers of {division.describe()}")
-        stage = load_stage(spec, division, world)
+        stage = load_stage(spec, division, world, progress)
         stage.pipelines = pipelines
         return stage
 
@@ -315,6 +314,7 @@ class Pipeline(Strategy):
         from trainer.distributed.pipeline_schedule import Neighbours
         from trainer.distributed.pipeline_stage import hidden_dtype
         from trainer.optim import make_optimizer
+        from trainer.strategy.pipeline_copies import StageCopies
 
         super().__init__(spec, world, module)
         self.stage: StageLoss = module  # type: ignore[assignment]
@@ -328,6 +328,7 @@ class Pipeline(Strategy):
         # A rank without a layer that has adapters trains nothing.
         self.optimizer = make_optimizer(spec, self.trained.values()) if self.trained else None
         self.sharded_checkpoint = not spec.lora_r and replica_group is None
+        self._copies = StageCopies(self.pipelines) if self.sharded_checkpoint else None
         self._waiting: list[tuple[Batch, int]] = []
         weights = self.stage.trained_weights
         shared = [name for name, weight in weights.items() if len(weight.holders) > 1]
@@ -452,8 +453,11 @@ class Pipeline(Strategy):
     def save(self, folder: Path) -> Writing | None:
         from trainer.strategy.pipeline_state import save_full, save_stage
 
-        save = save_stage if self.sharded_checkpoint else save_full
-        return save(folder, self.stage, self.pipelines, self.optimizer)
+        if self.sharded_checkpoint:
+            assert self._copies
+            return save_stage(folder, self.stage, self.pipelines, self.optimizer, self._copies)
+        save_full(folder, self.stage, self.pipelines, self.optimizer)
+        return None
 
     def load(self, folder: Path) -> None:
         from trainer.strategy.pipeline_state import load_full, load_stages

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from trainer.errors import DiskError, disk_failure, first_line
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, step_of, write_full
+from trainer.strategy.pipeline_copies import StageCopies, stage_file
 
 if TYPE_CHECKING:
     from trainer.distributed.pipeline_stage import StageLoss
@@ -88,8 +89,9 @@ def _set_state(stage: StageLoss, optimizer: torch.optim.Optimizer | None, folder
 def save_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
     """Write all trained weights and their moments on every host. Every rank calls it."""
     world = pipelines.stages
+    shapes = {name: weight.shape for name, weight in stage.trained_weights.items()}
     for kind, tensors in _state(stage, optimizer).items():
-        write_full(folder, kind, dict(gather(stage, world, tensors)))
+        write_full(folder, kind, shapes, gather(stage, world, tensors))
 
 
 def load_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
@@ -103,13 +105,15 @@ def load_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: t
 class StageWriting:
     """The checkpoint of one stage. The file is written before the object is made; `finish` reports the ranks' errors."""
 
-    def __init__(self, world: World, error: str) -> None:
-        self._world, self._error = world, error
+    def __init__(self, world: World, error: str, copies: StageCopies) -> None:
+        """`copies`: those of the file on another host, which may not have arrived yet."""
+        self._world, self._error, self._copies = world, error, copies
 
     def done(self) -> bool:
-        return True
+        return self._copies.done()
 
     def finish(self) -> None:
+        self._copies.finish()
         for rank, error in enumerate(self._world.gather(self._error)):
             if error:
                 raise DiskError(
@@ -118,9 +122,16 @@ class StageWriting:
 
 
 def save_stage(
-    folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None
+    folder: Path,
+    stage: StageLoss,
+    pipelines: Pipelines,
+    optimizer: torch.optim.Optimizer | None,
+    copies: StageCopies,
 ) -> StageWriting:
-    """Write this rank's trained weights and their moments: `stage-NUMBER.safetensors` with the keys KIND/NAME."""
+    """Write this rank's trained weights and their moments: `stage-NUMBER.safetensors` with the keys KIND/NAME.
+
+    Every rank calls it. `copies`: sends the file to another host where that is wanted.
+    """
     number = pipelines.stages.rank
     own = {
         f"{kind}/{name}": tensor.contiguous()
@@ -128,12 +139,13 @@ def save_stage(
         for name, tensor in tensors.items()
         if stage.trained_weights[name].owner == number
     }
-    error = ""
+    error, path = "", folder / stage_file(number)
     try:
-        save_file(own, folder / f"stage-{number:05d}.safetensors")
+        save_file(own, path)
     except Exception as failure:  # every rank must reach `finish`
         error = disk_failure(failure) or first_line(failure)
-    return StageWriting(pipelines.world, error)
+    copies.start(folder, 0 if error else path.stat().st_size)
+    return StageWriting(pipelines.world, error, copies)
 
 
 def load_stages(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:

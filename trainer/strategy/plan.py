@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -48,7 +48,6 @@ class StrategyPlan:
     cost: ClassVar[str] = ""
     has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
-    receives_layers: ClassVar[bool] = False  # ranks receive the weights that their host lacks from that of rank 0
     uniform_dtype: ClassVar[bool] = False  # all weights must have the same data type
     library_bytes: ClassVar[int] = 0  # libraries that only this strategy loads
 
@@ -74,7 +73,10 @@ class StrategyPlan:
         return False
 
     def pipeline_field(self, spec: RunSpec) -> str:
-        """Return the field with the number of hosts of one pipeline, if the run may have several; otherwise an empty string."""
+        """Return the field with the number of hosts of one pipeline; an empty string if ranks form none.
+
+        The ranks of pipelines receive the weights that their host lacks from that of rank 0.
+        """
         return ""
 
     def reads_own_shard(self, spec: RunSpec) -> bool:
@@ -85,8 +87,12 @@ class StrategyPlan:
         """Return whether Liger kernels and FlashAttention may be used."""
         return True
 
-    def load_module(self, spec: RunSpec, world: World) -> TokenLoss:
-        """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError."""
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+        """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError.
+
+        Args:
+            progress: called after every part that ranks send each other, which may take longer than the run may show none.
+        """
         from trainer.distillation.loss import Divergence
         from trainer.model import TokenLoss, load_model
 

@@ -7,10 +7,9 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
-from trainer.config import FIELDS, RunSpec
 from trainer.data.files import needs_library
 from trainer.formats import printable
-from trainer.strategy import AUTO, plan_named, plan_of, possible_plans
+from trainer.strategy import AUTO, plan_of, possible_plans
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gpu_choice import assign_gpus
@@ -19,9 +18,9 @@ from trainyard.run.choose_strategy import staged_spec
 from trainyard.run.errors import HostUnreachableError, PlanError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.spec_files import PreparedRun, spec_of
 from trainyard.run.teacher_host import files_of
-from trainyard.run.weight_files import space_needed, staged_paths
+from trainyard.run.weight_files import hosts_that_share, space_needed, staged_paths
 
 FACTS_LIMIT = 60.0  # s for a host to return its facts
 GRACE = 1.0  # s, after the other hosts' answers, for a host that was lost
@@ -37,11 +36,6 @@ def describe(host: Host) -> HostState:
     except InventoryError as error:
         raise PlanError(str(error)) from None
     return HostState(host)
-
-
-def spec_of(fields: dict[str, Any]) -> RunSpec:
-    """Return the run spec of a prepared run's `spec`, which has more names than the schema."""
-    return RunSpec.model_validate({name: value for name, value in fields.items() if name in FIELDS})
 
 
 def own_torchrun(spec: dict[str, Any]) -> bool:
@@ -161,7 +155,7 @@ def _space_needed(
         count: number of hosts that train.
     """
     teacher = str(prepared.spec["teacher_host"] or "")
-    share = 1 / (prepared.spec["pipeline_hosts"] or count) if plan_named(strategy).receives_layers else 1.0
+    share = 1 / hosts_that_share(spec_of(prepared.spec).model_copy(update={"strategy": strategy}), count)
     return {
         host.name: space_needed(files_of(prepared.files, teacher, teaches=host.name == teacher), host, first, share)
         for host in hosts

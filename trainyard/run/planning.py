@@ -28,13 +28,12 @@ from trainyard.run.gather import (
     check_consistency,
     check_requirements,
     own_torchrun,
-    spec_of,
     usable_hosts,
 )
 from trainyard.run.isolation import choose_isolation, isolation_lines
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import Node, choose_port, head_first, plan_lines, plan_nodes
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.spec_files import PreparedRun, spec_of
 from trainyard.run.teacher_host import split_teacher, teacher_line
 
 Phase = Literal["new", "running", "finished", "stopped"]

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
+from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.run_name import file_stem
 from trainer.data.files import all_files, data_suffix, is_hub_id
@@ -75,6 +75,11 @@ class PreparedRun:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
         return asdict(self)
+
+
+def spec_of(fields: dict[str, Any]) -> RunSpec:
+    """Return the run spec of a prepared run's `spec`, which has more names than the schema."""
+    return RunSpec.model_validate({name: value for name, value in fields.items() if name in FIELDS})
 
 
 def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None = None) -> PreparedRun:

@@ -10,15 +10,26 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from trainer.config import RunSpec
 from trainer.distributed.kept_layers import kept_file, kept_folder
-from trainer.strategy import plan_named
+from trainer.strategy import plan_of
 from trainyard.connection import FanOut, HostConnection
 from trainyard.preflight.host_state import HostState
+from trainyard.run.spec_files import spec_of
 
 ASK_LIMIT = 10.0  # s for a host to list the layers that it kept
 WEIGHTS = "*.safetensors"
 Files = list[dict[str, Any]]
 Group = tuple[list[dict[str, Any]], Files]
+
+
+def hosts_that_share(spec: RunSpec, hosts: int) -> int:
+    """Return how many hosts hold the weights together and receive their parts when the run starts; 1 if every host needs all files.
+
+    `hosts`: number of hosts that train.
+    """
+    field = plan_of(spec).pipeline_field(spec)
+    return (getattr(spec, field) or hosts) if field else 1
 
 
 def weight_groups(groups: Sequence[Group]) -> list[Group]:
@@ -31,7 +42,7 @@ def weight_groups(groups: Sequence[Group]) -> list[Group]:
         head = [entry for entry in entries if 0 in entry["ranks"]]
         rest = [entry for entry in entries if 0 not in entry["ranks"]]
         reduced = [_without_weights(file, head[0]["host"]) for file in files] if head and rest else files
-        if reduced == files or not plan_named(head[0]["spec"]["strategy"]).receives_layers:
+        if reduced == files or not _receives_layers(head[0]):
             divided.append((entries, files))
         else:
             divided += [(head, files), (rest, reduced)]
@@ -40,7 +51,12 @@ def weight_groups(groups: Sequence[Group]) -> list[Group]:
 
 def serves_layers(entry: dict[str, Any]) -> bool:
     """Return whether a host sends other hosts the weights that they lack: it may have lacked them itself at an earlier start."""
-    return 0 in entry["ranks"] and plan_named(entry["spec"]["strategy"]).receives_layers
+    return 0 in entry["ranks"] and _receives_layers(entry)
+
+
+def _receives_layers(entry: dict[str, Any]) -> bool:
+    """Return whether ranks receive the weights that their host lacks."""
+    return hosts_that_share(spec_of(entry["spec"]), 2) > 1
 
 
 def layers_are_kept(entries: Sequence[dict[str, Any]], files: Files, connect: Callable[[str], HostConnection]) -> bool:
@@ -49,7 +65,7 @@ def layers_are_kept(entries: Sequence[dict[str, Any]], files: Files, connect: Ca
     Only then they can start without the host that had the files. A host that does not answer has kept nothing.
     """
     model = next((file for file in files if file["kind"] == "model"), None)
-    if not model or not model["src"] or not plan_named(entries[0]["spec"]["strategy"]).receives_layers:
+    if not model or not model["src"] or not _receives_layers(entries[0]):
         return False
     needed = set()
     for path in Path(model["src"]).glob(WEIGHTS):

@@ -64,13 +64,13 @@ def compare(cluster: Cluster, hosts: int, deep: Here, weights: str) -> None:
             assert_close(found[name], value, rtol=1e-3, atol=2e-4, msg=name)
 
 
-def weights_on_the_first_host(cluster: Cluster, model: Path) -> Callable[[int], dict[str, int]]:
-    """Copy a model to three hosts, with its weights to the first only.
+def weights_on_the_first_host(cluster: Cluster, model: Path, hosts: int = 3) -> Callable[[int], dict[str, int]]:
+    """Copy a model to `hosts` hosts, with its weights to the first only.
 
     Returns:
         A function that returns the tensors that a host has received, with the times of their files.
     """
-    folders = [cluster.run_dir(host).parents[1] for host in range(3)]
+    folders = [cluster.run_dir(host).parents[1] for host in range(hosts)]
     for folder in folders:
         shutil.copytree(model, folder / "model")
     for folder in folders[1:]:
@@ -118,6 +118,30 @@ def test_full_weights_train_as_with_ddp_and_resume_on_other_hosts(deep_cluster: 
 
 
 @pytest.mark.slow
+def test_full_weights_resume_after_the_permanent_loss_of_a_host(
+    deep_cluster: Cluster, deep: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every host has a copy of the layers of the host before it."""
+    assert deep("ddp", **STEPS, **FULL) == 0, deep.err
+    monkeypatch.setenv(SPARE_LAYERS, "1")
+    fields = STEPS | FULL | PIPELINE
+    stop_at(deep_cluster, 6, 3, **fields)
+    newest = max((deep_cluster.run_dir() / "checkpoints").glob("step-*")).name
+    stages = [
+        sorted(path.name for path in (deep_cluster.run_dir(host) / "checkpoints" / newest).glob("stage-*"))
+        for host in range(3)
+    ]
+    assert stages == [
+        [f"stage-0000{number}.safetensors" for number in sorted((host, (host + 2) % 3))] for host in range(3)
+    ]
+    shutil.rmtree(deep_cluster.run_dir(1))
+    deep_cluster.run_dir(2).rename(deep_cluster.run_dir(1))
+    deep_cluster.run(2, **fields)
+    assert f"resuming from step {int(newest[5:])} of 30" in deep_cluster.logs()
+    compare(deep_cluster, 2, deep, "model/model.safetensors")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [{}, pytest.param(FULL, marks=pytest.mark.long)], ids=["adapters", "full weights"])
 def test_two_pipelines_on_four_hosts_train_as_ddp(full: dict[str, Any], deep_cluster: Cluster, deep: Here) -> None:
     """The pipelines share five rows: three and two. The run goes on as one pipeline on three hosts."""
@@ -131,16 +155,19 @@ def test_two_pipelines_on_four_hosts_train_as_ddp(full: dict[str, Any], deep_clu
 
 
 @pytest.mark.slow
-def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_cluster: Cluster) -> None:
-    """Two replicas of one host each, and two of two hosts each, the latter with a resume."""
+def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_cluster: Cluster, deep_model: Path) -> None:
+    """Two replicas of one host each, and two of two hosts each, the latter with a resume. Only their first host has the weights."""
     fields = STEPS | {"strategy": "diloco", "local_steps": 5, "balance": "even", "max_steps": 20}
     expected = deep_cluster.run(2, run="whole", **fields)
-    fields |= {"replica_strategy": "pipeline", "replica_hosts": 2}
+    fields |= {"replica_strategy": "pipeline", "replica_hosts": 2, "model": "./model"}
+    kept = weights_on_the_first_host(deep_cluster, deep_model, hosts=4)
     launchers = deep_cluster.start(4, **fields)
     deep_cluster.at_step(10)
     (deep_cluster.run_dir() / "stop").touch()
     assert deep_cluster.wait(launchers) == [0] * 4, deep_cluster.logs()
     assert 10 <= len(losses(deep_cluster.run_dir())) < 20
+    layers = [{name.split(".")[2] for name in kept(host) if ".layers." in name} for host in range(4)]
+    assert not layers[0] and layers[1] == layers[3] and layers[2] == set("0123") - layers[1]
     found = deep_cluster.run(4, **fields)
     assert "pipeline: 2 times layers of rank 0: " in deep_cluster.logs()
     assert found == pytest.approx(expected, abs=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,32 @@ def test_a_sharded_model_is_written_in_parts(here: Here, monkeypatch: pytest.Mon
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
         assert here.result(strategy)["model_sha256"] and not list(folder.glob(".part*"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_zero_3_needs_memory_for_one_weight(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tensors that ranks assemble for a checkpoint, at most two are in memory: one, and the one that replaces it."""
+    pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    from trainer.strategy.deepspeed import DeepSpeedZeRO
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most: list[int] = []
+
+    def watched(self: Any, kind: str, full: Any = DeepSpeedZeRO._full) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in full(self, kind):
+            alive.append(weakref.ref(value))
+            most.append(sum(each() is not None for each in alive))
+            yield name, value
+
+    monkeypatch.setattr(DeepSpeedZeRO, "_full", watched)
+    monkeypatch.setattr("trainer.export.EXPORT_PART", 0)
+    few = {"max_steps": 2, "lora_r": 0, "lr": 1e-3}
+    assert here("ddp", **few) == here(strategy="deepspeed", deepspeed_stage=3, **few) == 0, here.err
+    assert len(most) > 30 and max(most) <= 2
+    kept = load_file(here.run_dir() / "checkpoints" / "step-00000002" / "trained.safetensors")
+    expected = AutoModelForCausalLM.from_pretrained(here.run_dir("ddp") / "model").state_dict()
+    for name, value in kept.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow
