@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import platform
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from trainer.data.files import HUB_ID
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.planner.cost import EXPORT_PART
+from trainer.strategy import plan_of
 
 if TYPE_CHECKING:
     import torch
@@ -179,31 +180,50 @@ def safetensors_header(path: Path) -> dict[str, int]:
 def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     """Merge the adapter into the base model, write the result to `run_dir/merged` and return that folder.
 
-    Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization.
+    Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization. After a run of a
+    pipeline, only one file of the result is in memory at a time.
 
     Raises:
-        UserError: the merged weights are not finite.
+        UserError: the merged weights are not finite, or this host lacks files of the base model of a pipeline.
         DiskError: the disk is full or not writable.
     """
+    from transformers import AutoTokenizer
+
+    with atomic_folder(run_dir / "merged", "merge") as aside:
+        if plan_of(spec).pipeline_field(spec):
+            from trainer.merge_stored import stored_merge
+
+            model, weights = stored_merge(spec, run_dir / "adapter")
+            save_in_parts(model, _finite(spec, weights), aside)
+        else:
+            model = _merged_in_memory(spec, run_dir)
+            collections.deque(_finite(spec, model.named_parameters()), maxlen=0)
+            model.save_pretrained(aside)
+        AutoTokenizer.from_pretrained(run_dir / "adapter").save_pretrained(aside)
+    return run_dir / "merged"
+
+
+def _merged_in_memory(spec: RunSpec, run_dir: Path) -> Any:
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    from trainer.finite import all_finite
-
-    final = run_dir / "merged"
     dtype = torch.float32 if spec.precision == "32-true" else torch.bfloat16
     base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
-    model: Any = PeftModel.from_pretrained(base, str(run_dir / "adapter")).merge_and_unload()
-    if not all_finite(model.parameters()):
-        raise UserError(
-            f"merge: the weights of {spec.model} with the adapter overflow: decrease lr (now {spec.lr:g}) or lora_alpha, "
-            "and set another run name with run="
-        )
-    with atomic_folder(final, "merge") as aside:
-        model.save_pretrained(aside)
-        AutoTokenizer.from_pretrained(run_dir / "adapter").save_pretrained(aside)
-    return final
+    return PeftModel.from_pretrained(base, str(run_dir / "adapter")).merge_and_unload()
+
+
+def _finite(spec: RunSpec, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield the merged weights. Raises UserError if one is not finite."""
+    from trainer.finite import all_finite
+
+    for name, value in weights:
+        if not all_finite([value]):
+            raise UserError(
+                f"merge: the weights of {spec.model} with the adapter overflow: decrease lr (now {spec.lr:g}) or lora_alpha, "
+                "and set another run name with run="
+            )
+        yield name, value
 
 
 def read_origin(run_dir: Path) -> dict[str, str]:

@@ -219,7 +219,7 @@ def load_stage(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
     weights = StageWeights(spec, world, shapes, progress)
-    spare = _tensors(model, parts, _neighbours(model, parts, division, world.local_size))[0]
+    spare = stored_names(model, parts, _neighbours(model, parts, division, world.local_size))[0]
     _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
     weights.keep_spare(spare if os.environ.get(SPARE_LAYERS) == "1" else {})
     if quantizer:
@@ -262,7 +262,7 @@ def _neighbours(model: Any, parts: Parts, division: Division, distance: int) -> 
     return [module for rank in ranks for module in _mine(model, parts, replace(division, rank=rank))]
 
 
-def _tensors(
+def stored_names(
     model: Any, parts: Parts, modules: Iterable[nn.Module]
 ) -> tuple[dict[str, list[str]], dict[str, list[tuple[nn.Module, str]]]]:
     """Return for each parameter of modules, by its first name in the model: its names in the model's files, and its places."""
@@ -291,7 +291,7 @@ def _read_weights(
     quantizer: Quantizer | None,
 ) -> None:
     """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`."""
-    wanted, places = _tensors(model, parts, mine)
+    wanted, places = stored_names(model, parts, mine)
     dtype = base_dtype(spec)
     for name, value in weights.read(wanted):
         value = value.to(dtype, copy=True)

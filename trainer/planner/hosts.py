@@ -14,6 +14,7 @@ from trainer.planner.cost import Layout
 
 MAX_HOSTS = 10_000
 _MAX_PROCESSES = 1024  # per host
+_MAX_SPEED = 1000.0
 _MAX_FILE = 64 * 1024 * 1024  # bytes
 BASE = 475  # MiB of host memory per process for Python and its libraries
 _USABLE = 0.92  # fraction of memory that processes can use
@@ -23,8 +24,8 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
     """Read the value of --hosts: a number of hosts, or a JSON file.
 
     Returns:
-        For each host its name (`host`), `processes`, and from a file also `memory_mib` and `gpu_mib` (0: unknown) and
-        `threads` per process.
+        For each host its name (`host`), `processes`, and from a file also `memory_mib` and `gpu_mib` (0: unknown),
+        `threads` per process, and `speed` of a process in relation to other hosts (1).
 
     Raises:
         UserError: no such file, or one without a list of hosts.
@@ -41,7 +42,7 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         raise UserError(
             f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, memory_mib, "
-            "gpu_mib, threads)"
+            "gpu_mib, threads, speed)"
         ) from None
 
 
@@ -49,8 +50,13 @@ def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
     processes = int(host.get("processes") or len(host.get("ranks", [0])))
     memory, gpu = (float(host.get(name) or 0) for name in ("memory_mib", "gpu_mib"))
     threads = int(host.get("threads") or 1)
+    speed = float(1 if host.get("speed") is None else host["speed"])
     if not (
-        1 <= processes <= _MAX_PROCESSES and 0 <= memory < 1e12 and 0 <= gpu < 1e12 and 1 <= threads <= _MAX_PROCESSES
+        1 <= processes <= _MAX_PROCESSES
+        and 0 <= memory < 1e12
+        and 0 <= gpu < 1e12
+        and 1 <= threads <= _MAX_PROCESSES
+        and 1 / _MAX_SPEED <= speed <= _MAX_SPEED
     ):
         raise ValueError
     return {
@@ -59,6 +65,7 @@ def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
         "memory_mib": memory,
         "gpu_mib": gpu,
         "threads": threads,
+        "speed": speed,
     }
 
 
@@ -72,7 +79,7 @@ def layout_of(hosts: Sequence[dict[str, Any]], device: str) -> Layout:
 
     Args:
         hosts: for each its `processes`, `memory_mib`, and `gpu_mib` of its smallest GPU (0 or missing: unknown). On GPUs,
-            `memory_mib` is the memory of a GPU if `gpu_mib` is unknown.
+            `memory_mib` is the memory of a GPU if `gpu_mib` is unknown. `speed` of its processes (missing: 1).
     """
     rooms: list[float | None] = []
     host_rooms: list[float | None] = []
@@ -82,7 +89,13 @@ def layout_of(hosts: Sequence[dict[str, Any]], device: str) -> Layout:
         of_gpu = (gpu or memory) * _USABLE * 2**20 or None
         rooms += [of_gpu if device == "cuda" else of_host] * processes
         host_rooms += [of_host if gpu else None] * processes
-    return Layout(tuple(host["processes"] for host in hosts), _assumed(rooms), _assumed(host_rooms))
+    return Layout(tuple(host["processes"] for host in hosts), _assumed(rooms), _assumed(host_rooms), speeds(hosts))
+
+
+def speeds(hosts: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """Return the relative speed of every rank; empty if they are equally fast."""
+    found = tuple(float(host.get("speed", 1)) for host in hosts for _ in range(host["processes"]))
+    return found if set(found) - {1.0} else ()
 
 
 def _assumed(rooms: list[float | None]) -> tuple[float | None, ...]:

@@ -21,11 +21,15 @@ from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.teacher import teacher_flops, teacher_shape
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
+from trainer.strategy.plan import every
 
 ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
 # Operations per second, if speed was not measured: one core with AVX2, and an older GPU in 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
+# A plan that leaves less than this fraction of a rank's memory must be faster than others by the error of predicted speeds.
+TIGHT = 0.05
+ERROR = 1.15
 _QUIET = 0.05  # fraction of time in communication that is acceptable
 _LOUD = 0.5  # fraction from which a strategy with less communication justifies a different result
 
@@ -66,6 +70,7 @@ class Option:
         fits: whether `memory` is available, None if unknown.
         comm_seconds: communication that computation does not hide.
         host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
+        free: the smallest fraction of its memory that the plan leaves to a rank, None if unknown.
         gain: how many times faster the plan must be to justify its strategy and alternatives; 0: never recommended.
         fields: values of the spec that the alternatives change.
         costs: description of other costs of strategy and alternatives.
@@ -80,6 +85,7 @@ class Option:
     comm_seconds: float
     tokens_per_second: float
     host_memory: int = 0
+    free: float | None = None
     gain: float = 1.0
     fields: dict[str, Any] = field(default_factory=dict)
     costs: tuple[str, ...] = ()
@@ -87,7 +93,13 @@ class Option:
     @property
     def score(self) -> float:
         """What the planner compares, rounded so that the order of operations does not matter."""
-        return float(f"{self.tokens_per_second / self.gain:.9g}") if self.gain else 0.0
+        gain = self.gain * (ERROR if self.tight else 1.0)
+        return float(f"{self.tokens_per_second / gain:.9g}") if gain else 0.0
+
+    @property
+    def tight(self) -> bool:
+        """Whether the plan leaves so little memory that an error of the prediction may exceed it."""
+        return self.free is not None and 0 <= self.free < TIGHT
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -140,23 +152,40 @@ def plans(spec: RunSpec, setting: Setting) -> list[Option]:
     found = []
     for label, strategy, place in _candidates(setting):
         plan, base = plan_named(strategy), spec.model_copy(update={"strategy": strategy})
-        tried = []
+        tried: list[Option] = []
         for variant in variants(base, plan.alternatives(base)):
             if label == ALONE or plan.runs_on(variant.spec, place.shape, place.layout):
                 speed = setting.speed.of(base, variant.spec, place.shape, place.rows, cuda=not place.gloo)
-                tried.append(_option(label, variant.spec, place, speed, variant.alternatives))
+                option = _option(label, variant.spec, place, speed, variant.alternatives)
+                tried.append(option)
+                if label != ALONE and _could_be_best(option, tried):
+                    tried += [
+                        _option(label, quieter.spec, place, speed, (*variant.alternatives, *quieter.alternatives))
+                        for quieter in variants(variant.spec, plan.exchange_alternatives(variant.spec))
+                        if quieter.alternatives
+                    ]
         if tried:
             found.append(_best(tried) or min(tried, key=lambda option: option.memory.total))
     return found
 
 
+def _could_be_best(option: Option, tried: Sequence[Option]) -> bool:
+    """Return whether the option would be the best one of `tried` if it spent no time in communication."""
+    if option.fits is False or not option.comm_seconds or not option.gain:
+        return False
+    silent = option.score * (option.compute_seconds + option.comm_seconds) / option.compute_seconds
+    best = _best(tried)
+    return best is None or silent > best.score
+
+
 def _candidates(setting: Setting) -> list[tuple[str, str, Setting]]:
-    """Return the name, strategy and place of one process alone, on the smallest host, and of every registered strategy."""
+    """Return the name, strategy and place of one process alone, with the least memory and the highest speed, and of every registered strategy."""
     layout = setting.layout
     if not layout.rooms:
         setting = replace(setting, layout=replace(layout, rooms=(setting.room,) * layout.world))
         layout = setting.layout
-    smallest = Layout((1,), _smallest(layout.rooms), _smallest(layout.host_rooms))
+    fastest = (max(layout.speeds),) if layout.speeds else ()
+    smallest = Layout((1,), _smallest(layout.rooms), _smallest(layout.host_rooms), fastest)
     candidates = [(ALONE, DEFAULT_STRATEGY, replace(setting, layout=smallest))]
     return candidates + [(name, name, setting) for name in STRATEGIES if layout.world > 1]
 
@@ -172,22 +201,25 @@ def _option(
     shape, layout, rows, gloo = setting.shape, setting.layout, setting.rows, setting.gloo
     bandwidth = setting.link * 1e6 / 8  # bytes per second
     plan = plan_of(spec)
-    memory = plan.memory(spec, shape, layout, rows, cuda=not gloo)
+    memories = plan.memories(spec, shape, layout, rows, cuda=not gloo)
     sent = plan.comm_bytes(spec, shape, layout, gloo=gloo)
     extra, slow = plan.overhead_seconds(spec, shape, layout, bandwidth) if gloo else (0.0, 0.0)
     communication = sent / bandwidth + slow if len(layout.processes) > 1 else 0.0
     compute, communication = plan.step_seconds(spec, shape, layout, rows, speed.part, speed.step, communication)
     compute += extra if gloo else plan.offload_seconds(spec, shape, layout)
+    left = plan.free(spec, shape, layout, memories, cuda=not gloo)
+    known = [part for part in left if part is not None]
     return Option(
         label,
         layout.world,
-        memory,
-        plan.fits(spec, shape, layout, rows, memory, cuda=not gloo),
+        max(memories, key=lambda memory: memory.total),
+        every([None if part is None else part >= 0 for part in left]),
         sent,
         compute,
         communication,
         tokens_per_second=spec.rows_per_step * rows.tokens / (compute + communication),
         host_memory=0 if gloo else plan.host_memory(spec, shape, layout),
+        free=min(known, default=None),
         gain=math.prod((alternative.gain for alternative in alternatives), start=plan.gain or 0.0),
         fields={name: value for alternative in alternatives for name, value in alternative.fields.items()},
         costs=tuple(
@@ -247,7 +279,8 @@ def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advic
 
 def _advice(option: Option, why: str) -> Advice:
     settings = dict(option.settings)
-    return Advice(settings.pop("strategy"), why, settings, option.costs)
+    tight = (f"it leaves {option.free:.0%} of the memory of a process free",) if option.tight else ()
+    return Advice(settings.pop("strategy"), why, settings, option.costs + tight)
 
 
 def _faster_alone(alone: Option, option: Option) -> bool:
@@ -278,7 +311,8 @@ def _why_low_communication(spec: RunSpec, quiet: Option, exact: Option, alone: O
         why = f"{exact.strategy} does not fit"
     if _faster_alone(alone, exact):
         why += ", where one process alone is faster"
-    if "local_steps" in quiet.fields or quiet.share <= _QUIET:
+    within = spec.replica_hosts > 1 or "replica_hosts" in quiet.fields  # traffic that rounds do not change
+    if "local_steps" in quiet.fields or within or quiet.share <= _QUIET:
         return f"{why}; {quiet.strategy} spends {quiet.share:.0%}"
     steps = spec.local_steps * quiet.comm_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
     return f"{why}; local_steps={max(10, math.ceil(steps / 10) * 10)} keeps it below {_QUIET:.0%}"

@@ -3,7 +3,7 @@
     python -m trainer plan SPEC.yml [--hosts 2 | --hosts hosts.json] [--link-mbit 1000] [--json] [--no-measure]
 
 hosts.json is a list with one object per host: `host` (a name), `processes` (1), `memory_mib` (of the host), `gpu_mib` (of one GPU),
-`threads` (of a process, for nominal speeds). The plan.json of a run folder also has this form.
+`threads` (of a process, for nominal speeds), `speed` (of a process in relation to other hosts, 1). The plan.json of a run folder also has this form.
 """
 
 import os
@@ -18,7 +18,7 @@ from trainer.formats import mib, table
 from trainer.inputs import path_kind, user_path
 from trainer.planner.alternatives import shown
 from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
-from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
+from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib, speeds
 from trainer.planner.model_shape import Shape, shape_of
 from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
@@ -150,7 +150,7 @@ def plan(
         most = max(host["processes"] for host in hosts)
         own = {"memory_mib": own_memory_mib(device), "processes": most}
         room = layout_of([own], device).rooms[0]
-        layout = Layout(tuple(host["processes"] for host in hosts))
+        layout = Layout(tuple(host["processes"] for host in hosts), speeds=speeds(hosts))
     else:
         room, layout = None, layout_of(hosts, device)
     setting = Setting(shape, layout, rows, speed, link or LINK, room, gloo=device == "cpu")

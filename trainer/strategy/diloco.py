@@ -15,18 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.shares import share
 from trainer.errors import NonFiniteError
-from trainer.planner.alternatives import (
-    CHANGED,
-    Alternative,
-    Alternatives,
-    optimizer_alternatives,
-    quantize_alternatives,
-    switch,
-)
-from trainer.planner.cost import Layout, Memory, State, micro_batches
+from trainer.planner.alternatives import CHANGED, Alternatives, optimizer_alternatives, quantize_alternatives
+from trainer.planner.cost import Layout, Memory, State
 from trainer.strategy import four_bits
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
+from trainer.strategy.diloco_alternatives import exchange_alternatives, replica_alternatives
+from trainer.strategy.diloco_costs import comm_parts, outer_bytes
 from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state
 from trainer.strategy.full_state_dict import MOMENTS
 from trainer.strategy.lazy import LazyModule
@@ -49,16 +44,15 @@ else:
 
 CHUNK = 16 << 20  # numbers of one all-reduce between replicas
 _LONG_ROUND = 20  # minimum steps of a round for the full outer momentum
-# Steps of a round that the planner tries, and how many times faster the run must be to justify them.
-_ROUNDS = {20: 1.05, 50: 1.1, 100: 1.2, 200: 1.3, 500: 1.5}
 _NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed
 
 # Values of `replica_strategy`.
 _INNER: dict[str, type[DDP] | type[FSDP] | type[Pipeline]] = {"ddp": DDP, "fsdp": FSDP, "pipeline": Pipeline}
+_PIPELINE = PipelinePlan()
 _INNER_PLANS: dict[str, DDPPlan | FSDPPlan | PipelinePlan] = {
     "ddp": DDPPlan(),
     "fsdp": FSDPPlan(),
-    "pipeline": PipelinePlan(),
+    "pipeline": _PIPELINE,
 }
 
 
@@ -75,6 +69,7 @@ class DiLoCoPlan(StrategyPlan):
     gain = CHANGED
     cost = "another result: replicas hold different weights between synchronizations"
     has_replicas = True
+    shares_steps_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DiLoCo]:
         if spec.diloco_fragments > 1:
@@ -145,20 +140,18 @@ class DiLoCoPlan(StrategyPlan):
         return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        rounds = [Alternative()]
-        for steps, gain in _ROUNDS.items():
-            if steps > spec.local_steps:
-                cost = "replicas differ more between synchronizations"
-                rounds.append(Alternative({"local_steps": steps}, cost, gain / _ROUNDS.get(spec.local_steps, 1.0)))
-        shards: Alternatives = [Alternative()]
-        if not self._staged(spec):
-            cost = "every pass within a replica sends the weights of all layers"
-            shards = switch(spec, "replica_strategy", "fsdp", cost)
-        return [*super().alternatives(spec), quantize_alternatives(spec), *optimizer_alternatives(spec), shards, rounds]
+        whole_model = [quantize_alternatives(spec), *optimizer_alternatives(spec)]
+        return [*super().alternatives(spec), *whole_model, replica_alternatives(spec)]
+
+    def exchange_alternatives(self, spec: RunSpec) -> list[Alternatives]:
+        return exchange_alternatives(spec)
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
-        if self._staged(spec) and not _INNER_PLANS["pipeline"].runs_on(_as_pipeline(spec), shape, layout):
-            return False
+        if self._staged(spec):
+            if spec.replica_hosts >= len(layout.processes):  # one replica
+                return False
+            if not _PIPELINE.runs_on(_as_pipeline(spec), shape, layout):
+                return False
         return -(-len(layout.processes) // spec.replica_hosts) <= spec.rows_per_step
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
@@ -169,23 +162,29 @@ class DiLoCoPlan(StrategyPlan):
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])
             state = replace(state, gradients=state.gradients * gradient_copies(spec, ranks, layout.world))
-        outer = 0 if cuda else self._outer_bytes(spec, shape)  # in host memory
+        outer = 0 if cuda else outer_bytes(spec, shape)  # in host memory
         return replace(state, optimizer=state.optimizer + outer)
 
     def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool = False) -> Memory:
         if not self._staged(spec):
             return super().memory(spec, shape, layout, rows, cuda=cuda)
-        memory = _INNER_PLANS["pipeline"].memory(_as_pipeline(spec), shape, layout, rows, cuda=cuda)
-        if cuda:
-            return memory
-        outer = self._outer_bytes(spec, shape)
-        trained = shape.trained(spec) * 4
-        outside = memory.outside_step + outer + trained + 2 * min(trained, 4 * CHUNK)
-        return replace(memory, optimizer=memory.optimizer + outer, outside_step=outside)
+        return max(self.memories(spec, shape, layout, rows, cuda=cuda), key=lambda each: each.total)
 
-    def _outer_bytes(self, spec: RunSpec, shape: Shape) -> int:
-        """Return the bytes of the outer optimizer: a copy of the weights, its momentum and the residual of 4-bit values."""
-        return shape.trained(spec) * (12 if spec.diloco_comm_dtype == "int4" else 8)
+    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[Memory]:
+        if not self._staged(spec):
+            return super().memories(spec, shape, layout, rows, cuda=cuda)
+        stages = _PIPELINE.memories(_as_pipeline(spec), shape, layout, rows, cuda=cuda)
+        if cuda:
+            return stages
+        outer, trained = outer_bytes(spec, shape), shape.trained(spec) * 4
+        outside = outer + trained + 2 * min(trained, 4 * CHUNK)
+        return [
+            replace(stage, optimizer=stage.optimizer + outer, outside_step=stage.outside_step + outside)
+            for stage in stages
+        ]
+
+    def rooms(self, spec: RunSpec, layout: Layout) -> tuple[float | None, ...]:
+        return _PIPELINE.rooms(_as_pipeline(spec), layout) if self._staged(spec) else super().rooms(spec, layout)
 
     def step_seconds(
         self,
@@ -198,9 +197,12 @@ class DiLoCoPlan(StrategyPlan):
         communication: float,
     ) -> tuple[float, float]:
         if self._staged(spec):
-            inner = _INNER_PLANS["pipeline"]
-            compute, _ = inner.step_seconds(_as_pipeline(spec), shape, layout, rows, part, optimizer, 0.0)
-            return compute, communication
+            inside, outer = comm_parts(spec, shape, layout, _PIPELINE, gloo=True)
+            passing = communication * inside / ((inside + outer) or 1.0)
+            compute, exposed = _PIPELINE.passing_seconds(
+                _as_pipeline(spec), shape, layout, rows, part, optimizer, passing
+            )
+            return compute, exposed + communication - passing
         compute, exposed = super().step_seconds(spec, shape, layout, rows, part, optimizer, communication)
         if spec.diloco_fragments > 1:
             # `diloco_delay` steps hide the exchange of a fragment.
@@ -214,20 +216,7 @@ class DiLoCoPlan(StrategyPlan):
         return state.held + trained + 2 * min(trained, 4 * CHUNK) + (trained if spec.diloco_fragments > 1 else 0)
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
-        if layout.world == 1:
-            return 0.0
-        replicas = -(-len(layout.processes) // spec.replica_hosts)
-        if spec.diloco_comm_dtype == "int4":  # to every other replica
-            outer = (replicas - 1) * shape.trained(spec) * four_bits.BYTES_PER_VALUE / spec.local_steps
-        else:
-            number = 2 if spec.diloco_comm_dtype == "bf16" else 4
-            outer = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
-        inside = Layout(layout.processes[: spec.replica_hosts])
-        if len(inside.processes) == 1:
-            return outer
-        micro = micro_batches(spec, layout.world)
-        inner = _INNER_PLANS[spec.replica_strategy]
-        return outer + inner.replica_comm_bytes(spec, shape, inside, micro, gloo=gloo)
+        return sum(comm_parts(spec, shape, layout, _INNER_PLANS[spec.replica_strategy], gloo=gloo))
 
     def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
         if not self.separate_launchers(spec):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ from trainer.strategy.pipeline_split import (
     in_flight,
     parse_layers,
 )
-from trainer.strategy.plan import StrategyPlan, every, reject_generation, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,10 @@ def boundary_bytes(spec: RunSpec, shape: Shape, rows: MeanRows) -> float:
 
 
 def one_pipeline(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
-    """Return the layout of one pipeline, whose ranks have the memory of the smallest rank of their stage, and the number of pipelines."""
+    """Return the layout of one pipeline, and the number of pipelines.
+
+    Its ranks have the memory of the smallest, and the speed of the slowest rank of their stage.
+    """
     hosts = spec.pipeline_hosts or len(layout.processes)
     count = max(1, len(layout.processes) // hosts)
     if count == 1:
@@ -114,7 +118,15 @@ def one_pipeline(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
     for stage in range(stages if layout.rooms else 0):
         known = layout.rooms[stage : stages * count : stages]
         rooms.append(None if None in known else min(room for room in known if room is not None))
-    return Layout(processes, tuple(rooms)), count
+    speeds = tuple(
+        min(layout.speeds[stage : stages * count : stages]) for stage in range(stages if layout.speeds else 0)
+    )
+    return Layout(processes, tuple(rooms), speeds=speeds), count
+
+
+def speeds_of(layout: Layout, ranks: int) -> tuple[float, ...]:
+    """Return the relative speeds of the first `ranks` ranks."""
+    return layout.speeds[:ranks] or (1.0,) * ranks
 
 
 def check_stages(spec: RunSpec, field: str) -> None:
@@ -130,7 +142,7 @@ def half_hidden(spec: RunSpec) -> bool:
 
 
 class PipelinePlan(StrategyPlan):
-    """The plan of pipeline parallelism. Costs assume equally fast ranks; a run divides the layers by measured speed."""
+    """The plan of pipeline parallelism. Costs use the speeds of the layout; a run divides the layers by measured speed."""
 
     summary = "every rank holds some of the layers"
     auto = "exact"
@@ -191,7 +203,7 @@ class PipelinePlan(StrategyPlan):
         return 1 < stages <= shape.layers and shape.kind in PIPELINE_KINDS
 
     def layers(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[int]:
-        """Return the layers of equally fast ranks with enough memory; at most one rank per layer counts.
+        """Return the layers of ranks with enough memory, by their speed; at most one rank per layer counts.
 
         If the ranks together have too little memory, the layers are divided as if they had enough.
         """
@@ -203,29 +215,23 @@ class PipelinePlan(StrategyPlan):
         costs = layer_costs(spec, shape, rows, self.bytes_per_weight(spec), cuda=cuda)
         rooms = layout.rooms[:ranks] or (None,) * ranks
         micro = micro_batches(spec, count)
+        facts = [RankFacts(1 / speed, room) for speed, room in zip(speeds_of(layout, ranks), rooms, strict=True)]
         try:
-            return divide_layers(shape.layers, [RankFacts(1.0, room) for room in rooms], costs, micro)
+            return divide_layers(shape.layers, facts, costs, micro)
         except UserError:
-            return divide_layers(shape.layers, [RankFacts(1.0)] * ranks, costs, micro)
+            return divide_layers(shape.layers, [replace(fact, room=None) for fact in facts], costs, micro)
 
     def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool = False) -> Memory:
         """Return the peak memory of the rank that needs most."""
-        return max(self.stages(spec, shape, layout, rows, cuda=cuda), key=lambda each: each.total)
+        return max(self.memories(spec, shape, layout, rows, cuda=cuda), key=lambda each: each.total)
 
-    def stages(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[Memory]:
-        """Return the peak memory of every rank."""
+    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[Memory]:
         counts = self.layers(spec, shape, layout, rows, cuda=cuda)
         micro = micro_batches(spec, one_pipeline(spec, layout)[1])
         return [self._stage(spec, shape, counts, rank, rows, micro, cuda) for rank in range(len(counts))]
 
-    def fits(
-        self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, memory: Memory, *, cuda: bool
-    ) -> bool | None:
-        stages = self.stages(spec, shape, layout, rows, cuda=cuda)
-        rooms = one_pipeline(spec, layout)[0].rooms
-        return every(
-            [None if room is None else stage.total <= room for stage, room in zip(stages, rooms, strict=False)]
-        )
+    def rooms(self, spec: RunSpec, layout: Layout) -> tuple[float | None, ...]:
+        return one_pipeline(spec, layout)[0].rooms
 
     def _stage(
         self, spec: RunSpec, shape: Shape, counts: list[int], rank: int, rows: MeanRows, micro: int, cuda: bool
@@ -283,23 +289,38 @@ class PipelinePlan(StrategyPlan):
         optimizer: float,
         communication: float,
     ) -> tuple[float, float]:
-        """Return the seconds of a step: every rank once, while the pipeline fills and drains, and the slowest for all further micro-batches."""
+        passed = self._passed_bytes(spec, shape, layout)
+        passing = communication * passed / ((passed + self._added_bytes(spec, shape, layout)) or 1.0)
+        compute, exposed = self.passing_seconds(spec, shape, layout, rows, part, optimizer, passing)
+        return compute, exposed + communication - passing  # gradients are added up after the last micro-batch
+
+    def passing_seconds(
+        self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, part: float, optimizer: float, passing: float
+    ) -> tuple[float, float]:
+        """Return the seconds of a step in computation, and in passing hidden states that computation does not hide.
+
+        Every rank counts once, while the pipeline fills and drains, and the slowest for all further micro-batches.
+
+        Args:
+            passing: seconds in which a rank passes the hidden states and gradients of all micro-batches to its neighbours.
+        """
         counts = self.layers(spec, shape, layout, rows, cuda=False)
-        micro = micro_batches(spec, one_pipeline(spec, layout)[1])
+        pipeline, count = one_pipeline(spec, layout)
+        micro = micro_batches(spec, count)
         head = layer_costs(spec, shape, rows, 4, cuda=False).head
-        shares = [count / (shape.layers + head) for count in counts]
+        speeds = speeds_of(pipeline, len(counts))
+        shares = [held / (shape.layers + head) for held in counts]
         shares[-1] += head / (shape.layers + head)
-        slowest = max(shares) * part
-        compute = part + (micro - 1) * slowest + optimizer * max(counts) / shape.layers
+        seconds = [share * part / speed for share, speed in zip(shares, speeds, strict=True)]
+        slowest = max(seconds)
+        steps = max(held / speed for held, speed in zip(counts, speeds, strict=True))
+        compute = sum(seconds) + (micro - 1) * slowest + optimizer * steps / shape.layers
         if len(counts) == 1:
             return compute, 0.0
-        passed = self._passed_bytes(spec, shape, layout)
-        part_of_passes = passed / (passed + self._added_bytes(spec, shape, layout))
-        crossing = communication * part_of_passes / micro  # seconds of one micro-batch in both directions
+        crossing = passing / micro  # seconds of one micro-batch in both directions
         hop = crossing / min(2, len(counts) - 1)
-        # The first micro-batch crosses every link twice. Further ones travel while ranks compute. Gradients are added up after that.
-        exposed = 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, crossing - slowest)
-        return compute, exposed + communication * (1 - part_of_passes)
+        # The first micro-batch crosses every link twice. Further ones travel while ranks compute.
+        return compute, 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, crossing - slowest)
 
 
 class Pipeline(Strategy):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 
 from trainer.errors import UserError
 
@@ -91,20 +93,28 @@ def divide_layers(layers: int, facts: Sequence[RankFacts], costs: LayerCosts, mi
     if not all(seconds):
         seconds = [1.0] * ranks
 
-    def fits(rank: int, count: int) -> bool:
+    def most(rank: int) -> int:
+        """Return the number of layers that the memory of a rank permits."""
         room = facts[rank].room
-        return room is None or costs.needed(count, rank, ranks, micro) <= room
+        if room is None:
+            return layers
+        return bisect_right(range(layers + 1), room, key=lambda count: costs.needed(count, rank, ranks, micro)) - 1
 
     def time(rank: int, count: int) -> float:
         return (count + (costs.head if rank == ranks - 1 else 0)) * seconds[rank]
 
-    counts = [1] * ranks
-    small = [rank for rank in range(ranks) if not fits(rank, 1)]
-    for _ in range(layers - ranks):
-        candidates = [rank for rank in range(ranks) if fits(rank, counts[rank] + 1)]
-        if small or not candidates:
-            break
-        counts[min(candidates, key=lambda rank: (time(rank, counts[rank] + 1), rank))] += 1
+    counts, limits = [1] * ranks, [most(rank) for rank in range(ranks)]
+    small = [rank for rank in range(ranks) if limits[rank] < 1]
+    # The ranks that have memory for another layer, by the time at which they would finish it.
+    queue = [(time(rank, 2), rank) for rank in range(ranks) if limits[rank] > 1]
+    heapify(queue)
+    while queue and sum(counts) < layers:
+        _, rank = queue[0]
+        counts[rank] += 1
+        if counts[rank] < limits[rank]:
+            heapreplace(queue, (time(rank, counts[rank] + 1), rank))
+        else:
+            heappop(queue)
     if small or sum(counts) < layers:
         raise UserError(_too_large(layers, facts, costs, micro))
     return counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -48,6 +48,7 @@ class StrategyPlan:
     cost: ClassVar[str] = ""
     has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
+    shares_steps_by_speed: ClassVar[bool] = False  # the field `balance` gives fast replicas more inner steps
     uniform_dtype: ClassVar[bool] = False  # all weights must have the same data type
     library_bytes: ClassVar[int] = 0  # libraries that only this strategy loads
 
@@ -105,21 +106,40 @@ class StrategyPlan:
         """Return the changes of the spec that the planner tries, in groups that exclude each other."""
         return activation_alternatives(spec)
 
+    def exchange_alternatives(self, spec: RunSpec) -> list[Alternatives]:
+        """Return further changes that only shorten communication: they need no less memory and no less computation."""
+        return []
+
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         """Return whether the model can be divided over these ranks."""
         return True
 
-    def fits(
-        self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, memory: Memory, *, cuda: bool
-    ) -> bool | None:
-        """Return whether every rank of the layout has enough memory; None if that is unknown.
+    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool) -> list[Memory]:
+        """Return the peak memory of every rank; one value if all ranks need the same."""
+        return [self.memory(spec, shape, layout, rows, cuda=cuda)]
 
-        `memory`: what `memory` returns for the same arguments.
+    def rooms(self, spec: RunSpec, layout: Layout) -> tuple[float | None, ...]:
+        """Return the bytes that the ranks of `memories` have, or None where that is unknown."""
+        return layout.rooms
+
+    def fits(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool) -> bool | None:
+        """Return whether every rank of the layout has enough memory; None if that is unknown."""
+        free = self.free(spec, shape, layout, self.memories(spec, shape, layout, rows, cuda=cuda), cuda=cuda)
+        return every([None if part is None else part >= 0 for part in free])
+
+    def free(
+        self, spec: RunSpec, shape: Shape, layout: Layout, memories: Sequence[Memory], *, cuda: bool
+    ) -> list[float | None]:
+        """Return the fraction of its memory that the plan leaves to every rank, also of host memory that it uses.
+
+        A negative fraction is missing memory; None is unknown. `memories`: the result of the method `memories`.
         """
-        enough = [None if room is None else memory.total <= room for room in layout.rooms]
+        rooms = self.rooms(spec, layout)
+        needed = [memory.total for memory in memories] * (len(rooms) if len(memories) == 1 else 1)
+        left = [_free_part(need, room) for need, room in zip(needed, rooms, strict=False)]
         if cuda and (host := self.host_memory(spec, shape, layout)):
-            enough += [None if room is None else host <= room for room in layout.host_rooms or [None]]
-        return every(enough)
+            left += [_free_part(host, room) for room in layout.host_rooms or [None]]
+        return left
 
     def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
         """Return the bytes of host memory that a rank on a GPU needs for the data that it keeps or loads there."""
@@ -199,10 +219,19 @@ class StrategyPlan:
             optimizer: seconds of an optimizer step of the whole model.
             communication: seconds of all communication of the step.
         """
-        # The rank with the most rows determines the time of a step.
-        most = math.ceil(spec.rows_per_step / layout.world)
-        last = (most % spec.batch_size or spec.batch_size) / spec.batch_size * part
-        return most / spec.batch_size * part + optimizer, self.exposed_seconds(spec, shape, communication, last)
+        # The rank with the most rows for its speed determines the time of a step.
+        most, speed = self._slowest(spec, layout)
+        last = (most % spec.batch_size or spec.batch_size) / spec.batch_size * part / speed
+        compute = (most / spec.batch_size * part + optimizer) / speed
+        return compute, self.exposed_seconds(spec, shape, communication, last)
+
+    def _slowest(self, spec: RunSpec, layout: Layout) -> tuple[int, float]:
+        """Return the rows per step and the relative speed of the rank that takes longest."""
+        speeds = layout.speeds or (1.0,) * layout.world
+        even = [math.ceil(spec.rows_per_step / layout.world)] * layout.world
+        if (self.shares_rows_by_speed or self.shares_steps_by_speed) and spec.balance == "auto":
+            even = [math.ceil(spec.rows_per_step * speed / sum(speeds)) for speed in speeds]
+        return max(zip(even, speeds, strict=True), key=lambda rank: rank[0] / rank[1])
 
     def exposed_seconds(self, spec: RunSpec, shape: Shape, communication: float, micro_batch: float) -> float:
         """Return the seconds of communication in a step that computation does not hide.
@@ -220,6 +249,13 @@ class StrategyPlan:
     def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
         """Return lines about costs that the planner's table does not show."""
         return []
+
+
+def _free_part(needed: float, room: float | None) -> float | None:
+    """Return the fraction of `room` bytes that `needed` bytes leave; negative: too little, None: unknown."""
+    if room is None:
+        return None
+    return (room - needed) / room if room > 0 else -1.0
 
 
 def every(enough: list[bool | None]) -> bool | None:

@@ -398,6 +398,12 @@ def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"a": 1}')
     with pytest.raises(UserError, match="expected a JSON list"):
         read_hosts(str(tmp_path / "x.json"))
+    (tmp_path / "x.json").write_text('[{"host": "a"}, {"host": "b", "speed": 0.5}]')
+    assert [host["speed"] for host in read_hosts(str(tmp_path / "x.json"))] == [1.0, 0.5]
+    for speed in ("0", "-1", "1e9", "NaN", '"fast"'):
+        (tmp_path / "x.json").write_text(f'[{{"speed": {speed}}}]')
+        with pytest.raises(UserError, match=r"expected a JSON list .*threads, speed\)"):
+            read_hosts(str(tmp_path / "x.json"))
 
 
 def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
