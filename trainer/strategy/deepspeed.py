@@ -33,7 +33,7 @@ from trainer.planner.cost import (
 )
 from trainer.planner.model_shape import shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
-from trainer.strategy.deepspeed_file import check_file, free_options, merge
+from trainer.strategy.deepspeed_file import check_accumulation, check_file, free_options, merge
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_generation, reject_unshardable
@@ -80,6 +80,11 @@ class DeepSpeedPlan(StrategyPlan):
         return DeepSpeedZeRO
 
     def validate(self, spec: RunSpec) -> None:
+        if spec.precision == "fp16-mixed":
+            raise ValueError(
+                "precision: strategy=deepspeed computes in float32 or bfloat16, got fp16-mixed (fp16 in a file of DeepSpeed): "
+                "set bf16-mixed (bf16), or strategy=fsdp"
+            )
         reject_unshardable(spec, "strategy")
         if self.sharded_weights(spec):
             reject_generation(spec, "strategy")
@@ -284,11 +289,13 @@ def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
     """Return a configuration file for other tools, with an optimizer, for `world` processes.
 
     Raises:
-        UserError: the rows of a step do not divide evenly.
+        UserError: the rows of a step do not divide evenly, or a user's own file has other micro-batches.
     """
+    accumulation = even_micro_batches(spec, world)
+    check_accumulation(spec, accumulation, world)
     config = common_options(spec) | {
         "train_batch_size": spec.rows_per_step,
-        "gradient_accumulation_steps": even_micro_batches(spec, world),
+        "gradient_accumulation_steps": accumulation,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": spec.lr, "weight_decay": spec.weight_decay, "torch_adam": True},
@@ -311,12 +318,13 @@ def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
 
 
 def _scheduler(spec: RunSpec) -> dict[str, Any] | None:
-    """Return DeepSpeed's scheduler with the spec's schedule, or None if it needs none or the number of steps is not known.
+    """Return DeepSpeed's scheduler with the spec's schedule, or None if it needs none or a number of steps that is not known.
 
     DeepSpeed's shortest warmup has 2 steps.
     https://deepspeed.readthedocs.io/en/latest/schedulers.html
     """
-    if not spec.max_steps or (spec.schedule == "constant" and not spec.warmup):
+    constant = spec.schedule == "constant"
+    if (constant and not spec.warmup) or (not spec.max_steps and not (constant and spec.warmup >= 1)):
         return None
     warmup = round(spec.warmup * spec.max_steps) if spec.warmup < 1 else round(spec.warmup)
     linear = {"warmup_num_steps": max(1, warmup), "warmup_type": "linear"}
