@@ -238,7 +238,9 @@ class StageWeights:
                     why or f"model: no host of this run has all files of {self._model}: start the run again"
                 )
             if name not in sent:
-                raise RuntimeError(f"no host of this run has {name} of {self._model}: copy the model's files to the first host")
+                raise RuntimeError(
+                    f"no host of this run has {name} of {self._model}: copy the model's files to the first host"
+                )
         yield from self._exchange(everywhere_lacking, sent, Channel(self.device, None))
 
     def keep_spare(self, spare: Mapping[str, Sequence[str]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import make_spec, read_spec
 from trainer.errors import UserError
-from trainer.strategy.deepspeed import engine_config, file_config
+from trainer.strategy.deepspeed_config import engine_config, file_config
 from trainyard.extra_vars import read_run_spec
 
 TOP = Path(__file__).parents[3]
@@ -64,7 +64,10 @@ def test_options_of_the_file_reach_deepspeed(own: Path) -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "set deepspeed_offload"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}, "set deepspeed_offload"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer >= 1, got 0"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type is 'WarmupLR', but the run has 'WarmupCosineLR': set schedule"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "scheduler.type is 'WarmupLR', but the run has 'WarmupCosineLR': set schedule",
+        ),
         ({"scheduler": {"params": {"warmup_num_steps": 5}}}, "warmup_num_steps is 5, but the run has 0.0: set warmup"),
         ({"scheduler": {"params": {"warmup_min_lr": 1e-5}}}, "warmup_min_lr is 1e-05, but the run has 0: set schedule"),
         ({"tensorboard": {"enabled": True, "output_path": "/etc"}}, "tensorboard.enabled is not supported: remove it"),
