@@ -36,7 +36,8 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
                                                               estimate memory, communication and speed of every
                                                               strategy and recommend one
        python -m trainer config deepspeed|fsdp|accelerate|slurm|launcher [SPEC.yml] [--hosts 2] [--head ADDRESS] [--no-gpu]
-                                [--env NAME=VALUE ...] [--partition NAME] [--time 12:00:00]
+                                [--env NAME=VALUE ...] [--partition NAME] [--account NAME] [--time 12:00:00]
+                                [--gres gpu:4] [--cpus 16] [--mem 64G]
                                                               print the spec as a configuration file of another tool,
                                                               or as a script for Slurm or torchrun
        python -m trainer merge < REQUEST.json                 merge the results of runs, as playbooks/merge.yml asks
@@ -171,18 +172,18 @@ def _link_speed(value: str | None) -> float | None:
 
 def config(argv: list[str]) -> int:
     """Print the spec as the configuration of another tool."""
-    from trainer.planner.hosts import read_hosts
-    from trainer.tool_configs import Script, render
+    from trainer.tool_configs import SLURM_OPTIONS, Script, render
 
     kind = take_positional(argv) or ""
-    hosts, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
+    argument, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
     gpus = not take_switch(argv, "--no-gpu")
     env = []
     while (pair := take_value(argv, "--env")) is not None:
         env.append(pair)
-    script = Script.of(env, take_value(argv, "--partition"), take_value(argv, "--time"))
-    flags = list(argv)
-    ranks = sum(host["processes"] for host in read_hosts(hosts))
+    given = {name: take_value(argv, f"--slurm-{name}") or take_value(argv, f"--{name}") for name in SLURM_OPTIONS}
+    script = Script.of(env, {name: value for name, value in given.items() if value})
+    flags, hosts = list(argv), script.hosts_of(argument)
+    ranks = sum(host["processes"] for host in hosts)
     print(render(kind, take_spec(argv, ranks), hosts, head, flags, gpus, script), end="")
     return 0
 

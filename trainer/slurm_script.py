@@ -7,6 +7,10 @@ from dataclasses import dataclass
 PORT = 29500
 GRACE = 120  # s before the end of the time limit at which the ranks receive SIGTERM
 PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,254}")
+ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,254}")
+_RESOURCE = r"[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}"
+GRES = re.compile(f"{_RESOURCE}(,{_RESOURCE}){{0,15}}")
+MEMORY = re.compile(r"\d{1,9}[KMGT]?")
 # Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
 TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}")
 # Every host uses the NIC on its route to the head; the head uses that of its own address. Variables that are set win.
@@ -64,6 +68,12 @@ class Resources:
             "time": self.time,
         }
         return [f"--{name}={value}" for name, value in given.items() if value] + (["--exclusive"] if whole else [])
+
+
+def gpus_of(gres: str) -> int:
+    """Return the number of GPUs in a list of generic resources such as `gpu:a100:4,nvme:1`."""
+    found = [word.split(":") for word in gres.split(",") if word.split(":")[0] == "gpu"]
+    return sum(int(parts[-1]) if parts[-1].isdecimal() else 1 for parts in found)
 
 
 def header(run: str, resources: Resources, output: str = "%x-%j.log") -> list[str]:

@@ -20,7 +20,7 @@ from trainer.formats import quoted
 from trainer.planner.hosts import read_hosts
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy import plan_of
-from trainer.strategy.deepspeed import file_config
+from trainer.strategy.deepspeed_config import file_config
 from trainer.strategy.fsdp import keeps_gathered
 
 KINDS = ("deepspeed", "fsdp", "accelerate", "slurm", "launcher")
@@ -34,6 +34,15 @@ if [ "$SLURM_NODEID" -gt 0 ]; then
 fi
 """.strip()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# The launch options slurm_* of train.yml: pattern and expected value.
+SLURM_OPTIONS = {
+    "partition": (slurm_script.PARTITION, "names of partitions"),
+    "account": (slurm_script.ACCOUNT, "the name of an account"),
+    "time": (slurm_script.TIME, "minutes, HH:MM:SS or DAYS-HH:MM"),
+    "gres": (slurm_script.GRES, "NAME:NUMBER or NAME:TYPE:NUMBER, a,b"),
+    "cpus": (re.compile(r"[1-9]\d{0,4}"), "a number of cores"),
+    "mem": (slurm_script.MEMORY, "megabytes, or a number with K, M, G or T"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,26 +51,60 @@ class Script:
 
     Attributes:
         env: variables that the script exports, such as NCCL_DEBUG.
-        partition, time: of Slurm; empty: its defaults.
+        slurm: options of Slurm by name, of `SLURM_OPTIONS`; Slurm's default for those that are missing.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
-    partition: str = ""
-    time: str = ""
+    slurm: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, env: Sequence[str], partition: str | None, time: str | None) -> "Script":
-        """Check the values of --env NAME=VALUE, --partition and --time. Raises UserError."""
+    def of(cls, env: Sequence[str], slurm: Mapping[str, str]) -> "Script":
+        """Check the values of --env NAME=VALUE and of the options of Slurm. Raises UserError."""
         pairs = {name: value for name, _, value in (each.partition("=") for each in env)}
         for each in env:
             name, equals, value = each.partition("=")
             if not equals or not _NAME.fullmatch(name) or not value.isprintable():
                 raise UserError(f"--env: expected NAME=VALUE in one line, got {quoted(each)}")
-        if partition and not slurm_script.PARTITION.fullmatch(partition):
-            raise UserError(f"--partition: expected names of partitions, got {quoted(partition)}")
-        if time and not slurm_script.TIME.fullmatch(time):
-            raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM, got {quoted(time)}")
-        return cls(pairs, partition or "", time or "")
+        for name, value in slurm.items():
+            pattern, expected = SLURM_OPTIONS[name]
+            if not pattern.fullmatch(value):
+                raise UserError(f"--{name}: expected {expected}, got {quoted(value)}")
+        return cls(pairs, slurm)
+
+    def check_kind(self, kind: str) -> None:
+        """Raise UserError if a file of this kind has no place for the settings."""
+        if self.env and kind not in ("slurm", "launcher"):
+            raise UserError(
+                f"--env: a file of {kind} has no environment variables: export them where the tool starts, or use config "
+                "slurm or launcher"
+            )
+        if self.slurm and kind != "slurm":
+            raise UserError(
+                f"--{next(iter(self.slurm))}: it is an option of config slurm, got config {kind}: remove it"
+            )
+
+    def resources(self, nodes: int, gpus: int) -> slurm_script.Resources:
+        """Return the request of a job. `gpus`: of every node; generic resources replace it."""
+        return slurm_script.Resources(
+            nodes,
+            gpus=0 if slurm_script.gpus_of(self.slurm.get("gres", "")) else gpus,
+            partition=self.slurm.get("partition", ""),
+            account=self.slurm.get("account", ""),
+            time=self.slurm.get("time", ""),
+            gres=self.slurm.get("gres", ""),
+            cores=int(self.slurm.get("cpus", 0)),
+            memory=self.slurm.get("mem", ""),
+        )
+
+    def hosts_of(self, argument: str) -> list[dict[str, Any]]:
+        """Return the hosts that --hosts names. A node has one process for each GPU in --gres unless a file has their number.
+
+        Raises:
+            UserError: as `read_hosts`.
+        """
+        hosts = read_hosts(argument)
+        gpus = slurm_script.gpus_of(self.slurm.get("gres", ""))
+        return [host | {"processes": gpus} for host in hosts] if gpus and argument.isdecimal() else hosts
 
     @property
     def exports(self) -> list[str]:
@@ -75,7 +118,18 @@ def deepspeed(spec: RunSpec, world: int) -> dict[str, Any]:
 
 
 def fsdp(spec: RunSpec) -> dict[str, Any]:
-    """Return the argument fsdp_config of transformers' TrainingArguments (FSDP2)."""
+    """Return the argument fsdp_config of transformers' TrainingArguments (FSDP2).
+
+    Raises:
+        UserError: a strategy or sharding that it cannot express.
+    """
+    if "strategy" in spec.model_fields_set and spec.strategy != "fsdp":
+        raise UserError(f"config fsdp: the run has strategy={spec.strategy}: set strategy=fsdp, or omit strategy")
+    if spec.fsdp_shard == "host":
+        raise UserError(
+            "config fsdp: fsdp_config of transformers has no fsdp_shard=host (HYBRID_SHARD) with FSDP2: use config accelerate with strategy=fsdp, "
+            "or set fsdp_shard=all"
+        )
     return {
         "version": 2,
         "reshard_after_forward": not keeps_gathered(spec),
@@ -109,7 +163,8 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool
     }
     if spec.torch_compile:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
-    return config | plan_of(spec).accelerate_config(spec, len(hosts), world)
+    config |= plan_of(spec).accelerate_config(spec, [host["processes"] for host in hosts])
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bool, script: Script) -> str:
@@ -124,7 +179,7 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
     each = _processes("slurm", hosts)
     start = _torchrun("$SLURM_NNODES", "$SLURM_NODEID", each, words)
     inner = "\n".join([slurm_script.INTERFACE, _FOLDERS.format(run=spec.run), f'{start} --data-dir="$data"'])
-    asked = slurm_script.Resources(len(hosts), each if gpus else 0, script.partition, time=script.time)
+    asked = script.resources(len(hosts), each if gpus else 0)
     return "\n".join(
         [
             *slurm_script.header(spec.run, asked),
@@ -180,7 +235,13 @@ def _torchrun(nodes: str, place: str, processes: int, words: list[str]) -> str:
 
 
 def render(
-    kind: str, spec: RunSpec, hosts_argument: str, head: str | None, words: list[str], gpus: bool, script: Script
+    kind: str,
+    spec: RunSpec,
+    hosts: list[dict[str, Any]],
+    head: str | None,
+    words: list[str],
+    gpus: bool,
+    script: Script,
 ) -> str:
     """Return the text of one configuration file or script. `words`: the command-line arguments that define the spec.
 
@@ -189,7 +250,7 @@ def render(
     """
     if kind not in KINDS:
         raise UserError(f"config: expected one of {', '.join(KINDS)}, got {kind or 'nothing'}")
-    hosts = read_hosts(hosts_argument)
+    script.check_kind(kind)
     if kind == "slurm":
         return slurm(spec, hosts, words, gpus, script)
     if kind in ("accelerate", "launcher") and len(hosts) > 1 and not head:  # on stderr, because stdout is the file
@@ -203,6 +264,12 @@ def render(
     if kind == "accelerate":
         if not gpus and sum(host["processes"] for host in hosts) > 1:
             print("without GPUs, set the environment variable ACCELERATE_USE_CPU=true on all hosts", file=sys.stderr)
-        return yaml.safe_dump(accelerate(spec, hosts, head, gpus), sort_keys=False)
+        made = accelerate(spec, hosts, head, gpus)
+        if "deepspeed_config" in made:
+            print(
+                "the file has DeepSpeed's optimizer and schedule: pass accelerate.utils.DummyOptim and DummyScheduler to prepare()",
+                file=sys.stderr,
+            )
+        return yaml.safe_dump(made, sort_keys=False)
     world = sum(host["processes"] for host in hosts)
     return json.dumps(deepspeed(spec, world) if kind == "deepspeed" else fsdp(spec), indent=2) + "\n"

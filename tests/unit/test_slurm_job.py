@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.errors import UserError
+from trainer.slurm_script import gpus_of
 from trainer.supervise import slurm, slurm_state
 from trainer.supervise.files import SupervisorError, read_job
 from trainer.supervise.status import is_active, read_state
@@ -20,7 +21,7 @@ from trainyard.replies import checked_reply
 from trainyard.run.errors import PlanError
 from trainyard.run.job_words import waiting_line
 from trainyard.run.options import make_options
-from trainyard.run.slurm_job import batch_script, gpus_of
+from trainyard.run.slurm_job import batch_script
 
 # Names that a shell, srun or Python's format could misread.
 NAMES = st.text(st.characters(exclude_characters="/\0\n", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(

@@ -11,11 +11,12 @@ from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS, RunSpec
-from trainer.config.tool_files import read_tool_files
+from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
 from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
 from trainer.inputs import read_regular
+from trainer.strategy.deepspeed_file import derived_fields
 
 MAX_LISTED = 5  # unknown names in an error message
 
@@ -25,8 +26,13 @@ def and_more(names: Sequence[object]) -> list[str]:
     return [f"and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
 
 
-def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
+def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) -> RunSpec:
     """Build a spec from `values`; error messages name their `source`.
+
+    With strategy=deepspeed, `deepspeed_config` sets the fields that `values` does not.
+
+    Args:
+        ranks: number of ranks of the run, if it is known.
 
     Raises:
         UserError: an unknown name (with the closest known one), or an invalid value (with the expected one).
@@ -35,8 +41,14 @@ def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
     unknown = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in values if name not in FIELDS]
     if unknown:
         raise UserError(f"run spec: {', and '.join(unknown)}")
+    derived: dict[str, tuple[Any, str]] = {}
+    if values.get("strategy") == "deepspeed" and values.get("deepspeed_config"):
+        try:
+            derived = derived_fields(as_options(values["deepspeed_config"]), values, ranks)
+        except ValueError as error:
+            raise UserError(f"run spec: {error} ({source})") from None
     try:
-        return RunSpec.model_validate(dict(values))
+        return RunSpec.model_validate(dict(values) | {name: value for name, (value, _) in derived.items()})
     except ValidationError as error:
         lines = []
         strange = {str(problem["loc"][0]): problem["loc"] for problem in error.errors() if _unknown_key(problem)}
@@ -51,7 +63,9 @@ def make_spec(values: Mapping[str, Any], source: str) -> RunSpec:
                     f"{name}: unknown name {quoted(key)} in an entry{nearest(key, DatasetSource.model_fields)}"
                 )
                 continue
-            lines.append(f"{name}: expected {expected_value(FIELDS[name])}, got {quoted(values.get(name))}")
+            value, option = derived.get(name, (values.get(name), ""))
+            where = f"deepspeed_config: {option}" if option else name
+            lines.append(f"{where}: expected {expected_value(FIELDS[name])}, got {quoted(value)}")
         raise UserError(f"run spec: {'; '.join(dict.fromkeys(lines))} ({source})") from None
 
 
@@ -112,9 +126,9 @@ def read_spec(
     """
     values, notes = resolve_aliases(read_tool_files(read_yaml(path) if path else {}), source=str(path), ranks=ranks)
     if path:
-        make_spec(values, str(path))
+        make_spec(values, str(path), ranks)
     resolved, more = resolve_aliases(read_tool_files(overrides), values, source=source, ranks=ranks)
-    spec = make_spec({**values, **resolved}, source)
+    spec = make_spec({**values, **resolved}, source, ranks)
     for note in notes + more:
         report(note)
     return spec

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
@@ -56,6 +56,9 @@ class DDPPlan(StrategyPlan):
 
     def strategy_class(self, spec: RunSpec) -> type[DDP]:
         return DDP
+
+    def accelerate_config(self, spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
+        return {}
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         return [*super().alternatives(spec), *whole_model_alternatives(spec), *gradient_alternatives(spec)]

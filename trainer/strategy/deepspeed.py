@@ -8,10 +8,9 @@ the shared-memory all-reduce between CPU ranks of one host is disabled.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -31,12 +30,12 @@ from trainer.planner.cost import (
     offloaded_step,
     ring_fraction,
 )
-from trainer.planner.model_shape import shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
-from trainer.strategy.deepspeed_file import check_file, free_options, merge
+from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine_config, prefetched
+from trainer.strategy.deepspeed_file import check_file
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.lazy import LazyModule
-from trainer.strategy.plan import StrategyPlan, even_micro_batches, reject_generation, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
-_NEVER = 2**62  # steps between DeepSpeed's own progress lines
-_BUCKET = 8_000_000  # numbers per bucket; DeepSpeed's default of 500 M allocates 2 GB
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses of a weight below which it stays gathered
 _SMALL = 1e5  # numbers of a parameter below which stage 3 keeps it on every rank
 _LINK_EFFICIENCY = 0.7  # fraction of a link that gloo's gathers use
@@ -80,6 +77,11 @@ class DeepSpeedPlan(StrategyPlan):
         return DeepSpeedZeRO
 
     def validate(self, spec: RunSpec) -> None:
+        if spec.precision == "fp16-mixed":
+            raise ValueError(
+                "precision: strategy=deepspeed computes in float32 or bfloat16, got fp16-mixed (fp16 in a file of DeepSpeed): "
+                "set bf16-mixed (bf16), or strategy=fsdp"
+            )
         reject_unshardable(spec, "strategy")
         if self.sharded_weights(spec):
             reject_generation(spec, "strategy")
@@ -189,20 +191,8 @@ class DeepSpeedPlan(StrategyPlan):
         again = max(0.0, 1 - _REUSED / 2 / every)
         return ring * (large * (1 + again) * micro + small * 4)
 
-    def accelerate_config(self, spec: RunSpec, hosts: int, world: int) -> dict[str, Any]:
-        config = file_config(spec, world)
-        zero = config["zero_optimization"]
-        options = {
-            "zero_stage": zero["stage"],
-            "gradient_accumulation_steps": config["gradient_accumulation_steps"],
-            "gradient_clipping": config["gradient_clipping"],
-            "offload_optimizer_device": zero.get("offload_optimizer", {}).get("device", "none"),
-            "offload_param_device": zero.get("offload_param", {}).get("device", "none"),
-            "zero3_init_flag": zero["stage"] == 3,
-        }
-        if hosts > 1:  # otherwise accelerate requires pdsh and a hostfile
-            options["deepspeed_multinode_launcher"] = "standard"
-        return {"distributed_type": "DEEPSPEED", "deepspeed_config": options}
+    def accelerate_config(self, spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
+        return accelerate_options(spec, processes)
 
     def overhead_seconds(self, spec: RunSpec, shape: Shape, layout: Layout, link: float) -> tuple[float, float]:
         """Stage 3 runs hooks around every module. Unlike in stages 1 and 2, prefetching hides the overhead of gloo's gathers."""
@@ -225,108 +215,6 @@ def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
     adapters = [spec.lora_r * side for matrix in shape.targets(spec) for side in (matrix.into, matrix.out)]
     trained = shape.layers * sum(number for number in adapters if number < _SMALL)
     return base, trained if spec.lora_r else base
-
-
-def bucket(spec: RunSpec, trained: int) -> int:
-    """Return the numbers per bucket, which DeepSpeed allocates in full: at most the number of trained weights, or as a user's file says."""
-    given = free_options(spec).get("zero_optimization.reduce_bucket_size")
-    return given or min(_BUCKET, max(1, trained))
-
-
-def prefetched(parameters: int) -> int:
-    """Return the numbers that stage 3 prefetches: DeepSpeed's default, or less for a small model."""
-    return min(50_000_000, parameters // 10)
-
-
-def zero_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the part of DeepSpeed's `zero_optimization` that the fields of the spec determine."""
-    zero: dict[str, Any] = {"stage": spec.deepspeed_stage}
-    if spec.deepspeed_offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if spec.deepspeed_offload == "all":
-        zero["offload_param"] = {"device": "cpu"}
-    return zero
-
-
-def bucket_options(spec: RunSpec, trained: int, parameters: int) -> dict[str, int]:
-    """Return the sizes of DeepSpeed's buckets in numbers, for a model with these trained weights and all its `parameters`."""
-    sizes = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), bucket(spec, trained))
-    return sizes | ({"stage3_prefetch_bucket_size": prefetched(parameters)} if spec.deepspeed_stage == 3 else {})
-
-
-def common_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the options that this trainer and other tools pass to DeepSpeed: https://www.deepspeed.ai/docs/config-json/"""
-    return {
-        "train_micro_batch_size_per_gpu": spec.batch_size,
-        "gradient_clipping": spec.max_grad_norm,
-        "zero_optimization": zero_options(spec),
-    }
-
-
-def engine_config(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any]:
-    """Return the configuration of the engine. `trained`, `parameters`: number of trained weights, and of all weights."""
-    config = common_options(spec)
-    config["zero_optimization"] |= bucket_options(spec, trained, parameters)
-    merge(config, free_options(spec))
-    return config | {
-        "gradient_accumulation_steps": 1,  # the training loop marks the last micro-batch of a step
-        "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": _comm_dtype(spec),
-        "steps_per_print": _NEVER,
-    }
-
-
-def _comm_dtype(spec: RunSpec) -> str:
-    return "bf16" if spec.gradient_comm_dtype == "bf16" else "fp32"
-
-
-def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
-    """Return a configuration file for other tools, with an optimizer, for `world` processes.
-
-    Raises:
-        UserError: the rows of a step do not divide evenly.
-    """
-    config = common_options(spec) | {
-        "train_batch_size": spec.rows_per_step,
-        "gradient_accumulation_steps": even_micro_batches(spec, world),
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": spec.lr, "weight_decay": spec.weight_decay, "torch_adam": True},
-        },
-        "communication_data_type": _comm_dtype(spec),
-    }
-    if scheduler := _scheduler(spec):
-        config["scheduler"] = scheduler
-    zero = config["zero_optimization"]
-    with contextlib.suppress(UserError):  # without the shape of the model, DeepSpeed's own bucket sizes apply
-        shape = shape_of(spec)
-        zero |= bucket_options(spec, shape.trained(spec), shape.parameters)
-    zero["overlap_comm"] = True
-    for name in ("offload_optimizer", "offload_param"):
-        if name in zero:
-            zero[name]["pin_memory"] = True
-    if spec.precision != "32-true":
-        config[spec.precision.removesuffix("-mixed")] = {"enabled": True}
-    return merge(config, free_options(spec))
-
-
-def _scheduler(spec: RunSpec) -> dict[str, Any] | None:
-    """Return DeepSpeed's scheduler with the spec's schedule, or None if it needs none or the number of steps is not known.
-
-    DeepSpeed's shortest warmup has 2 steps.
-    https://deepspeed.readthedocs.io/en/latest/schedulers.html
-    """
-    if not spec.max_steps or (spec.schedule == "constant" and not spec.warmup):
-        return None
-    warmup = round(spec.warmup * spec.max_steps) if spec.warmup < 1 else round(spec.warmup)
-    linear = {"warmup_num_steps": max(1, warmup), "warmup_type": "linear"}
-    if spec.schedule == "cosine":
-        params = linear | {"total_num_steps": spec.max_steps, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0}
-        return {"type": "WarmupCosineLR", "params": params}
-    rates = linear | {"warmup_min_lr": 0.0, "warmup_max_lr": spec.lr}
-    if spec.schedule == "linear":
-        return {"type": "WarmupDecayLR", "params": rates | {"total_num_steps": spec.max_steps}}
-    return {"type": "WarmupLR", "params": rates}
 
 
 def import_deepspeed(world: World) -> Any:

@@ -1,5 +1,4 @@
-"""A user's own configuration of DeepSpeed: the options that a run takes, and those that fields of the run spec set. No
-torch.
+"""A user's own configuration of DeepSpeed: options that set fields of the run spec, and those that a run passes on. No torch.
 
 https://www.deepspeed.ai/docs/config-json/
 """
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer.errors import UserError
 from trainer.formats import printable, quoted
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _MAX_DEPTH, _MAX_OPTIONS = 5, 200
 _MAX_NUMBER = 10**12
 AUTO = "auto"  # transformers and accelerate fill such a value from their own arguments
+_ACCUMULATION = "gradient_accumulation_steps"
 # Options that change neither the result nor the files of a run, and their types.
 _FREE: dict[str, type[bool] | type[int]] = {
     "zero_optimization.overlap_comm": bool,
@@ -24,6 +25,7 @@ _FREE: dict[str, type[bool] | type[int]] = {
     "zero_optimization.reduce_scatter": bool,
     "zero_optimization.allgather_partitions": bool,
     "zero_optimization.round_robin_gradients": bool,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": bool,
     "zero_optimization.reduce_bucket_size": int,
     "zero_optimization.allgather_bucket_size": int,
     "zero_optimization.stage3_prefetch_bucket_size": int,
@@ -33,36 +35,112 @@ _FREE: dict[str, type[bool] | type[int]] = {
     "zero_optimization.sub_group_size": int,
     "zero_optimization.offload_optimizer.pin_memory": bool,
     "zero_optimization.offload_param.pin_memory": bool,
+    "zero_allow_untested_optimizer": bool,
     "wall_clock_breakdown": bool,
+    "steps_per_print": int,
 }
-# Options that the trainer determines, with the reason.
-_DETERMINED = {
-    "gradient_accumulation_steps": "the number of ranks determines it",
-    "steps_per_print": "metrics.jsonl has every step",
-    "scheduler": "the fields schedule and warmup define the learning rate",
+# Of the loss scale. They have no effect, because strategy=deepspeed computes in float32 or bfloat16.
+_LOSS_SCALE = {
+    f"fp16.{name}"
+    for name in (
+        "auto_cast", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "consecutive_hysteresis",
+        "min_loss_scale",
+    )
+}  # fmt: skip
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OPTIMIZERS = ("AdamW", "Adam")  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
+# Options with the value of a field.
+_FIELDS = {
+    "train_batch_size": "total_batch_size",
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "lr",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "lr",
+    "scheduler.params.warmup_num_steps": "warmup",
+    "scheduler.params.total_num_steps": "max_steps",
+    "zero_optimization.stage": "deepspeed_stage",
 }
+
+
+def derived_fields(config: Any, values: Mapping[str, Any], ranks: int | None) -> dict[str, tuple[Any, str]]:
+    """Return the fields that the options of DeepSpeed set and `values` does not: {field: (value, option of DeepSpeed)}.
+
+    Args:
+        config: the options; none of other types than a mapping.
+        values: fields of the spec, as far as they are given.
+        ranks: number of ranks of the run, if it is known.
+
+    Raises:
+        ValueError: the options are nested too deeply, or need the number of ranks.
+    """
+    leaves = _leaves(config) if isinstance(config, Mapping) else ()
+    options = {name: value for name, value in leaves if value != AUTO}
+    found: dict[str, tuple[Any, str]] = {}
+    for name, field in _FIELDS.items():
+        if name in options:
+            found.setdefault(field, (options[name], name))
+    for name, precision in (("bf16.enabled", "bf16-mixed"), ("fp16.enabled", "fp16-mixed")):
+        if options.get(name) is True:
+            found.setdefault("precision", (precision, name))
+    devices = [options.get(f"zero_optimization.{name}.device") for name in ("offload_optimizer", "offload_param")]
+    if devices[0] == "cpu":
+        offload = "all" if devices[1] == "cpu" else "optimizer"
+        found["deepspeed_offload"] = (offload, "zero_optimization.offload_optimizer.device")
+    if options.get("communication_data_type") in ("bf16", "bfp16"):
+        found["gradient_comm_dtype"] = ("bf16", "communication_data_type")
+    if schedule := _SCHEDULES.get(str(options.get("scheduler.type"))):
+        found["schedule"] = (schedule, "scheduler.type")
+    given = {name for name, value in values.items() if value is not None}
+    if given & {"total_batch_size", "gradient_accumulation"}:
+        found.pop("total_batch_size", None)
+    elif "total_batch_size" not in found and _ACCUMULATION in options:
+        found["gradient_accumulation"] = (_of_all_ranks(options[_ACCUMULATION], ranks), _ACCUMULATION)
+    return {field: value for field, value in found.items() if field not in given}
+
+
+def _of_all_ranks(count: Any, ranks: int | None) -> Any:
+    """Return the micro-batches of all ranks for those of one; an invalid count unchanged. Raises ValueError without `ranks`."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        return count
+    if ranks is None:
+        raise ValueError(
+            f"deepspeed_config: {_ACCUMULATION} counts the micro-batches of one rank, and a step has the same rows on any "
+            f"number of ranks: set total_batch_size to {count} x batch_size x ranks"
+        )
+    return count * ranks
 
 
 def _owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
-    """Return {option: (value that the spec gives it, field of the spec)}."""
+    """Return {option: (value that the spec gives it, or a tuple of equivalent values; field of the spec)}."""
+    device = "none" if spec.deepspeed_offload == "none" else "cpu"
     return {
         "train_batch_size": (spec.rows_per_step, "total_batch_size"),
         "train_micro_batch_size_per_gpu": (spec.batch_size, "batch_size"),
         "gradient_clipping": (spec.max_grad_norm, "max_grad_norm"),
-        "optimizer.type": ("AdamW", "optimizer"),
+        "optimizer.type": (_OPTIMIZERS, "optimizer"),
         "optimizer.params.lr": (spec.lr, "lr"),
         "optimizer.params.weight_decay": (spec.weight_decay, "weight_decay"),
         "optimizer.params.betas": ([0.9, 0.999], "optimizer"),
         "optimizer.params.eps": (1e-8, "optimizer"),
-        "optimizer.params.torch_adam": (True, "optimizer"),
+        "optimizer.params.torch_adam": ((True, False), "optimizer"),
+        "optimizer.params.adam_w_mode": (True, "optimizer"),
+        "scheduler.type": (next(name for name, word in _SCHEDULES.items() if word == spec.schedule), "schedule"),
+        "scheduler.params.warmup_min_lr": (0, "schedule"),
+        "scheduler.params.warmup_max_lr": (spec.lr, "lr"),
+        "scheduler.params.warmup_num_steps": (spec.warmup, "warmup"),
+        "scheduler.params.warmup_type": ("linear", "schedule"),
+        "scheduler.params.total_num_steps": (spec.max_steps, "max_steps"),
+        "scheduler.params.warmup_min_ratio": (0, "schedule"),
+        "scheduler.params.cos_min_ratio": (0, "schedule"),
         "bf16.enabled": (spec.precision == "bf16-mixed", "precision"),
         "fp16.enabled": (spec.precision == "fp16-mixed", "precision"),
-        "communication_data_type": ("bf16" if spec.gradient_comm_dtype == "bf16" else "fp32", "gradient_comm_dtype"),
-        "zero_optimization.stage": (spec.deepspeed_stage, "deepspeed_stage"),
-        "zero_optimization.offload_optimizer.device": (
-            "none" if spec.deepspeed_offload == "none" else "cpu",
-            "deepspeed_offload",
+        "communication_data_type": (
+            ("bf16", "bfp16") if spec.gradient_comm_dtype == "bf16" else "fp32",
+            "gradient_comm_dtype",
         ),
+        "zero_optimization.stage": (spec.deepspeed_stage, "deepspeed_stage"),
+        "zero_optimization.offload_optimizer.device": (device, "deepspeed_offload"),
         "zero_optimization.offload_param.device": (
             "cpu" if spec.deepspeed_offload == "all" else "none",
             "deepspeed_offload",
@@ -93,30 +171,54 @@ def check_file(spec: RunSpec) -> None:
         shown = printable(name, 80)
         if number == _MAX_OPTIONS:
             raise ValueError(f"deepspeed_config: more than {_MAX_OPTIONS} options")
-        if value == AUTO:
+        if value == AUTO or name in _LOSS_SCALE:
             continue
-        reason = _DETERMINED.get(name) or _DETERMINED.get(name.partition(".")[0])
-        if reason:
-            raise ValueError(f"deepspeed_config: {shown}: {reason}: remove it, or set it to auto")
         if name in owned:
-            expected, field = owned[name]
-            if (type(value) is bool and type(expected) is not bool) or value != expected:
-                raise ValueError(
-                    f"deepspeed_config: {shown} is {quoted(value)}, but the run has {quoted(expected)}: set {field}, or remove it"
-                )
+            _check_owned(shown, value, *owned[name])
         elif name in _FREE:
-            whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_NUMBER
-            if not (isinstance(value, bool) if _FREE[name] is bool else whole):
+            if not (isinstance(value, bool) if _FREE[name] is bool else _is_whole(value)):
                 kind = "true or false" if _FREE[name] is bool else "an integer >= 0"
                 raise ValueError(f"deepspeed_config: {shown}: expected {kind}, got {quoted(value)}")
+        elif name == _ACCUMULATION:
+            if not _is_whole(value) or not value:
+                raise ValueError(f"deepspeed_config: {shown}: expected an integer >= 1, got {quoted(value)}")
         else:
             raise ValueError(f"deepspeed_config: {shown} is not supported: remove it")
 
 
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is an integer in range, also as 2e8, which JSON reads as a float."""
+    return type(value) in (int, float) and 0 <= value <= _MAX_NUMBER and value == int(value)
+
+
+def _check_owned(shown: str, value: Any, expected: Any, field: str) -> None:
+    """Raise ValueError if the value of an option differs from that of a field."""
+    accepted = expected if isinstance(expected, tuple) else (expected,)
+    if any(value == each and (type(value) is bool) == (type(each) is bool) for each in accepted):
+        return
+    raise ValueError(
+        f"deepspeed_config: {shown} is {quoted(value)}, but the run has {quoted(accepted[0])}: set {field}, or remove it"
+    )
+
+
+def check_accumulation(spec: RunSpec, count: int, world: int) -> None:
+    """Check the micro-batches of one rank in `deepspeed_config` against those of a run with `world` ranks, `count`.
+
+    Raises:
+        UserError: they differ.
+    """
+    given = spec.deepspeed_config.get(_ACCUMULATION, AUTO)
+    if given not in (AUTO, count):
+        raise UserError(
+            f"deepspeed_config: {_ACCUMULATION} is {quoted(given)}, but {spec.rows_per_step} rows of a step on {world} "
+            f"processes with batch_size {spec.batch_size} make {count}: set total_batch_size, or remove it"
+        )
+
+
 def free_options(spec: RunSpec) -> dict[str, Any]:
     """Return the options of `deepspeed_config` that no field of the spec has, by dotted name."""
-    found = _leaves(spec.deepspeed_config)
-    return {name: value for name, value in found if name in _FREE and value != AUTO}
+    found = [(name, value) for name, value in _leaves(spec.deepspeed_config) if name in _FREE and value != AUTO]
+    return {name: _FREE[name](value) for name, value in found}
 
 
 def merge(config: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,8 +133,8 @@ class FSDPPlan(StrategyPlan):
         # A checkpoint is written from a copy. At the end the first rank of a host assembles the model in parts.
         return state.held + state.gathered + max(state.weights + state.optimizer, exported_bytes(spec, shape))
 
-    def accelerate_config(self, spec: RunSpec, hosts: int, world: int) -> dict[str, Any]:
-        return {
+    def accelerate_config(self, spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
+        options: dict[str, Any] = {
             "distributed_type": "FSDP",
             "fsdp_config": {
                 "fsdp_version": 2,
@@ -147,6 +147,15 @@ class FSDPPlan(StrategyPlan):
                 "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             },
         }
+        if spec.fsdp_shard == "host" and sum(processes) > 1:
+            if len(set(processes)) > 1 or processes[0] == 1:
+                raise UserError(
+                    "config accelerate: fsdp_shard=host requires the same number of processes on every host, at least 2: "
+                    "name the hosts in a file of --hosts, or set fsdp_shard=all"
+                )
+            mesh = {"dp_replicate_size": len(processes), "dp_shard_size": processes[0]}
+            options["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in mesh.items()}
+        return options
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         return self.replica_comm_bytes(spec, shape, layout, micro_batches(spec, layout.world), gloo=gloo)

@@ -242,9 +242,19 @@ class StrategyPlan:
         """
         return communication
 
-    def accelerate_config(self, spec: RunSpec, hosts: int, world: int) -> dict[str, Any]:
-        """Return the options of accelerate's configuration file that the strategy sets, for `world` processes."""
-        return {}
+    def accelerate_config(self, spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
+        """Return the options of accelerate's configuration file that the strategy sets; None removes one.
+
+        Args:
+            processes: number of processes of every host.
+
+        Raises:
+            UserError: accelerate has no such strategy.
+        """
+        raise UserError(
+            f"config accelerate: accelerate has no strategy {spec.strategy}: set strategy=ddp, fsdp or deepspeed, or use "
+            "config launcher"
+        )
 
     def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
         """Return lines about costs that the planner's table does not show."""

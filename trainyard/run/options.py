@@ -25,14 +25,12 @@ from trainer.config.fields import (
 from trainer.errors import UserError, nearest
 from trainer.formats import quoted
 from trainer.inputs import user_path
-from trainer.slurm_script import PARTITION, TIME
+from trainer.slurm_script import ACCOUNT, GRES, MEMORY, PARTITION, TIME
 from trainyard.run.answer_times import LONGEST
 
 _PATHS = ("spec", "render_to", "collect_to")  # options that name a path on the controller
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A line of the file `env` ends with a line feed, and a variable ends with NUL. UTF-8 has no surrogates.
-_ACCOUNT = r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,254}"
-_GRES = r"[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}(,[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}){0,15}"
 _NOT_IN_VARIABLE = re.compile("[\0\n\ud800-\udfff]")
 _MAX_VARIABLES = 1000
 _MAX_VARIABLE = 64 * 1024  # characters; Linux refuses to start a process with a variable of more than 128 KiB
@@ -152,7 +150,10 @@ class LaunchOptions(BaseModel):
         "", "partitions of the job; empty: Slurm's default", pattern=_or_empty(PARTITION.pattern), expected="a,b"
     )
     slurm_account: str = declare(
-        "", "account of the job; empty: Slurm's default", pattern=_or_empty(_ACCOUNT), expected="the name of an account"
+        "",
+        "account of the job; empty: Slurm's default",
+        pattern=_or_empty(ACCOUNT.pattern),
+        expected="the name of an account",
     )
     slurm_time: str = declare(
         "",
@@ -164,7 +165,7 @@ class LaunchOptions(BaseModel):
     slurm_gres: str = declare(
         "",
         "generic resources of each node, such as `gpu:a100:4`; a node has one rank for each GPU",
-        pattern=_or_empty(_GRES),
+        pattern=_or_empty(GRES.pattern),
         expected="NAME:NUMBER or NAME:TYPE:NUMBER, a,b",
     )
     slurm_cpus: int = declare(
@@ -173,7 +174,7 @@ class LaunchOptions(BaseModel):
     slurm_mem: str = declare(
         "",
         "memory of each node; empty: Slurm's default",
-        pattern=_or_empty(r"\d{1,9}[KMGT]?"),
+        pattern=_or_empty(MEMORY.pattern),
         expected="megabytes, or a number with K, M, G or T",
         coerce_numbers_to_str=True,
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.formats import counted
+from trainer.slurm_script import gpus_of
 from trainer.strategy import AUTO
 from trainyard.connection import RemoteError
 from trainyard.preflight.host_state import HostState
@@ -21,7 +22,7 @@ from trainyard.run.gather import Connect, check_requirements, own_torchrun, usab
 from trainyard.run.options import OPTIONS, LaunchOptions
 from trainyard.run.plan import Node
 from trainyard.run.planning import PreviousStart, RunPlan, check_running_spec, host_spec, is_finished, was_stopped
-from trainyard.run.slurm_job import batch_script, gpus_of, resources
+from trainyard.run.slurm_job import batch_script, resources
 from trainyard.run.spec_files import PreparedRun
 
 CHECK_LIMIT = 150.0  # s for a login host to check a job

@@ -53,12 +53,6 @@ done
 """
 
 
-def gpus_of(gres: str) -> int:
-    """Return the number of GPUs in a list of generic resources such as `gpu:a100:4,nvme:1`."""
-    found = [word.split(":") for word in gres.split(",") if word.split(":")[0] == "gpu"]
-    return sum(int(parts[-1]) if parts[-1].isdecimal() else 1 for parts in found)
-
-
 def resources(options: LaunchOptions) -> slurm_script.Resources:
     """Return the request of a job."""
     return slurm_script.Resources(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -130,7 +131,8 @@ def test_accelerate_reads_the_options_of_strategies(
     if distributed_type == "FSDP":
         assert read.fsdp_config["fsdp_reshard_after_forward"] is False and read.mixed_precision == "bf16"
     elif distributed_type == "DEEPSPEED":
-        assert read.deepspeed_config["zero_stage"] == 3 and read.deepspeed_config["offload_param_device"] == "cpu"
+        zero = json.loads(base64.b64decode(read.deepspeed_config["deepspeed_config_file"]))["zero_optimization"]
+        assert zero["stage"] == 3 and zero["offload_param"]["device"] == "cpu" and zero["reduce_bucket_size"] > 0
     else:
         assert read.mixed_precision == "fp16" and read.dynamo_config["dynamo_backend"] == "INDUCTOR"
 
@@ -221,6 +223,11 @@ def test_slurm(capsys: Any, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", str(file)], check=True)
     header = [line for line in file.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --partition=gpu,cpu", "#SBATCH --time=1-00:00:00", "#SBATCH --gpus-per-node=1"} <= set(header)
+    flags = ["--account=me", "--gres=gpu:a100:4,nvme:1", "--slurm-cpus=16", "--mem=64G", "--slurm-time=60"]
+    text = config(capsys, "slurm", "--hosts=2", *flags)
+    options = ("account=me", "gres=gpu:a100:4,nvme:1", "cpus-per-task=16", "mem=64G", "time=60")
+    assert {f"#SBATCH --{option}" for option in options} <= set(text.splitlines())
+    assert "--gpus-per-node" not in text and "--exclusive" not in text and "--nproc-per-node=4 " in text
 
 
 def test_slurm_starts_torchrun_with_the_variables_and_the_nic_of_every_node(capsys: Any, tmp_path: Path) -> None:
@@ -275,6 +282,10 @@ def test_the_launcher_trains(capsys: Any, tmp_path: Path, model_folder: Path, da
         ("--env=A=b\nexit", "--env: expected NAME=VALUE in one line"),
         ("--partition=a b", "--partition: expected names"),
         ("--time=now", "--time: expected minutes"),
+        ("--slurm-account=a b", "--account: expected the name of an account"),
+        ("--gres=gpu:1 --uid=0", "--gres: expected NAME:NUMBER"),
+        ("--cpus=0", "--cpus: expected a number of cores"),
+        ("--mem=all", "--mem: expected megabytes"),
     ],
 )
 def test_invalid_settings_of_scripts(flag: str, why: str, capsys: Any) -> None:

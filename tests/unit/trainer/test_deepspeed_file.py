@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import make_spec, read_spec
 from trainer.errors import UserError
-from trainer.strategy.deepspeed import engine_config, file_config
+from trainer.strategy.deepspeed_config import engine_config, file_config
 from trainyard.extra_vars import read_run_spec
 
 TOP = Path(__file__).parents[3]
@@ -55,6 +55,7 @@ def test_options_of_the_file_reach_deepspeed(own: Path) -> None:
             {"train_micro_batch_size_per_gpu": 1},
             "train_micro_batch_size_per_gpu is 1, but the run has 4: set batch_size",
         ),
+        ({"train_batch_size": 64}, "train_batch_size is 64, but the run has 16: set total_batch_size"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb', but the run has 'AdamW': set optimizer"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.params.lr is 1, but the run has"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True, but the run has False: set precision"),
@@ -62,19 +63,125 @@ def test_options_of_the_file_reach_deepspeed(own: Path) -> None:
         ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5, but the run has 1.0: set max_grad_norm"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "set deepspeed_offload"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}, "set deepspeed_offload"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: the number of ranks determines it"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type: the fields schedule and warmup define"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer >= 1, got 0"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "scheduler.type is 'WarmupLR', but the run has 'WarmupCosineLR': set schedule",
+        ),
+        ({"scheduler": {"params": {"warmup_num_steps": 5}}}, "warmup_num_steps is 5, but the run has 0.0: set warmup"),
+        ({"scheduler": {"params": {"warmup_min_lr": 1e-5}}}, "warmup_min_lr is 1e-05, but the run has 0: set schedule"),
         ({"tensorboard": {"enabled": True, "output_path": "/etc"}}, "tensorboard.enabled is not supported: remove it"),
         ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "expected an integer >= 0, got '5e8'"),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "expected an integer >= 0, got 0.5"),
         ({"zero_optimization": {"overlap_comm": 1}}, "expected true or false, got 1"),
         ({"a": {"b": {"c": {"d": {"e": {"f": 1}}}}}}, "the mappings are too deep"),
     ],
     ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:40],
 )
 def test_options_that_differ_from_the_spec_are_refused_by_name(options: dict[str, Any], why: str) -> None:
+    """The spec sets all fields."""
+    fields = {"strategy": "deepspeed", "deepspeed_stage": 3, "warmup": 0, "total_batch_size": 16}
+    explicit = make_spec(fields, "here").model_dump(mode="json")
     with pytest.raises(UserError, match="deepspeed_config: ") as caught:
-        make_spec({"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_config": options}, "here")
+        make_spec(explicit | {"deepspeed_config": options}, "here")
     assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+# https://huggingface.co/docs/transformers/deepspeed, ZeRO-3
+TRANSFORMERS: dict[str, Any] = {
+    "fp16": {
+        "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"zero_optimization": {"stage": 3}}, {"deepspeed_stage": 3}),
+        (TRANSFORMERS, {"deepspeed_stage": 3, "deepspeed_offload": "all", "schedule": "constant", "precision": "32-true"}),
+        ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64}, {"batch_size": 2, "rows_per_step": 64}),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, {"rows_per_step": 2 * 4 * 3}),
+        ({"gradient_clipping": 0.5, "bf16": {"enabled": True}}, {"max_grad_norm": 0.5, "precision": "bf16-mixed"}),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-5, "weight_decay": 0.1}}}, {"lr": 1e-5, "weight_decay": 0.1}),
+        ({"communication_data_type": "bfp16"}, {"gradient_comm_dtype": "bf16"}),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"deepspeed_offload": "optimizer"}),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {
+                "warmup_num_steps": 10, "total_num_steps": 90, "warmup_max_lr": 0.001, "warmup_min_lr": 0,
+            }}},
+            {"schedule": "linear", "warmup": 10, "max_steps": 90, "lr": 0.001},
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)  # fmt: skip
+def test_the_file_sets_the_fields_that_the_spec_does_not(
+    options: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(options))
+    spec = read_spec(None, {"deepspeed": str(file)}, "the flags", ranks=3)
+    assert {name: getattr(spec, name) for name in fields} == fields
+    assert make_spec(spec.model_dump(mode="json"), "spec.yml") == spec
+
+
+def test_floats_of_json_become_integers() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": 2e8, "sub_group_size": 1e9}
+    spec = make_spec({"strategy": "deepspeed", "deepspeed_config": {"zero_optimization": zero}}, "here")
+    written = file_config(spec, 1)["zero_optimization"]
+    assert (written["reduce_bucket_size"], written["sub_group_size"]) == (200_000_000, 10**9)
+    assert type(written["reduce_bucket_size"]) is int and engine_config(spec, 10, 10)["steps_per_print"] > 10**9
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: expected an integer >= 1 and <= 3, got 0"),
+        ({"gradient_clipping": "x"}, "gradient_clipping: expected a number >= 0"),
+        ({"gradient_accumulation_steps": 4}, "set total_batch_size to 4 x batch_size x ranks"),
+        ({"fp16": {"enabled": True}}, "strategy=deepspeed computes in float32 or bfloat16, got fp16-mixed"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:40],
+)
+def test_values_of_the_file_that_no_field_takes(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_spec({"strategy": "deepspeed", "deepspeed_config": options}, "here")
+    assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_micro_batches_that_contradict_the_rows_of_a_step() -> None:
+    fields = {"strategy": "deepspeed", "total_batch_size": 16, "deepspeed_config": {"gradient_accumulation_steps": 4}}
+    spec = make_spec(fields, "here")
+    assert file_config(spec, 1)["gradient_accumulation_steps"] == 4
+    with pytest.raises(UserError, match="gradient_accumulation_steps is 4, but 16 rows of a step on 2 processes"):
+        file_config(spec, 2)
 
 
 @pytest.mark.parametrize("text", ["[1]", "not json", "[" * 100000, None])

@@ -33,7 +33,7 @@ from trainer.planner.teacher import teacher_step_bytes, teacher_weights
 from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
-from trainer.strategy.deepspeed import engine_config
+from trainer.strategy.deepspeed_config import engine_config
 from trainer.strategy.diloco import CHUNK
 from trainyard.remote.host_facts import allocator
 
