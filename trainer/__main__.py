@@ -172,7 +172,7 @@ def _link_speed(value: str | None) -> float | None:
 
 def config(argv: list[str]) -> int:
     """Print the spec as the configuration of another tool."""
-    from trainer.tool_configs import SLURM_OPTIONS, Script, render
+    from trainer.tool_configs import Script, render
 
     kind = take_positional(argv) or ""
     argument, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
@@ -180,8 +180,11 @@ def config(argv: list[str]) -> int:
     env = []
     while (pair := take_value(argv, "--env")) is not None:
         env.append(pair)
-    given = {name: take_value(argv, f"--slurm-{name}") or take_value(argv, f"--{name}") for name in SLURM_OPTIONS}
-    script = Script.of(env, {name: value for name, value in given.items() if value})
+    slurm = {}
+    for flag in ("--partition", "--account", "--time", "--gres", "--cpus", "--mem"):
+        if value := take_value(argv, f"--slurm-{flag[2:]}") or take_value(argv, flag):
+            slurm[flag[2:]] = value
+    script = Script.of(env, slurm)
     flags, hosts = list(argv), script.hosts_of(argument)
     ranks = sum(host["processes"] for host in hosts)
     print(render(kind, take_spec(argv, ranks), hosts, head, flags, gpus, script), end="")
