@@ -14,7 +14,13 @@ from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
-FIELDS: dict[str, Any] = {"seq_length": 64, "total_batch_size": 6, "batch_size": 1, "checkpoint_interval": 2}
+FIELDS: dict[str, Any] = {
+    "seq_length": 64,
+    "total_batch_size": 6,
+    "batch_size": 1,
+    "checkpoint_interval": 2,
+    "checkpoint_keep": 6,
+}
 
 
 def losses(lab: Lab, host: Host, run: str) -> list[float]:
@@ -22,7 +28,7 @@ def losses(lab: Lab, host: Host, run: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("lora_r", [8, 0])
+@pytest.mark.parametrize("lora_r", [8, pytest.param(0, marks=pytest.mark.long)])
 def test_a_pipeline_follows_ddp_and_resumes_on_fewer_and_on_more_hosts(
     lora_r: int, provisioned: Lab, hosts: list[Host], tmp_path: Path
 ) -> None:
@@ -40,16 +46,16 @@ def test_a_pipeline_follows_ddp_and_resumes_on_fewer_and_on_more_hosts(
         """Delete the result of the run `pipe` and its later checkpoints."""
         later = " ".join(f"checkpoints/step-{number:08}" for number in range(step + 1, 13))
         for host in hosts:
-            provisioned.inside(host, f"cd {DATA}/runs/pipe && rm -rf result.json {later}")
+            provisioned.inside(host, f"cd {DATA}/runs/pipe{lora_r} && rm -rf result.json {later}")
 
-    reference = train("ddp", "ddp", 2)
-    on_three = train("pipe", "pipeline", 3)
+    reference = train(f"ddp{lora_r}", "ddp", 2)
+    on_three = train(f"pipe{lora_r}", "pipeline", 3)
     assert on_three == pytest.approx(reference, abs=1e-4)
-    assert train("pipe2", "pipeline", 2) == pytest.approx(reference, abs=1e-4)
+    assert train(f"two{lora_r}", "pipeline", 2) == pytest.approx(reference, abs=1e-4)
     for step, count in ((4, 2), (8, 3)) if lora_r else ((4, 3),):  # with full weights, every host writes its own layers
         return_to(step)
-        assert train("pipe", "pipeline", count) == pytest.approx(on_three, abs=1e-6)
-        log = provisioned.inside(hosts[1], f"cat {DATA}/runs/pipe/logs/rank1.log")
+        assert train(f"pipe{lora_r}", "pipeline", count) == pytest.approx(on_three, abs=1e-6)
+        log = provisioned.inside(hosts[1], f"cat {DATA}/runs/pipe{lora_r}/logs/rank1.log")
         assert f"resuming from step {step} of 12" in log
 
 
