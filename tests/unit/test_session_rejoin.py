@@ -38,10 +38,9 @@ class Starts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[list[str]], None], returns: int) -> None:
         self.refuse, self.returns, self.step = refuse, returns, 0
         self.plans: list[list[str]] = []
-        self.answers: list[str] = []  # hosts that answer at the end without taking part
         for name in ("stage_files", "keep_start"):
             monkeypatch.setattr(module, name, lambda *args, **more: {})
-        self.ended: list[tuple[str, str]] = []  # host and run folder of a standby process
+        self.ended: list[tuple[str, str]] = []  # host and run folder
         monkeypatch.setattr(absent_hosts, "stop_parts", self.stop)
         monkeypatch.setattr(module, "release_claims", lambda *args, **more: None)
         monkeypatch.setattr(module, "plan_run", self.plan)
@@ -62,8 +61,7 @@ class Starts:
         return {}
 
     def stop(self, parts: list[Any], connect: Any, request: dict[str, Any], limit: float) -> dict[str, str]:
-        assert request == {"only_standby": True}
-        self.ended += [(part.host, part.run_dir) for part in parts]
+        self.ended += [(part.host, part.run_dir) for part in parts if request == {"now": True}]
         return {}
 
     def follow(self, run: str, parts: list[Any], *rest: Any, rejoin: Any, **more: Any) -> dict[str, Any]:
@@ -73,7 +71,6 @@ class Starts:
         self.step += 1
         ended = {name: {"ranks": {"0": {"step": self.step}}} for name in names}
         if self.step > self.returns:
-            rejoin._since = dict.fromkeys(self.answers, 1.0)
             return {"status": "finished", "hosts": ended}
         rejoin.returning = ["c"]
         return {"status": "stopped", "hosts": ended}
@@ -93,13 +90,9 @@ def test_a_host_with_which_the_run_does_not_start_is_left_out_of_the_next_start(
     assert starts.session._speeds.losses == {"c": 4}, "it has to answer longer each time"
 
 
-@pytest.mark.parametrize(("answers", "ended"), [([], []), (["c"], [("c", "/d/runs/r")])])
-def test_the_standby_process_of_a_host_that_was_left_out_ends_with_the_run(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], ended: list[tuple[str, str]]
-) -> None:
+def test_what_is_left_on_a_host_that_was_left_out_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = Starts(monkeypatch, lambda names: None, returns=0)
-    starts.answers = answers
-    assert starts.session.follow()["status"] == "finished" and starts.ended == ended
+    assert starts.session.follow()["status"] == "finished" and starts.ended == [("c", "/d/runs/r")]
 
 
 def test_a_plan_that_fails_with_the_returning_host_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:

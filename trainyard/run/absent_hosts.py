@@ -13,8 +13,9 @@ from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import surplus
 from trainyard.run.rejoin import Rejoin, Speeds
 from trainyard.run.spec_files import PreparedRun
+from trainyard.run.status import run_parts
 
-END_LIMIT = 10.0  # s for a host to end its standby process
+END_LIMIT = 10.0  # s for a host to end what is left of a run; a connection that was lost takes most of it
 
 
 def watch_absent(
@@ -58,7 +59,15 @@ def watch_absent(
     return Rejoin(present, absent if options.min_nodes else [], connect, fits, speeds, failed_at)
 
 
-def end_standby(parts: list[Part], connect: Connect, options: LaunchOptions, lost: Collection[str] = ()) -> None:
+def stop_absent(hosts: list[Host], run: str, connect: Connect) -> None:
+    """Stop what is left of earlier starts of a run that has ended, on lost hosts that have returned.
+
+    Their ranks may wait for peers that ended while the host was disconnected, or a standby process waits for a restart.
+    """
+    stop_parts(run_parts(hosts, run), connect, {"now": True}, END_LIMIT)
+
+
+def end_standby(parts: list[Part], connect: Connect, options: LaunchOptions, lost: Collection[str]) -> None:
     """End the standby processes that only a restart could use, on all hosts but those of `lost`, where they end by themselves."""
     if options.standby == "run" and options.max_restarts:
         stop_parts([part for part in parts if part.host not in lost], connect, {"only_standby": True}, END_LIMIT)

@@ -86,11 +86,6 @@ class Rejoin:
         self._began: tuple[float, int] | None = None  # time and step at which the measurement of the rate began
         self._left, self._failed_at = 0, failed_at
 
-    @property
-    def answering(self) -> list[str]:
-        """The absent hosts that answered the last question."""
-        return list(self._since)
-
     def update(self, parts: Iterable[Part], now: float) -> bool:
         """Record the run's progress; return whether the run should stop now, to restart with `returning`."""
         self._measure({rank: state for part in parts for rank, state in part.states.items()}, now)

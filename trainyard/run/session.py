@@ -22,7 +22,7 @@ from trainer.config import RunSpec
 from trainer.distributed import SPARE_LAYERS, TEACHER_TOKEN
 from trainer.formats import printable
 from trainyard.connection import Host, HostConnection
-from trainyard.run.absent_hosts import end_standby, watch_absent
+from trainyard.run.absent_hosts import end_standby, stop_absent, watch_absent
 from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
@@ -40,7 +40,7 @@ from trainyard.run.slurm import check_job, check_options, plan_job
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.start_record import keep_start
-from trainyard.run.status import planned_parts, run_parts
+from trainyard.run.status import planned_parts
 from trainyard.run.teacher_host import check_teacher_host, training_entries
 from trainyard.run.weight_files import layers_are_kept
 
@@ -65,6 +65,8 @@ class SessionState:
         failure: message and details of a first start that failed.
         status: how the run ended: finished, stopped, or empty.
         token: token of this session's claims on the run.
+        staged: hosts that have the large files.
+        served: those of them that were the first host, and have all weights of the model.
     """
 
     prepared: dict[str, Any] | None = None
@@ -74,6 +76,8 @@ class SessionState:
     failure: dict[str, Any] | None = None
     status: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+    staged: list[str] = field(default_factory=list)
+    served: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -123,8 +127,6 @@ class RunSession:
         self.veto, self.keep_record = veto, keep_record
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
-        self._staged: set[str] = set()  # hosts that have the large files
-        self._served: set[str] = set()  # those that were the first host, and have all weights of the model
         self._speeds = Speeds()
         self._failed_at: float | None = None  # when the start before the next one failed
 
@@ -258,7 +260,8 @@ class RunSession:
                 self._report_restart(failure, policy)
                 due = time.monotonic() + policy.wait()
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
-                self._staged = self._staged - set(failure.get("lost", [])) if policy.failures == 1 else set()
+                lost = failure.get("lost", [])
+                state.staged = [name for name in state.staged if name not in lost and policy.failures == 1]
                 if "cause" not in failure:  # the plan itself failed, or the start: the hosts may need the time
                     _sleep_until(due)
                 previous = PreviousStart(begun, self._last_attempt(), failure.get("lost", []), barred)
@@ -313,20 +316,21 @@ class RunSession:
         while True:
             try:
                 head = state.plan[0]["host"]
-                is_new = head in self._staged and head not in self._served  # it had the place of another rank
+                is_new = head in state.staged and head not in state.served  # it had the place of another rank
                 kept = is_new and layers_are_kept(state.plan, self.prepared.files, self.connect)
                 done = stage_files(
                     *(state.plan, self.prepared, self.connect, self._environments(), state.token),
                     check=self.check,
                     transfer=self.options.transfer,
                     report=self.report,
-                    staged=self._staged,
+                    staged=state.staged,
                     layers_kept=kept,
                 )
                 if kept:
                     self.report(f"no weights are copied to {head}: the hosts kept all layers")
-                self._served |= set() if self.check or kept else {head}
-                self._staged |= set() if self.check else {entry["host"] for entry in state.plan}
+                if not self.check:
+                    state.served = sorted({*state.served, *([] if kept else [head])})
+                    state.staged = sorted({*state.staged, *(entry["host"] for entry in state.plan)})
                 return done
             except LostSourceError:
                 hosts = [self.hosts[entry["host"]] for entry in training_entries(state.plan)]
@@ -394,8 +398,7 @@ class RunSession:
             ended.pop("lines", None)
         else:
             self.state.status = ended["status"]
-            answering = [self.hosts[name] for name in (rejoin.answering if rejoin else [])]
-            end_standby(run_parts(answering, self.run_name), self.connect, self.options)
+            stop_absent([self.hosts[name] for name in (rejoin.absent if rejoin else [])], self.run_name, self.connect)
         self._result = {"changed": True, "returning": returning} | ended
 
     def _rejoin(self) -> Rejoin | None:
