@@ -244,33 +244,35 @@ def train(argv: list[str]) -> int:
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
     run_dir = run_dir or data_dir / "runs" / spec.run
-    heartbeat = _first_heartbeat(run_dir, rank, "" if spec.script else "importing torch")
+    heartbeat = Heartbeat(run_dir, rank)
     try:
-        if spec.script:
-            result = run_script(spec, run_dir, heartbeat)
-        else:
-            result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
+        _write_first(heartbeat, run_dir, "" if spec.script else "importing torch")
+        try:
+            if spec.script:
+                result = run_script(spec, run_dir, heartbeat)
+            else:
+                result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
+        except Exception as error:
+            if isinstance(error, OSError) and (reason := disk_failure(error)):
+                error = DiskError(
+                    f"cannot write: {reason}: free disk space or fix permissions, and start the run again"
+                )
+            return report_failure(heartbeat, error)
+        heartbeat(result["status"], force=True, step=result["step"], steps=result["steps"])
     except KeyboardInterrupt:
         return report_failure(
             heartbeat, UserError("interrupted: start the run again to resume from its newest checkpoint")
         )
-    except Exception as error:
-        if isinstance(error, OSError) and (reason := disk_failure(error)):
-            error = DiskError(f"cannot write: {reason}: free disk space or fix permissions, and start the run again")
-        return report_failure(heartbeat, error)
-    heartbeat(result["status"], force=True, step=result["step"], steps=result["steps"])
     return 0
 
 
-def _first_heartbeat(run_dir: Path, rank: int, note: str) -> Heartbeat:
+def _write_first(heartbeat: Heartbeat, run_dir: Path, note: str) -> None:
     """Create the run folder and write the first heartbeat. Raises UserError if the folder cannot be written."""
     try:
-        heartbeat = Heartbeat(run_dir, rank)
         heartbeat("starting", force=True, note=note)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write the run folder {run_dir}: {reason}: set --run-dir or --data-dir") from None
-    return heartbeat
 
 
 def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:

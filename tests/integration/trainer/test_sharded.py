@@ -304,7 +304,7 @@ def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strategy": "deepspeed", "precision": "fp16-mixed"}, "precision: fp16-mixed requires strategy ddp, got strategy deepspeed"),
+        ({"strategy": "deepspeed", "precision": "fp16-mixed"}, "precision: strategy=deepspeed computes in float32 or bfloat16, got fp16-mixed"),
         ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 requires strategy ddp, got strategy deepspeed"),
         ({"strategy": "deepspeed", "torch_compile": True}, "torch_compile: true requires strategy ddp, got strategy deepspeed"),
         ({"strategy": "deepspeed", "deepspeed_offload": "all"}, "deepspeed_offload: all requires deepspeed_stage 3, got 2"),
