@@ -21,7 +21,7 @@ from trainer.planner.hosts import read_hosts
 from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy import plan_of
 from trainer.strategy.deepspeed_config import file_config
-from trainer.strategy.fsdp import keeps_gathered
+from trainer.strategy.fsdp import FSDPPlan, keeps_gathered
 
 KINDS = ("deepspeed", "fsdp", "accelerate", "slurm", "launcher")
 _MIXED = {"32-true": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
@@ -123,7 +123,7 @@ def fsdp(spec: RunSpec) -> dict[str, Any]:
     Raises:
         UserError: a strategy or sharding that it cannot express.
     """
-    if "strategy" in spec.model_fields_set and spec.strategy != "fsdp":
+    if "strategy" in spec.model_fields_set and not isinstance(plan_of(spec), FSDPPlan):
         raise UserError(f"config fsdp: the run has strategy={spec.strategy}: set strategy=fsdp, or omit strategy")
     if spec.fsdp_shard == "host":
         raise UserError(
