@@ -197,7 +197,8 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
             save_in_parts(model, _finite(spec, weights), aside)
         else:
             model = _merged_in_memory(spec, run_dir)
-            collections.deque(_finite(spec, model.named_parameters()), maxlen=0)
+            for _ in _finite(spec, model.named_parameters()):
+                pass
             model.save_pretrained(aside)
         AutoTokenizer.from_pretrained(run_dir / "adapter").save_pretrained(aside)
     return run_dir / "merged"

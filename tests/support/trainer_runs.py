@@ -21,6 +21,18 @@ from warm_torchrun import WarmTorchrun
 from trainer.data.samples import Sample
 
 TOP = Path(__file__).resolve().parents[2]
+# The training of a script that has an accelerator, a model and rows.
+ACCELERATED_LOOP = """\
+model, optimizer, rows = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows)
+losses = []
+for _ in range(4):
+    for batch in rows:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+"""
 WORDS = ["the", "a", "cat", "dog", "runs", "sits", "red", "blue", "tree", "house", "over", "under", "with", "from", "time", "day", "night", "sun", "moon", "star", "ä", "猫", "🚂"]  # fmt: skip
 
 

@@ -261,10 +261,10 @@ class RunSession:
                 due = time.monotonic() + policy.wait()
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
                 lost = failure.get("lost", [])
-                state.staged = [name for name in state.staged if name not in lost and policy.failures == 1]
+                state.staged = [name for name in state.staged if name not in lost] if policy.failures == 1 else []
                 if "cause" not in failure:  # the plan itself failed, or the start: the hosts may need the time
                     _sleep_until(due)
-                previous = PreviousStart(begun, self._last_attempt(), failure.get("lost", []), barred)
+                previous = PreviousStart(begun, self._last_attempt(), lost, barred)
                 failure = self._attempt(functools.partial(self._restart, previous, due), lost=previous.lost)
                 begun, barred = begun or failure is None, []
             if state.phase == "stopped":
@@ -402,7 +402,7 @@ class RunSession:
         self._result = {"changed": True, "returning": returning} | ended
 
     def _rejoin(self) -> Rejoin | None:
-        """Return what watches the hosts without which this start continues, if there is such a thing."""
+        """Return what watches the hosts without which this start continues; None if the run may not be restarted for them."""
         if not self.state.prepared:
             return None
         failed_at, self._failed_at = self._failed_at, None

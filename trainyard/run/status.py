@@ -105,7 +105,7 @@ def with_absent_replicas(
     except ReplyError as error:
         raise RunError(f"{head}: {error}") from None
     by_host = {part.host: part for part in parts}
-    folders = {host.name: f"{host.data_dir}/runs/{run}" for host in hosts}
+    folders = {part.host: part.run_dir for part in run_parts(hosts, run)}
     for part in planned_parts(entry | {"run_dir": folders.get(entry["host"], "")} for entry in entries):
         if part.run_dir:
             by_host.setdefault(part.host, part)

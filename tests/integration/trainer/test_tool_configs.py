@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import TOP, free_port
+from trainer_runs import ACCELERATED_LOOP, TOP, free_port
 
 from trainer.__main__ import main
 from trainer.planner.model_shape import layer_class
@@ -151,7 +151,7 @@ def test_accelerate_reads_its_config(flags: list[str], capsys: Any, tmp_path: Pa
     )
 
 
-ACCELERATED = """
+ACCELERATED = f"""
 import json, sys
 import torch
 from accelerate import Accelerator
@@ -159,16 +159,7 @@ from transformers import AutoModelForCausalLM
 accelerator = Accelerator()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 rows = torch.utils.data.DataLoader(torch.arange(64).view(4, 16), batch_size=2)
-model, optimizer, rows = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows)
-losses = []
-for _ in range(4):
-    for batch in rows:
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-total = sum(float(weight.detach().double().sum()) for weight in model.parameters())
+{ACCELERATED_LOOP}total = sum(float(weight.detach().double().sum()) for weight in model.parameters())
 print(json.dumps([accelerator.num_processes, accelerator.mixed_precision, losses, total]))
 """
 

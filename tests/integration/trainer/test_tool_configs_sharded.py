@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import free_port
+from trainer_runs import ACCELERATED_LOOP, free_port
 
 from trainer.__main__ import main
 
@@ -31,16 +31,7 @@ ACCELERATED = f"""{CPUS_FOR_GPUS}
 from accelerate import Accelerator
 accelerator = Accelerator()
 rows = torch.utils.data.DataLoader(rows, batch_size=2)
-model, optimizer, rows = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows)
-losses = []
-for _ in range(4):
-    for batch in rows:
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-weight = model.model.layers[0].self_attn.q_proj.weight
+{ACCELERATED_LOOP}weight = model.model.layers[0].self_attn.q_proj.weight
 parts = [list(weight.device_mesh.shape), [str(each) for each in weight.placements], weight.numel() // weight.to_local().numel()]
 print(json.dumps([accelerator.distributed_type.value, accelerator.num_processes, losses, parts]))
 """
