@@ -121,13 +121,21 @@ def part_of_a_core(share: Sequence[int], count: int = 1) -> Iterator[list[Path]]
 def run(
     names: list[str], requests: list[dict[str, Any]], limit: float = 900.0, share: Sequence[int] = (0,)
 ) -> list[dict[str, Any]]:
-    """Run speed_one.py as one torchrun over `names` (or as one process, for one name); return its results.
+    """Run speed_one.py over `names` as `run_script` does, and return its results."""
+    answer: list[dict[str, Any]] = run_script(names, ONE, ["trainyard", json.dumps(requests)], limit, share)
+    return answer
+
+
+def run_script(
+    names: list[str], script: Path, arguments: list[str], limit: float = 900.0, share: Sequence[int] = (0,)
+) -> Any:
+    """Run a script as one torchrun over `names` (or as one process, for one name); return the JSON in its last line.
 
     Each host has one core, or `share` percent of the same core: two virtual cores are often two threads of one core and slow
     each other down, which hosts do not.
     """
     with part_of_a_core(share, len(names)) as groups:
-        return _run(names, requests, limit, groups)
+        return _run(names, [str(script), *arguments], limit, groups)
 
 
 def host_command(name: str, place: int, group: Path | None) -> list[str]:
@@ -155,16 +163,15 @@ def planned(name: str, arguments: list[str], share: Sequence[int] = (0,)) -> dic
     return answer
 
 
-def _run(names: list[str], requests: list[dict[str, Any]], limit: float, groups: list[Path]) -> list[dict[str, Any]]:
+def _run(names: list[str], script: list[str], limit: float, groups: list[Path]) -> Any:
     started = []
     for place, name in enumerate(names):
         command = host_command(name, place, groups[place] if groups else None)
         if len(names) > 1:
             command += ["-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={place}"]
             command += ["--nproc-per-node=1", "--master-addr=10.77.0.1", f"--master-port={PORT}"]
-        command += [str(ONE), "trainyard", json.dumps(requests)]
         started.append(
-            subprocess.Popen(command, env=host_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(command + script, env=host_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     try:
         outputs = [process.communicate(timeout=limit) for process in started]
@@ -178,5 +185,4 @@ def _run(names: list[str], requests: list[dict[str, Any]], limit: float, groups:
     for line in said:
         if line.startswith("pipeline: "):  # the division of the layers
             print(line, file=sys.stderr, flush=True)
-    answer: list[dict[str, Any]] = json.loads(last)
-    return answer
+    return json.loads(last)

@@ -145,10 +145,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        # Before the answer is sent: a client that has an answer finds its question in the log, whatever is killed.
         if self.teacher.log:
             with self.lock, Path(self.teacher.log).open("a") as log:
                 log.write(question_of(body) + "\n")
+        self.wfile.write(data)
 
     def _reply(self, value: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(value).encode()
