@@ -14,7 +14,6 @@ from trainer import unsloth_backend
 from trainer.config import (
     FIELDS,
     RunSpec,
-    is_known,
     parse_flags,
     plain_name,
     read_spec,
@@ -125,8 +124,10 @@ def _world_size() -> int | None:
 
 
 def _is_assignment(argument: str) -> bool:
+    """Return whether an argument is a field without dashes; also of an unknown field, so that the error names it, not a file."""
     name, equals, _ = argument.partition("=")
-    return bool(equals) and is_known(plain_name(name)) and not path_kind(Path(argument))
+    named = plain_name(name).isidentifier() and not name.startswith("-")
+    return bool(equals) and named and not path_kind(Path(argument))
 
 
 # Commands --------------------------------------------------------------------------------------------------------------

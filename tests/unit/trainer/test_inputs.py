@@ -118,6 +118,12 @@ def test_a_fifo_and_a_device_do_not_block_the_command_line(tmp_path: Path) -> No
         )
 
 
+@pytest.mark.parametrize("argument", ["max_stesp=4", "--max-stesp=4"])
+def test_a_misspelt_field_is_not_a_file(argument: str) -> None:
+    done = command("check", argument)
+    assert done.stderr == "error: run spec: unknown name 'max_stesp' in the flags; did you mean 'max_steps'?\n"
+
+
 # YAML -----------------------------------------------------------------------------------------------------------------
 
 
