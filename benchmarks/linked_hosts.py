@@ -171,7 +171,9 @@ def _run(names: list[str], script: list[str], limit: float, groups: list[Path]) 
             command += ["-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={place}"]
             command += ["--nproc-per-node=1", "--master-addr=10.77.0.1", f"--master-port={PORT}"]
         started.append(
-            subprocess.Popen(command + script, env=host_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command + script, env=host_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     try:
         outputs = [process.communicate(timeout=limit) for process in started]

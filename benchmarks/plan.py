@@ -1,8 +1,9 @@
 """Speed and memory that the planner predicts against measured runs, by strategy and link.
 
     sudo make bench NAME=plan [ARGS='--models 26m --seq 512 --rows 8 --mbit 1000 100 --share 45 --rounds 3']
+    sudo make bench NAME=plan ARGS='--models 26m --seq 512 --rows 16 --hosts 2 --share 60 30 --strategies pipeline --within 15 15'
 
-Uses two hosts as network namespaces. Plan and run alternate with the same share of a core, and are compared within a round. Memory
+Uses hosts as network namespaces; with several shares of a core they are unlike, and the plan gets their speeds. Plan and run alternate with the same share of a core, and are compared within a round. Memory
 is the largest resident set of a process; the predicted value is the plan's, plus Python and its libraries. Exits with 1 if a speed
 or the memory differs by more than --within (25 and 10 %). Requires root. Takes about 20 minutes with the defaults.
 """
@@ -10,8 +11,11 @@ or the memory differs by more than --within (25 and 10 %). Requires root. Takes 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import build_inputs, model_of
@@ -19,6 +23,14 @@ from benchmarks.linked_hosts import linked_hosts, parse, planned, run
 from trainer.planner.hosts import BASE
 
 STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging", "pipeline")
+
+
+def hosts_file(folder: str, count: int, share: list[int]) -> Path:
+    """Write the value of the plan's --hosts: one process per host, with the speed of its share relative to the first."""
+    shares = [share[min(place, len(share) - 1)] for place in range(count)]
+    path = Path(folder) / "hosts.json"
+    path.write_text(json.dumps([{"processes": 1, "speed": each / shares[0] if each else 1} for each in shares]))
+    return path
 
 
 def main() -> int:
@@ -29,6 +41,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="steps of a run")
     parser.add_argument("--warm", type=int, default=10, help="first steps, which do not count")
     parser.add_argument("--fields", nargs="*", default=[], help="run spec fields, for example lora_r=0")
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--within",
@@ -58,10 +71,11 @@ def main() -> int:
         flags = [f"{name}={value}" for name, value in {**base, "model": about["model"], "dataset": dataset}.items()]
         for mbit in a.mbit:
             found: dict[str, list[tuple[float, ...]]] = {strategy: [] for strategy in a.strategies}
-            with linked_hosts(mbit) as names:
+            with linked_hosts(mbit, a.hosts) as names, tempfile.TemporaryDirectory() as folder:
+                about_hosts = ["--hosts", str(hosts_file(folder, a.hosts, a.share)), "--link-mbit", str(mbit)]
                 for _ in range(a.rounds):
                     for strategy in a.strategies:
-                        plan_output = planned(names[0], [*flags, "--hosts", "2", "--link-mbit", str(mbit)], a.share)
+                        plan_output = planned(names[0], [*flags, *about_hosts], a.share)
                         option = next(option for option in plan_output["options"] if option["strategy"] == strategy)
                         fields = base if strategy == "alone" else base | {"strategy": strategy}
                         hosts = names[:1] if strategy == "alone" else names

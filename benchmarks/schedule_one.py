@@ -116,9 +116,7 @@ def torch_step(
     stages = [
         PipelineStage(chunk, number, count, torch.device("cpu")) for chunk, number in zip(chunks, numbers, strict=True)
     ]
-    schedule = kind(
-        stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0], micro, loss_fn=loss_of
-    )
+    schedule = kind(stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0], micro, loss_fn=loss_of)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
