@@ -62,6 +62,8 @@ def test_a_pipeline_follows_ddp_and_resumes_on_fewer_and_on_more_hosts(
 @pytest.fixture
 def trial(provisioned: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for host in hosts:  # the run of ddp above staged all weights to every host
+        provisioned.inside(host, f"rm -rf {DATA}/store/models")
     variables = run_variables("lost", questions(tmp_path), 100_000)
     one = Trial(provisioned, provisioned.inventory, variables | {"strategy": "pipeline", "batch_size": 1})
     yield one
