@@ -59,7 +59,7 @@ def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> No
 def test_the_end_of_a_run_leaves_no_process_on_a_host_that_returned_before_it(trial: Trial, lab: Lab) -> None:
     """Its rank waits for peers that ended meanwhile, or its standby process for a restart."""
     host = lab.hosts[1]
-    trial.variables["max_steps"] = 100_000
+    trial.variables |= {"run": "ends", "max_steps": 100_000}
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
     trial.inject("cut", host, head=False)
@@ -71,13 +71,13 @@ def test_the_end_of_a_run_leaves_no_process_on_a_host_that_returned_before_it(tr
 
 
 def test_a_host_that_returns_takes_part_again_when_that_pays(trial: Trial, lab: Lab) -> None:
-    trial.variables["max_steps"] = 100_000
+    trial.variables |= {"run": "returns", "max_steps": 100_000}
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
     trial.inject("cut", lab.hosts[1], head=False)
     assert trial.run_hosts() == [lab.hosts[0], lab.hosts[2]]
     back, _ = trial.wait_line("node2 can take part again: the run stops at a checkpoint", time.time(), 240)
-    again, _ = trial.wait_line("following faulty: 3 ranks on node1, node2, node3", back)
+    again, _ = trial.wait_line("following returns: 3 ranks on node1, node2, node3", back)
     trial.wait_line(r"step \d+/", again)
     assert trial.run_hosts() == lab.hosts
     assert "failed: " not in "\n".join(line for at, line in trial.lines if at > back)
