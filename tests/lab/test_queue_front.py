@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import yaml
 from fake_teacher import Teacher, serve
-from lab_hosts import NEEDS_LAB, REPO, Lab, Played, inventory_with, run_playbook
+from lab_hosts import NEEDS_LAB, REPO, Lab, inventory_with, run_playbook
 from run_hosts import free_port
-from test_queue import as_user, cluster, site
+from test_queue import as_user, cluster
 from testbed.root import DATA_DIR
 
 from trainyard.ansible_adapter import Inventory
@@ -32,11 +32,12 @@ from trainyard.dashboard.streams import HostStream
 from trainyard.ollama.answers import answers_path
 from trainyard.queue.host import queue_host
 
-__all__ = ["cluster", "site"]
+__all__ = ["cluster"]
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 SERVICE = "trainyard-queue.service"
+ROLES = "ssh,firewall,storage,queue"
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,11 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def queue(cluster: tuple[Lab, Path], site: Played) -> Iterator[tuple[Lab, Path]]:
+def queue(cluster: tuple[Lab, Path]) -> Iterator[tuple[Lab, Path]]:
     """The cluster with its queue, on which no driver runs."""
     lab, inventory = cluster
+    site = run_playbook("site.yml", inventory, {}, "--tags", ROLES, timeout=900)
+    assert site.rc == 0, site.stdout
     lab.inside(lab.hosts[0], f"systemctl stop {SERVICE}")
     yield lab, inventory
 
