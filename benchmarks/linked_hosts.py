@@ -88,18 +88,22 @@ def prioritize(group: Path, unified: bool) -> None:
     (group / ("cpu.weight" if unified else "cpu.shares")).write_text("10000" if unified else "262144")
 
 
+def shares_of(share: Sequence[int], count: int) -> list[int]:
+    """Return the share of each of `count` hosts; the last one of `share` is that of all further hosts."""
+    return [share[min(place, len(share) - 1)] for place in range(count)]
+
+
 @contextmanager
 def part_of_a_core(share: Sequence[int], count: int = 1) -> Iterator[list[Path]]:
     """Yield a cgroup for each of `count` hosts with its `share` of one core, in slices of 10 ms; no cgroups for 0.
 
     Args:
-        share: percent of the core, by host; the last one is that of all further hosts.
+        share: percent of the core, by host, as in `shares_of`.
     """
     groups: list[Path] = []
     top, unified = machine.cgroup_of("cpu")
     try:
-        for place in range(count if share[0] else 0):
-            percent = share[min(place, len(share) - 1)]
+        for place, percent in enumerate(shares_of(share, count) if share[0] else []):
             group = top / f"tybench{os.getpid()}h{place}"
             group.mkdir()
             groups.append(group)

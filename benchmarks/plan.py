@@ -3,9 +3,10 @@
     sudo make bench NAME=plan [ARGS='--models 26m --seq 512 --rows 8 --mbit 1000 100 --share 45 --rounds 3']
     sudo make bench NAME=plan ARGS='--models 26m --seq 512 --rows 16 --hosts 2 --share 60 30 --strategies pipeline --within 15 15'
 
-Uses hosts as network namespaces; with several shares of a core they are unlike, and the plan gets their speeds. Plan and run alternate with the same share of a core, and are compared within a round. Memory
-is the largest resident set of a process; the predicted value is the plan's, plus Python and its libraries. Exits with 1 if a speed
-or the memory differs by more than --within (25 and 10 %). Requires root. Takes about 20 minutes with the defaults.
+Uses hosts as network namespaces; with several shares of a core they are unlike, and the plan gets their speeds. Plan and run
+alternate with the same share of a core, and are compared within a round. Memory is the largest resident set of a process; the
+predicted value is the plan's, plus Python and its libraries. Exits with 1 if a speed or the memory differs by more than --within
+(25 and 10 %). Requires root. Takes about 20 minutes with the defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import build_inputs, model_of
-from benchmarks.linked_hosts import linked_hosts, parse, planned, run
+from benchmarks.linked_hosts import linked_hosts, parse, planned, run, shares_of
 from trainer.planner.hosts import BASE
 
 STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging", "pipeline")
@@ -27,7 +28,7 @@ STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging", "pipel
 
 def hosts_file(folder: str, count: int, share: list[int]) -> Path:
     """Write the value of the plan's --hosts: one process per host, with the speed of its share relative to the first."""
-    shares = [share[min(place, len(share) - 1)] for place in range(count)]
+    shares = shares_of(share, count)
     path = Path(folder) / "hosts.json"
     path.write_text(json.dumps([{"processes": 1, "speed": each / shares[0] if each else 1} for each in shares]))
     return path

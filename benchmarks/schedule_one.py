@@ -1,4 +1,4 @@
-"""One rank of benchmarks/schedules.py: measure steps of a pipeline under several schedules. `linked_hosts.run` starts it with torchrun.
+"""One rank of benchmarks/schedules.py: measure steps of a pipeline under several schedules. `linked_hosts.run_script` starts it with torchrun.
 
 The argument is a JSON object: model (folder), seq, micro (micro-batches per step), batch (rows of a micro-batch), lora_r, schedules,
 steps. The last line that rank 0 prints is a JSON object: seconds per step, loss and norm of the gradient by schedule. A process without

@@ -51,6 +51,7 @@ def test_a_pipeline_follows_ddp_and_resumes_on_fewer_and_on_more_hosts(
     reference = train(f"ddp{lora_r}", "ddp", 2)
     on_three = train(f"pipe{lora_r}", "pipeline", 3)
     assert on_three == pytest.approx(reference, abs=1e-4)
+    assert train(f"two{lora_r}", "pipeline", 2) == pytest.approx(reference, abs=1e-4)
     for step, count in ((4, 2), (8, 3)) if lora_r else ((4, 3),):  # with full weights, every host writes its own layers
         return_to(step)
         assert train(f"pipe{lora_r}", "pipeline", count) == pytest.approx(on_three, abs=1e-6)
