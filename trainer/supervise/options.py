@@ -32,6 +32,7 @@ class StartRequest:
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
     standby: float = 0.0  # seconds for which a standby process waits for the next start; 0 for none
     any_run: bool = False  # it waits for the start of any run, and not only for the restart of this one
+    waits: bool = False  # start no torchrun: wait for the next start with the standby process, see `prepare`
     settings: str = ""  # digest of the unit's settings but for `reachable`, set by `start`
     script: str = ""  # batch script of Slurm that starts the ranks, with the backend slurm
     unit: str = ""  # the systemd unit, set by `start`
@@ -39,7 +40,7 @@ class StartRequest:
     @classmethod
     def from_json(cls, request: dict[str, Any]) -> StartRequest:
         """Return the request. Raises SupervisorError for a field that is missing or unknown."""
-        known = {entry.name for entry in fields(cls)} - {"unit", "settings"}
+        known = {entry.name for entry in fields(cls)} - {"unit", "settings", "waits"}
         if wrong := sorted({"run_dir", "command"} - set(request)) or sorted(set(request) - known):
             raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
         return cls(**{name: value for name, value in request.items() if value is not None})
@@ -57,6 +58,7 @@ class StartRequest:
         words += ["--lease", self.lease] if self.lease else []
         words += ["--standby", f"{self.standby:g}"] if self.standby else []
         words += ["--any-run"] if self.any_run else []
+        words += ["--waits"] if self.waits else []
         words += ["--settings", self.settings] if self.settings else []
         words += ["--reachable", _join(self.reachable)] if self.reachable else []
         return [*words, "--", *self.command]
@@ -79,6 +81,7 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--lease", default="", help="file whose lock permits the run to use this host")
     parser.add_argument("--standby", type=float, default=0.0, help="seconds to wait for the next start")
     parser.add_argument("--any-run", action="store_true", help="wait for the next start of any run")
+    parser.add_argument("--waits", action="store_true", help="start no torchrun before the next start")
     parser.add_argument("--settings", default="", help="digest of the settings of the unit")
     parser.add_argument("--reachable", default="", help="addresses to which the unit is limited")
     parser.add_argument("--unit", default="", help="the systemd unit of this process")

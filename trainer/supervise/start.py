@@ -26,6 +26,7 @@ from trainer.supervise.environment import (
 from trainer.supervise.files import (
     SupervisorError,
     hold_lock,
+    is_alive,
     other_runs,
     read_json,
     run_devices,
@@ -110,28 +111,81 @@ def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
     """
     systemd = choose_backend(wanted.backend)
     load_gpu_driver()
-    log = run_dir / f"logs/torchrun.{wanted.node_rank}.log"
-    settings = unit_settings(systemd, run_dir) if systemd else []
-    wanted.any_run = wanted.any_run and not wanted.lease  # the processes of a lease end with it
-    if systemd:
-        wanted.unit = unit_name(run_dir, wanted)
-        wanted.settings = hashlib.sha256("\0".join([*settings, *wanted.properties]).encode()).hexdigest()[:16]
+    settings = complete(wanted, run_dir, systemd)
     if not resume_waiting(systemd, wanted, run_dir):
-        command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
-        if systemd:
-            start_unit(systemd, wanted, run_dir, command, settings)
-        else:
-            start_process(wanted, run_dir, command, log)
+        start_supervisor(wanted, run_dir, systemd, settings)
     deadline = time.monotonic() + START_LIMIT
     while (node := read_json(run_dir / "state/node.json")) is None:
         if time.monotonic() > deadline:
-            raise SupervisorError(f"the supervisor did not start within {START_LIMIT:.0f} s; see {log}")
+            raise SupervisorError(
+                f"the supervisor did not start within {START_LIMIT:.0f} s; see {log_file(wanted, run_dir)}"
+            )
         time.sleep(0.01)
     if node.get("error"):
         raise SupervisorError(node["error"])
     started = {"backend": "systemd" if systemd else "process", "pid": node["pid"], "started": node["started"]}
     ignored = {"ignored": wanted.properties} if wanted.properties and not systemd else {}
     return started | ({"unit": wanted.unit} if wanted.unit else {}) | ignored
+
+
+def prepare(request: dict[str, Any]) -> dict[str, Any]:
+    """Start a supervisor that waits, with its standby process, for the next start of a run, which then needs no imports.
+
+    Args:
+        request: the fields of StartRequest. The run folder is that of an earlier start.
+
+    Returns:
+        `waits`: true, also if one waits already.
+
+    Raises:
+        SupervisorError: the run, or another one, is running on this host, or the supervisor ended.
+    """
+    wanted = replace(StartRequest.from_json(request), waits=True)
+    run_dir = Path(wanted.run_dir).resolve()
+    if not (run_dir / TRAINER).is_file() or wanted.standby <= 0:
+        raise SupervisorError(f"no standby process can be started for {run_dir}")
+    wanted.run_dir = str(run_dir)
+    with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
+        if not locked:
+            raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
+        if waiting_supervisor(run_dir):
+            return {"waits": True}
+        check_lease(wanted.lease)
+        check_idle(run_dir, wanted.devices, wanted.lease)
+        systemd = choose_backend(wanted.backend)
+        start_supervisor(wanted, run_dir, systemd, complete(wanted, run_dir, systemd))
+        deadline = time.monotonic() + START_LIMIT
+        # A start that follows finds the record of the wait, and not a process that it does not know.
+        while waiting_supervisor(run_dir) is None or is_alive(run_dir):
+            if not run_processes(run_dir) or time.monotonic() > deadline:
+                raise SupervisorError(f"the supervisor does not wait; see {log_file(wanted, run_dir)}")
+            time.sleep(0.02)
+    return {"waits": True}
+
+
+def complete(wanted: StartRequest, run_dir: Path, systemd: list[str] | None) -> list[str]:
+    """Set the fields of a request that depend on this host; return the properties of the unit."""
+    wanted.any_run = wanted.any_run and not wanted.lease  # the processes of a lease end with it
+    if not systemd:
+        return []
+    settings = unit_settings(systemd, run_dir)
+    wanted.unit = unit_name(run_dir, wanted)
+    wanted.settings = hashlib.sha256("\0".join([*settings, *wanted.properties]).encode()).hexdigest()[:16]
+    return settings
+
+
+def start_supervisor(wanted: StartRequest, run_dir: Path, systemd: list[str] | None, settings: list[str]) -> None:
+    """Start the supervisor in a systemd unit with these properties, or as a process. Raises SupervisorError and OSError."""
+    command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
+    if systemd:
+        start_unit(systemd, wanted, run_dir, command, settings)
+    else:
+        start_process(wanted, run_dir, command, log_file(wanted, run_dir))
+
+
+def log_file(wanted: StartRequest, run_dir: Path) -> Path:
+    """Return the log of the supervisor and its torchrun."""
+    return run_dir / f"logs/torchrun.{wanted.node_rank}.log"
 
 
 def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: Path) -> bool:

@@ -137,6 +137,10 @@ class Started(OpenReply):
     ignored: NotRequired[Lines]
 
 
+class Prepared(OpenReply):
+    waits: bool
+
+
 class Begun(OpenReply):
     now: Number
 
@@ -249,6 +253,7 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "run_stop": RunStop,
     "run_list": RunList,
     "start": Started,
+    "prepare": Prepared,
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,

@@ -24,6 +24,7 @@ from trainer.formats import printable
 from trainyard.connection import Host, HostConnection
 from trainyard.run.absent_hosts import end_standby, stop_absent, watch_absent
 from trainyard.run.artifacts import collect_artifacts
+from trainyard.run.early_imports import EarlyImports
 from trainyard.run.errors import LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
@@ -128,6 +129,7 @@ class RunSession:
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
         self._speeds = Speeds()
+        self._early = EarlyImports(self.connect, options)
         self._failed_at: float | None = None  # when the start before the next one failed
 
     def connect(self, name: str) -> HostConnection:
@@ -255,9 +257,10 @@ class RunSession:
             while failure is not None:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
-                    self._end_standby(state.plan, failure.get("lost", []))
+                    self._end_standby([*state.plan, *self._early.requested.values()], failure.get("lost", []))
                     raise self._final(failure, why)
                 self._report_restart(failure, policy)
+                self._early.begin_after(failure)
                 due = time.monotonic() + policy.wait()
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
                 lost = failure.get("lost", [])
@@ -390,6 +393,7 @@ class RunSession:
         return write_scripts(self.state.plan, folder, self.check)
 
     def _monitor(self) -> None:
+        self._early.note_start(self.state.plan)
         parts = planned_parts(self.state.plan)
         keep, rejoin = standby_seconds(self.options) > 0, self._rejoin()
         ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report, keep=keep, rejoin=rejoin)
@@ -406,9 +410,8 @@ class RunSession:
         if not self.state.prepared:
             return None
         failed_at, self._failed_at = self._failed_at, None
-        return watch_absent(
-            self.state.plan, self.hosts, self.connect, self.prepared, self.options, self._speeds, failed_at
-        )
+        run = (self.state.plan, self.hosts, self.connect, self.prepared, self.options)
+        return watch_absent(*run, self._speeds, self._early, failed_at)
 
     # Restarts ---------------------------------------------------------------------------------------------------------
 
@@ -421,7 +424,8 @@ class RunSession:
         before = self.state.plan
         plan = self._make_plan(previous)
         left_out = [entry for entry in before if entry["host"] not in {entry["host"] for entry in plan.entries}]
-        self._end_standby(before if plan.phase == "stopped" else left_out, previous.lost)
+        stopped = [*before, *self._early.requested.values()]
+        self._end_standby(stopped if plan.phase == "stopped" else left_out, previous.lost)
         if plan.phase == "stopped":
             self.state.status = "stopped"
             self._result = {"changed": True, "status": "stopped", "lines": plan.lines}
