@@ -41,7 +41,7 @@ def run_in(namespace: str, code: str, *arguments: str) -> str:
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"elastic": True}, marks=pytest.mark.long), TORCHFT],
+    [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"elastic": True}, TORCHFT))],
     ids=["static", "elastic", "torchft"],
 )
 def test_no_other_machine_reaches_a_run_of_the_default_inventory(tmp_path: Path, options: dict[str, Any]) -> None:

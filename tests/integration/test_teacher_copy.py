@@ -1,4 +1,7 @@
-"""distill.yml -e teacher_copy=true with two real servers on loopback addresses of this machine, in place of two hosts."""
+"""distill.yml -e teacher_copy=true with two real servers on loopback addresses of this machine, in place of two hosts.
+
+tests/lab/test_teacher_copy_hosts.py does the same with hosts; this test is nightly.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def inventory(folder: Path, clients: list[OllamaClient], **second: Any) -> Path:
     return folder / "inventory.yml"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not real_ollama.weights() or os.geteuid() != 0, reason="needs `ollama` on PATH, and root")
 def test_a_missing_teacher_is_copied(tmp_path: Path, clients: list[OllamaClient]) -> None:
     """The digest is the same afterwards; the folder of the store is found, or the message names the variable."""

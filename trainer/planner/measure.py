@@ -1,8 +1,9 @@
-"""Measure the speed of this device for a run: a few micro-batches of the model with one layer and with three, on random weights."""
+"""Measure the speed of this device for a run: a few micro-batches of the model with one layer and with several, on random weights."""
 
 import copy
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from trainer.planner.cost import Rows
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 
-_LAYERS = 3  # layers of the larger of the two models
-_LIMIT = 4.0  # seconds for the measurement of one model
+_LAYERS = 3  # layers of the larger of the two models, at least
+_LIMIT = 8.0  # seconds for the measurement of both models
+_SHORT = 1.0  # seconds of a micro-batch of the larger model, at most, if it has more than _LAYERS layers
+_SMALL = 256 << 20  # bytes of its weights, at most, in that case
 _PLACES = 8192  # maximum places in a micro-batch; beyond that, time is proportional
 
 
@@ -41,22 +44,30 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
     return model.to(device).train()
 
 
-def _seconds(strategy: DDP, batch: Batch) -> tuple[float, float]:
-    """Return the median seconds of a micro-batch and of an optimizer step, without the first of each."""
-    device = strategy.world.device
-    parts: list[float] = []
-    steps: list[float] = []
+def _seconds(strategies: Sequence[DDP], batch: Batch, limit: float) -> list[tuple[float, float]]:
+    """Return the median seconds of a micro-batch and of an optimizer step of each, without the first of each.
+
+    They take turns, because the speed of a machine changes: only their difference counts in the end.
+    """
+    times: list[list[tuple[float, float]]] = [[] for _ in strategies]
     began = time.perf_counter()
-    while len(parts) < 3 or (len(parts) < 9 and time.perf_counter() - began < _LIMIT):
-        marks = [time.perf_counter()]
-        for work in (lambda: strategy.backward(batch, batch.labels.numel(), True), lambda: strategy.step(1e-4)):
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            marks.append(time.perf_counter())
-        parts.append(marks[1] - marks[0])
-        steps.append(marks[2] - marks[1])
-    return statistics.median(parts[1:]), statistics.median(steps[1:])
+    while len(times[0]) < 3 or (len(times[0]) < 9 and time.perf_counter() - began < limit):
+        for strategy, found in zip(strategies, times, strict=True):
+            device = strategy.world.device
+            marks = [time.perf_counter()]
+            strategy.backward(batch, batch.labels.numel(), True)
+            marks.append(_now(device))
+            strategy.step(1e-4)
+            found.append((marks[1] - marks[0], _now(device) - marks[1]))
+    parts = [statistics.median(part for part, _ in one[1:]) for one in times]
+    steps = [statistics.median(step for _, step in one[1:]) for one in times]
+    return list(zip(parts, steps, strict=True))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _config(spec: RunSpec) -> Any:
@@ -88,11 +99,17 @@ def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, flo
     labels[:, : round(places * (1 - rows.trained))] = -100
     world = World(0, 1, 0, 0, device)
     total = config.num_hidden_layers
-    times = []
-    for layers in (1, min(total, _LAYERS)):
-        strategy = DDP(spec, world, TokenLoss(_model(spec, config, layers, device)))
-        times.append((layers, *_seconds(strategy, Batch(ids, positions, labels))))
-    (_, part, step), (layers, more, more_step) = times
+
+    def strategy_with(layers: int) -> DDP:
+        return DDP(spec, world, TokenLoss(_model(spec, config, layers, device)))
+
+    small = strategy_with(1)
+    ((part, _),) = _seconds([small], Batch(ids, positions, labels), 0.0)
+    size = sum(parameter.nbytes for parameter in small.module.parameters())
+    # The whole model if it is small: an error of a part of it counts several times.
+    layers = min(total, max(_LAYERS, min(int(_SHORT / part), _SMALL // size)))
+    pair = [small, strategy_with(layers)]
+    (part, step), (more, more_step) = _seconds(pair, Batch(ids, positions, labels), _LIMIT)
     scale = (total - 1) / max(1, layers - 1)
     batches = spec.batch_size / count
     return (part + max(0.0, more - part) * scale) * batches, step + max(0.0, more_step - step) * scale
