@@ -188,10 +188,10 @@ class PipelinePlan(StrategyPlan):
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         cost = "activations and their gradients are rounded to bfloat16 in transit"
-        # Hidden states of 16 bits travel as they are.
-        comm = [] if half_hidden(spec) else [switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)]
+        # Also where hidden states have 16 bits and travel as they are: those of a base in 4 bits have 32.
+        comm = switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)
         sizes = [Alternative(), *(Alternative({"pipeline_hosts": hosts}) for hosts in (2, 3, 4))]
-        groups = [quantize_alternatives(spec), *comm, [Alternative()] if spec.pipeline_hosts else sizes]
+        groups = [quantize_alternatives(spec), comm, [Alternative()] if spec.pipeline_hosts else sizes]
         return [*super().alternatives(spec), *groups]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trainer_runs import TOP
 
@@ -325,6 +325,9 @@ MEMORY = st.sampled_from([6, 8, 12, 16, 24, 40, 80])
 
 
 @settings(max_examples=15, deadline=None)
+@example(  # the base in 4 bits has hidden states of 32 bits, which the link carries rounded
+    model="7B", sizes=[6, 6], cpu=False, link=5.0, lora=16, batch=3, accumulation=None, precision="bf16-mixed"
+)
 @given(
     model=st.sampled_from(["1B", "7B", "13B"]),
     sizes=st.lists(MEMORY, min_size=1, max_size=4),
