@@ -176,6 +176,14 @@ def _gather_logs(
     return copied
 
 
+def _early_end(result: dict[str, Any], spec: dict[str, Any]) -> list[str]:
+    """Return a line that says why a run has fewer steps than its `max_steps`, or none."""
+    wanted = spec.get("max_steps") or 0
+    if result["steps"] >= wanted:
+        return []
+    return [f"  steps        epochs={spec['epochs']} ends before max_steps={wanted}: more epochs give more steps"]
+
+
 def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection: HostConnection) -> list[str]:
     """Return the summary of a run, and the next command."""
     if result.get("script"):
@@ -186,10 +194,11 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
     first, last = result.get("loss_first"), result.get("loss_last")
     change = f" ({(last / first - 1) * 100:+.0f} %)" if first and last is not None else ""
     losses = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in (first, last))
-    samples = f"{result['tokens']} tokens of {result['samples']} samples (without the eval split)"
+    samples = f"{result['tokens']} tokens of {counted(result['samples'], 'sample')} (without the eval split)"
     lines = [
         f"run {result['run']} {result['status']}: {result['step']} of {result['steps']} steps on "
         f"{counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
+        *_early_end(result, head.get("spec") or {}),
         f"  loss         {losses}{change}",
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",

@@ -1,0 +1,35 @@
+"""The summary of a run that has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainyard.run.artifacts import summary
+
+RESULT = {
+    "run": "r", "status": "finished", "step": 1, "steps": 1, "world_size": 2, "loss_first": 4.0, "loss_last": 3.0, "eval_loss": None,
+    "tokens": 11, "samples": 1, "tokens_per_second": 47.0, "adapter": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "more"),
+    [
+        (
+            {"epochs": 1, "max_steps": 3},
+            ["  steps        epochs=1 ends before max_steps=3: more epochs give more steps"],
+        ),
+        ({"epochs": 1, "max_steps": 1}, []),
+        ({"epochs": 1, "max_steps": 0}, []),
+        (None, []),  # a plan that was read from a host
+    ],
+    ids=str,
+)
+def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, Any] | None, more: list[str]) -> None:
+    head = {"host": "node1", "run_dir": "/d/runs/r"} | ({"spec": spec} if spec else {})
+    lines = summary(RESULT, head, 2, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only
+    assert lines[: 1 + len(more)] == ["run r finished: 1 of 1 steps on 2 ranks, 2 hosts", *more]
+    assert lines[1 + len(more)] == "  loss         4.0000 -> 3.0000 (-25 %)"
+    assert "  speed        47 tokens/s, 11 tokens of 1 sample (without the eval split)" in lines
