@@ -101,7 +101,7 @@ class Here:
 
         from trainer.__main__ import main
 
-        linear = functional.linear  # ZeRO 3 replaces it for ever, by one that keeps more in memory
+        linear = functional.linear  # ZeRO 3 replaces it permanently, by a function that keeps more in memory
         spec = {"run": run, "model": self.model, "dataset": self.dataset, "seq_length": 64, "total_batch_size": 4}
         spec |= {"batch_size": 2, "lr": 1e-2, "loggers": "none"} | fields
         flags = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in spec.items()]

@@ -33,8 +33,9 @@ class Watch:
         self.host, self.now, self.step, self.steps = AbsentHost(), 0.0, 1, steps
         self.fits, self.checks = fits, 0
         self.answered: list[str] = []
-        connect = lambda name: self.host  # noqa: E731
-        self.rejoin = Rejoin(["a", "b"], ["c"], connect, self.check, self.answered.extend, speeds, failed_at)
+        self.rejoin = Rejoin(
+            ["a", "b"], ["c"], lambda name: self.host, self.check, self.answered.extend, speeds, failed_at
+        )
 
     def check(self, names: list[str]) -> Callable[[], list[str]]:
         self.checks += 1

@@ -97,6 +97,7 @@ def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, flo
     positions = (torch.arange(places, device=device) % sample).repeat(count, 1)
     labels = ids.clone()
     labels[:, : round(places * (1 - rows.trained))] = -100
+    batch = Batch(ids, positions, labels)
     world = World(0, 1, 0, 0, device)
     total = config.num_hidden_layers
 
@@ -104,12 +105,11 @@ def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, flo
         return DDP(spec, world, TokenLoss(_model(spec, config, layers, device)))
 
     small = strategy_with(1)
-    ((part, _),) = _seconds([small], Batch(ids, positions, labels), 0.0)
+    ((part, _),) = _seconds([small], batch, 0.0)
     size = sum(parameter.nbytes for parameter in small.module.parameters())
     # The whole model if it is small: an error of a part of it counts several times.
     layers = min(total, max(_LAYERS, min(int(_SHORT / part), _SMALL // size)))
-    pair = [small, strategy_with(layers)]
-    (part, step), (more, more_step) = _seconds(pair, Batch(ids, positions, labels), _LIMIT)
+    (part, step), (more, more_step) = _seconds([small, strategy_with(layers)], batch, _LIMIT)
     scale = (total - 1) / max(1, layers - 1)
     batches = spec.batch_size / count
     return (part + max(0.0, more - part) * scale) * batches, step + max(0.0, more_step - step) * scale

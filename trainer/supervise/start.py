@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import secrets
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     for folder in ("state", "logs"):
         (run_dir / folder).mkdir(exist_ok=True)
     # One of two simultaneous starts detects the run of the other.
-    with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
-        if not locked:
-            raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
+    with one_start(run_dir):
         check_lease(wanted.lease)
         check_idle(run_dir, wanted.devices, wanted.lease)
         consume_claim(run_dir, wanted.claim)
@@ -82,6 +81,15 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
 
             return submit(wanted, run_dir)
         return launch(wanted, run_dir)
+
+
+@contextlib.contextmanager
+def one_start(run_dir: Path) -> Iterator[None]:
+    """Exclude other starts in the folder of runs. Raises SupervisorError if another one takes too long."""
+    with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
+        if not locked:
+            raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
+        yield
 
 
 def check_idle(run_dir: Path, devices: Collection[str] = (), lease: str = "") -> None:
@@ -145,9 +153,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     if not (run_dir / TRAINER).is_file() or wanted.standby <= 0:
         raise SupervisorError(f"no standby process can be started for {run_dir}")
     wanted.run_dir = str(run_dir)
-    with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
-        if not locked:
-            raise SupervisorError(f"another start on this host has not finished within {START_LIMIT:.0f} s")
+    with one_start(run_dir):
         if waiting_supervisor(run_dir):
             return {"waits": True}
         check_lease(wanted.lease)
