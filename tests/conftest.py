@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -17,6 +18,8 @@ import ansible.module_utils
 import hypothesis
 import pytest
 
+# The imports of torch and of the tests leave almost no garbage. The collector is enabled again when all tests are collected.
+gc.disable()
 with contextlib.suppress(ImportError):
     # Before any Ansible module: Ansible patches sys.intern, and torch's compiler cannot be imported after that.
     import torch._dynamo  # noqa: F401
@@ -76,6 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
         if item.path.name in SERIAL or item.path.parent.name != "lab":
             item.add_marker(pytest.mark.serial)
+
+
+def pytest_collection_finish() -> None:
+    """Enable the garbage collector, which leaves the imported objects alone."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

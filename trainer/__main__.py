@@ -22,6 +22,7 @@ from trainer.config import (
 from trainer.distributed.replica import Replica
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.formats import quoted
+from trainer.imports import without_collector
 from trainer.inputs import path_kind, user_path
 from trainer.script import ScriptError, run_script
 from trainer.strategy import AUTO, plan_of, summaries
@@ -194,7 +195,8 @@ def config(argv: list[str]) -> int:
 
 def merge(argv: list[str]) -> int:
     """Merge runs as the request on standard input says; the controller starts it."""
-    from trainer.merge import main as merge_main
+    with without_collector():
+        from trainer.merge import main as merge_main
 
     return merge_main()
 
@@ -287,9 +289,10 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 
         spec, reason = choose_here(spec, run_dir)
         print(reason)
-    unsloth_backend.import_early(spec)
-    from trainer import train as loop
-    from trainer.distributed.world import World
+    with without_collector():
+        unsloth_backend.import_early(spec)
+        from trainer import train as loop
+        from trainer.distributed.world import World
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)

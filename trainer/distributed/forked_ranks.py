@@ -31,6 +31,7 @@ from trainer.config import RunSpec
 from trainer.distributed.model_preload import import_architecture, weights_in_memory
 from trainer.distributed.worker_process import exit_code_of
 from trainer.errors import UserError
+from trainer.imports import without_collector
 
 RANK_COMMAND = ("-u", "-m", "trainer")  # what torchrun passes to Python for `-m trainer`
 _INITIALIZED = {"/dev/nvidia-uvm", "/dev/kfd"}  # CUDA and ROCm open them when they are initialized, NVML does not
@@ -49,15 +50,12 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
         return False
     os.environ.update(NVML_CHECK)
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # see trainer.__main__.train
-    gc.disable()  # imports leave almost no garbage: a tenth of their time
     try:
-        with weights_in_memory(spec):
+        with without_collector(), weights_in_memory(spec):
             import_architecture(spec)
             importlib.import_module("trainer.train")
     except Exception:
         return False  # the ranks report it
-    finally:
-        gc.enable()
     if has_initialized_cuda():
         return False
     gc.freeze()  # the collector does not touch these objects: their pages stay shared

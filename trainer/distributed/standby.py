@@ -21,17 +21,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.distributed.forked_ranks import (
-    NVML_CHECK,
-    has_initialized_cuda,
-    import_for_ranks,
-    may_fork,
-    release_files,
-)
-from trainer.distributed.torchrun import run_torchrun
 from trainer.distributed.worker_process import die_with_launcher, exit_code_of
+from trainer.imports import without_collector
 from trainer.supervise.process_environment import move_to_run, replace_environment
 from trainer.supervise.processes import RUN_VARIABLE
+
+with without_collector():
+    from trainer.distributed.forked_ranks import (
+        NVML_CHECK,
+        has_initialized_cuda,
+        import_for_ranks,
+        may_fork,
+        release_files,
+    )
+    from trainer.distributed.torchrun import run_torchrun
 
 _POLL = 0.001  # s
 

@@ -3,12 +3,15 @@
 import sys
 from collections.abc import Sequence
 
-import torch.distributed
-from torch.distributed import run
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+from trainer.imports import without_collector
 
-from trainer.distributed.forked_ranks import import_for_ranks
-from trainer.distributed.store import RunStore
+with without_collector():
+    import torch.distributed
+    from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+
+    from trainer.distributed.forked_ranks import import_for_ranks
+    from trainer.distributed.store import RunStore
 
 
 def main(arguments: Sequence[str]) -> None:
