@@ -406,6 +406,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
             stop_request.clear()
         return {"run": spec.run, "status": "stopped", "step": state.step, "steps": steps}
     state.begin(start)
+    if state.step:
+        heartbeat("starting", force=True, resumed=state.step)
     recorder = open_records(job, run_dir, world, state)
     saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(job, world, strategy, batches, heartbeat)

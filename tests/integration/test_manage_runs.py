@@ -67,13 +67,16 @@ def test_all_runs_are_stopped_and_reported(bed: Bed) -> None:
     assert manage(bed, "stopped", lines, every=True, check=True)["msg"] == "would stop one, two"
     stopped = manage(bed, "stopped", lines, every=True, grace=30)
     assert stopped["runs"] == {"one": {"node1": "stopped"}, "two": {"node2": "stopped"}} and stopped["changed"]
-    assert lines == ["run one: node1 stopped", "run two: node2 stopped"]
+    said = [line.partition(" with a checkpoint of step ") for line in lines]
+    assert [line for line, _, _ in said] == ["run one: node1 stopped", "run two: node2 stopped"]
+    assert all(step.isdecimal() for _, _, step in said), lines
     assert stopped["lines"] == ["stopped 2 runs on 2 hosts"]
     assert not bed.live_processes()
     again = manage(bed, "stopped", lines, every=True)
     assert again["lines"] == ["no run is alive on 2 hosts"] and not again["changed"]
     followed: list[str] = []
-    assert manage(bed, "followed", followed, "one")["status"] == "stopped"
+    attached = manage(bed, "followed", followed, "one")
+    assert attached["status"] == "stopped" and not attached["changed"]
     assert not any("Ctrl-C" in line for line in followed), "the run has ended"
 
 

@@ -144,6 +144,17 @@ def test_a_phase_is_reported_once() -> None:
     assert progress.lines([noted], 2.0) == ["starting: reading the model"]
 
 
+def test_the_step_of_a_resumed_run_is_reported_once_per_start() -> None:
+    progress = Progress(1, 2.0, 600)
+    resumed = part("a", 0, state={"status": "starting", "loss": None, "resumed": 40})
+    said = "resuming from the checkpoint of step 40"
+    assert progress.lines([resumed], 0.0) == [said, "starting"]
+    assert progress.lines([resumed], 1.0) == []
+    # torchrun has restarted the rank, which has not read its checkpoint yet.
+    assert said not in progress.lines([part("a", 0, state={"status": "starting", "loss": None})], 2.0)
+    assert progress.lines([resumed], 3.0)[0] == said
+
+
 def test_a_lag_is_reported_once() -> None:
     progress = Progress(2, 0.0, 600)
 

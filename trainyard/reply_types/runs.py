@@ -80,6 +80,7 @@ class Heartbeat(OpenReply):
     note: NotRequired[Line | None]
     step: NotRequired[Count | None]
     steps: NotRequired[Count | None]
+    resumed: NotRequired[Count | None]
     loss: NotRequired[Optional]
     tokens_per_second: NotRequired[Optional]
     memory_peak_gb: NotRequired[Optional]

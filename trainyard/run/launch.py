@@ -143,7 +143,11 @@ def stop_parts(
 def stop_lines(run: str, parts: list[Part], was_alive: bool, request: dict[str, Any]) -> list[str]:
     """Return what happened to a run that a user stopped. `parts`: their state after the stop."""
     ends = ", ".join(f"{part.host} {part.status}" for part in parts)
-    lines = [f"run {run}: {ends}" + ("" if was_alive else " (it was not running)")]
+    steps = [
+        state.get("step") or 0 for part in parts for state in part.states.values() if state.get("status") == "stopped"
+    ]
+    saved = f" with a checkpoint of step {max(steps)}" if any(steps) else ""
+    lines = [f"run {run}: {ends}" + (saved if was_alive else " (it was not running)")]
     leased = any(part.node.get("lease") and part.status != "finished" for part in parts)
     if not was_alive and leased:  # its job may wait
         lines.append(

@@ -215,6 +215,7 @@ class Progress:
         self.shown_step, self.shown_at = -1, float("-inf")
         self.gpu_shown_at = float("-inf")
         self.phase = ""
+        self.resumed = 0
         self.waits = ""
         self.lagging: set[int] = set()
         self.slow: set[int] = set()
@@ -240,6 +241,9 @@ class Progress:
             return [self.phase] if imports else []
         first = states[min(states)]  # rank 0 if it has a heartbeat
         lines = []
+        if (resumed := first.get("resumed") or 0) != self.resumed:
+            self.resumed = resumed
+            lines += [f"resuming from the checkpoint of step {resumed}"] if resumed else []
         status = first.get("status", "")
         done = status in ENDED_WELL or (first.get("steps") and first.get("step") == first.get("steps"))
         stepped = first.get("step") is not None and first["step"] != self.shown_step and first.get("loss") is not None

@@ -12,6 +12,7 @@ from trainyard.run.errors import RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, stop_lines, stop_parts
+from trainyard.run.monitor import ENDED
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
 from trainyard.run.status import (
@@ -127,9 +128,10 @@ def follow_run(
     Returns and raises what `follow_parts` does. Raises RunError if the run cannot be found.
     """
     parts = parts_to_monitor(run, hosts, connect, options.answer_limit)
+    runs = any(part.status not in ENDED for part in parts)
     ended = follow_parts(run, parts, connect, options, report)
     lines = [f"run {run} is finished"] if ended["status"] == "finished" else []
-    return {"changed": True, "lines": lines} | ended
+    return {"changed": runs, "lines": lines} | ended
 
 
 def manage_runs(

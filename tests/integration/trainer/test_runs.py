@@ -244,6 +244,7 @@ def test_stop_and_resume_is_bit_equal(how: str, fields: dict[str, Any], here: He
     assert json.loads((here.run_dir() / "state" / "rank0.json").read_text())["status"] == "stopped"
     assert here(**fields) == 0, here.err
     assert f"resuming from step {stopped} of" in here.out
+    assert json.loads((here.run_dir() / "state" / "rank0.json").read_text())["resumed"] == stopped
     assert here.losses() == here.losses("straight")
     first, second = here.result("straight"), here.result()
     for name in ("tokens", "trained_tokens", "samples", "loss_first", "loss_last", "eval_loss", "adapter_sha256"):
