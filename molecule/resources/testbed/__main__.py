@@ -10,35 +10,44 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from . import faults, machine
 from .lab import Lab, lab_names
 from .machine import LabError
 
+_caught: list[int] = []  # signals of this process
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
     options = _parser().parse_args(arguments)
-    # A shell ignores SIGINT for background processes: handle it there as well.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    # SIGTERM unwinds the stack as Ctrl+C does: an unfinished lab is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Both unwind the stack, so that an unfinished lab is removed. A shell ignores SIGINT for background processes: handle it there as well.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     try:
         options.run(Lab(options.name), options)
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         return 141
     return 0
 
 
+def _end(number: int, _: object) -> NoReturn:
+    _caught.append(number)
+    sys.exit(128 + number)
+
+
 def up(lab: Lab, options: argparse.Namespace) -> None:
     """Start the lab, or change its number of hosts, and print its hosts."""
-    start = time.monotonic()
+    start, was_up = time.monotonic(), lab.state is not None
     lab.up(options.hosts, options.kind, options.venv and options.venv.absolute(), releases=options.release)
+    if _caught:  # in a finalizer or a callback of a weak reference, where Python ignores the exception of the handler
+        if not was_up:
+            lab.down()
+        sys.exit(128 + _caught[0])
     if options.inventory:
         # A copy, not a link: the user may not read the cache.
         shutil.copy(lab.inventory, options.inventory)
