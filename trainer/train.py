@@ -326,7 +326,7 @@ def report(
     )
 
 
-def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpec) -> None:
+def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpec, heartbeat: Heartbeat) -> None:
     """Load the newest checkpoint of the hosts, if there is one. Every rank calls it.
 
     Raises:
@@ -336,6 +336,7 @@ def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpe
         strategy.load(newest)
         state.restore(newest, spec)
         print(f"resuming from step {state.step} of {state.steps}")
+        heartbeat("starting", force=True, resumed=state.step)
 
 
 def is_due(interval: int, previous: int, step: int) -> bool:
@@ -394,20 +395,18 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         heartbeat(status, note=f"waiting for {awaited}")
         return bool(stop_request)
 
-    restore(checkpoints, strategy, state, spec)
+    restore(checkpoints, strategy, state, spec, heartbeat)
     # Microseconds, because the strategy exchanges the name of the start as a float.
     here = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
     start = world.gather(here)[0]
     try:
         if strategy.join(start["start"], steps, run_dir, state.checkpoint_state, waiting):
-            restore(checkpoints, strategy, state, spec)
+            restore(checkpoints, strategy, state, spec, heartbeat)
     except Stopped:
         if world.is_host_leader:
             stop_request.clear()
         return {"run": spec.run, "status": "stopped", "step": state.step, "steps": steps}
     state.begin(start)
-    if state.step:
-        heartbeat("starting", force=True, resumed=state.step)
     recorder = open_records(job, run_dir, world, state)
     saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(job, world, strategy, batches, heartbeat)

@@ -169,7 +169,7 @@ def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> Non
     assert (would.returncode, would.stdout) == (0, "would stop r on node1, node2\n")
     stopped = run("stop", "r", "-i", hosts)
     assert stopped.returncode == 0, stopped
-    assert re.fullmatch(r"run r: node1 stopped, node2 stopped with a checkpoint of step \d+\n", stopped.stdout), stopped
+    assert re.fullmatch(r"run r: node1 stopped, node2 stopped after step \d+\n", stopped.stdout), stopped
     assert following.wait(60) == 0 and "run r was stopped after step" in output.read_text()
     assert not bed.live_processes()
     logs = answer("logs", "r", "-i", hosts, "--logs-to", bed.folder / "logs")

@@ -67,7 +67,7 @@ def test_all_runs_are_stopped_and_reported(bed: Bed) -> None:
     assert manage(bed, "stopped", lines, every=True, check=True)["msg"] == "would stop one, two"
     stopped = manage(bed, "stopped", lines, every=True, grace=30)
     assert stopped["runs"] == {"one": {"node1": "stopped"}, "two": {"node2": "stopped"}} and stopped["changed"]
-    said = [line.partition(" with a checkpoint of step ") for line in lines]
+    said = [line.partition(" after step ") for line in lines]
     assert [line for line, _, _ in said] == ["run one: node1 stopped", "run two: node2 stopped"]
     assert all(step.isdecimal() for _, _, step in said), lines
     assert stopped["lines"] == ["stopped 2 runs on 2 hosts"]

@@ -13,7 +13,7 @@ from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
 from trainyard.run.errors import RunFailedError
 from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, stop_parts
-from trainyard.run.monitor import ENDED, Cause, Part, Progress, absent_replicas, causes, is_behind
+from trainyard.run.monitor import ENDED, Cause, Part, Progress, absent_replicas, causes, is_behind, last_step
 from trainyard.run.options import LaunchOptions
 from trainyard.run.rejoin import SIGN_OF_LIFE, Rejoin
 from trainyard.run.spec_files import Report
@@ -246,8 +246,7 @@ def follow_parts(
     ended: dict[str, Any] = {"hosts": part_ends(parts)}
     if all(part.status != "stopped" for part in parts):
         return ended | {"status": "finished"}
-    step = max((state.get("step", 0) for part in parts for state in part.states.values()), default=0)
-    line = f"run {run} was stopped after step {step}: train.yml with the same spec continues it"
+    line = f"run {run} was stopped after step {last_step(parts)}: train.yml with the same spec continues it"
     return ended | {"status": "stopped", "lines": [line]}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from trainyard.connection import FanOut, HostConnection
 from trainyard.run.errors import LaunchError
 from trainyard.run.gather import Connect
-from trainyard.run.monitor import Part, killed_ranks
+from trainyard.run.monitor import Part, killed_ranks, last_step
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
 
@@ -143,17 +143,15 @@ def stop_parts(
 def stop_lines(run: str, parts: list[Part], was_alive: bool, request: dict[str, Any]) -> list[str]:
     """Return what happened to a run that a user stopped. `parts`: their state after the stop."""
     ends = ", ".join(f"{part.host} {part.status}" for part in parts)
-    steps = [
-        state.get("step") or 0 for part in parts for state in part.states.values() if state.get("status") == "stopped"
-    ]
-    saved = f" with a checkpoint of step {max(steps)}" if any(steps) else ""
-    lines = [f"run {run}: {ends}" + (saved if was_alive else " (it was not running)")]
+    killed = ", ".join(str(rank) for rank in sorted(rank for part in parts for rank in killed_ranks(part)))
+    step = 0 if killed else last_step(part for part in parts if part.status == "stopped")
+    after = f" after step {step}" if step else ""
+    lines = [f"run {run}: {ends}" + (after if was_alive else " (it was not running)")]
     leased = any(part.node.get("lease") and part.status != "finished" for part in parts)
     if not was_alive and leased:  # its job may wait
         lines.append(
             f"if it waits in the queue, it starts again: ansible-playbook playbooks/queue.yml -e do=cancel -e run={run} prevents that"
         )
-    killed = ", ".join(str(rank) for rank in sorted(rank for part in parts for rank in killed_ranks(part)))
     if was_alive and killed and not request.get("now"):
         lines.append(
             f"killed, because their checkpoint took longer than {request['grace']:g} s: ranks {killed}; the run "

@@ -141,6 +141,11 @@ def killed_ranks(part: Part) -> list[int]:
     return [rank for rank, state in sorted(part.states.items()) if state.get("status") not in (*ENDED_WELL, "failed")]
 
 
+def last_step(parts: Iterable[Part]) -> int:
+    """Return the last step that a rank has reported; 0 without one."""
+    return max((state.get("step") or 0 for part in parts for state in part.states.values()), default=0)
+
+
 def part_causes(part: Part, lost_limit: float) -> list[Cause]:
     """Return the evidence of a failure in one host's status."""
     if part.status not in ENDED and part.silent > lost_limit:
