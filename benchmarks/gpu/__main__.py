@@ -38,6 +38,10 @@ def work_of(bench: Bench) -> dict[str, tuple[bool, Callable[[], Outcome]]]:
             lambda: bench.program("packing", "benchmarks.gpu.packing", str(bench.folder / "small"), bench.device),
         ),
         "resume": (False, lambda: resumed(bench)),
+        "restarts": (
+            True,
+            lambda: bench.program("restarts", "benchmarks.gpu.restarts", str(bench.folder), bench.device, seconds=150),
+        ),
     }
 
 
@@ -132,6 +136,8 @@ def main() -> int:
         bench.machine = prepared.values["machine"] | {"liger": bool(importlib.util.find_spec("liger_kernel"))}
         bench.planned = prepared.values["planned"]
         bench.scale = scale_for(device, bench.machine["memory_mib"])
+        jobs = jobs_for(bench)
+        bench.threads = 1 if bench.scale.cpu else max(1, (os.cpu_count() or 1) // jobs)
         print(f"{report.heading(bench)}; inputs and plans: {prepared.seconds:.0f} s", flush=True)
 
         def done(name: str) -> None:
@@ -139,7 +145,7 @@ def main() -> int:
             print(f"{name:<14}{outcome.seconds:6.0f} s  {outcome.status}  {outcome.reason}", flush=True)
             report.write(bench, evaluate(bench, a.checks), out, time.monotonic() - began)
 
-        run_all(bench, a.checks, jobs_for(bench), done)
+        run_all(bench, a.checks, jobs, done)
         results = evaluate(bench, a.checks)
         report.write(bench, results, out, time.monotonic() - began)
         report.copy_logs(bench, out)

@@ -50,14 +50,18 @@ class Bench:
     machine: dict[str, Any] = field(default_factory=dict)
     planned: dict[str, dict[str, Any]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    threads: int = (
+        1  # of a process on the CPU: with more threads than cores, runs beside each other take many times as long
+    )
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every process: one GPU, no network."""
         path = os.pathsep.join(filter(None, [str(TOP), os.environ.get("PYTHONPATH", "")]))
         found = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HF_HOME": str(self.folder / "hf")}
+        found["OMP_NUM_THREADS"] = str(self.threads)
         if self.device == "cpu":
-            return found | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            return found | {"CUDA_VISIBLE_DEVICES": ""}
         return found | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
     def start(self, name: str, command: Sequence[str], seconds: float) -> tuple[Outcome, str]:

@@ -103,6 +103,9 @@ class Case:
 FULL = {"lora_r": 0}
 FP32 = {"precision": "32-true"}
 ZERO = FULL | {"strategy": "deepspeed"}
+FSDP = FULL | {"strategy": "fsdp"}
+PIPELINE = {"strategy": "pipeline"}
+DILOCO = {"strategy": "diloco", "local_steps": 3, "diloco_comm_dtype": "int4", "diloco_fragments": 2}
 # The most important runs come first: a time limit cuts off the last ones.
 CASES: dict[str, Case] = {
     "lora": Case("medium", timed=True, planned=True),
@@ -116,10 +119,19 @@ CASES: dict[str, Case] = {
     "compiled": Case("small", {"torch_compile": True}, timed=True, seconds=180),
     "nf4": Case("medium", {"quantize": "nf4"}, packages=("bitsandbytes",)),
     "adamw8bit": Case("medium", FULL | {"optimizer": "adamw8bit"}, packages=("bitsandbytes",)),
-    "fsdp": Case("medium", FULL | {"strategy": "fsdp"}),
+    "fsdp": Case("medium", FSDP),
+    "fsdp-offload": Case("medium", FSDP | {"fsdp_offload": True}),
+    "fsdp-fp16": Case("medium", FSDP | {"precision": "fp16-mixed"}),
+    "fsdp-compiled": Case("medium", FSDP | {"torch_compile": True}, seconds=180),
     "zero2": Case("medium", ZERO | {"deepspeed_offload": "optimizer"}, packages=("deepspeed",)),
     "zero3": Case("medium", ZERO | {"deepspeed_stage": 3, "deepspeed_offload": "all"}, packages=("deepspeed",)),
     "one-rank": Case("small", FP32, ranks=1),
     "two-ranks": Case("small", FP32, ranks=2),
+    "pipeline": Case("small", FP32 | PIPELINE, ranks=2),
+    "full-one": Case("small", FP32 | FULL, ranks=1),
+    "pipeline-full": Case("small", FP32 | FULL | PIPELINE | {"gradient_checkpointing": True}, ranks=2),
+    "pipeline-nf4": Case("medium", PIPELINE | {"quantize": "nf4"}, ranks=2, packages=("bitsandbytes",)),
+    "pipeline-large": Case("large", FULL | PIPELINE, ranks=2),
+    "diloco": Case("small", FP32 | DILOCO, ranks=2),
     "unsloth": Case("medium", {"backend": "unsloth"}, packages=("unsloth",)),
 }

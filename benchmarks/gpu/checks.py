@@ -172,7 +172,11 @@ def adamw8bit(evidence: Evidence) -> list[Figure]:
 
 
 def fsdp(evidence: Evidence) -> list[Figure]:
-    return [evidence.loss("fsdp", "full", 0.02), evidence.memory("fsdp"), evidence.speed("fsdp", "full")]
+    found = []
+    for name in ("fsdp", "fsdp-offload", "fsdp-fp16", "fsdp-compiled"):
+        found += [evidence.loss(name, "full", 0.02), evidence.memory(name), evidence.peak(name)]
+        found.append(evidence.speed(name, "full"))
+    return found
 
 
 def deepspeed(evidence: Evidence) -> list[Figure]:
@@ -195,7 +199,32 @@ def nccl(evidence: Evidence) -> list[Figure]:
 
 
 def two_ranks(evidence: Evidence) -> list[Figure]:
-    return [evidence.loss("two-ranks", "one-rank", 1e-4), evidence.speed("two-ranks", "one-rank")]
+    return [
+        evidence.loss("two-ranks", "one-rank", 1e-4),
+        evidence.speed("two-ranks", "one-rank"),
+        evidence.learned("diloco"),
+    ]
+
+
+def pipeline(evidence: Evidence) -> list[Figure]:
+    return [
+        evidence.loss("pipeline", "one-rank", 1e-4),
+        evidence.loss("pipeline-full", "full-one", 1e-4),
+        evidence.loss("pipeline-nf4", "nf4", 0.02),
+        evidence.learned("pipeline-large"),
+        *(evidence.memory(name) for name in ("pipeline", "pipeline-nf4", "pipeline-large")),
+    ]
+
+
+def restarts(evidence: Evidence) -> list[Figure]:
+    values = evidence.values("restarts")
+    return [
+        Figure("ranks forked from the standby process / ranks", values["forked"] / values["starts"], "", 1, 1),
+        Figure("from launch to the first step, without a standby process", values["cold_seconds"], "s"),
+        Figure("from a crash to the first step, median", values["restart_seconds"], "s", 0, 10, evidence.cuda),
+        Figure("a resumed run's steps are consecutive", float(values["consecutive"]), "", 1),
+        Figure("forked ranks read the GPU's use by NVML", float(values["nvml"]), "", 1),
+    ]
 
 
 def compiled(evidence: Evidence) -> list[Figure]:
@@ -245,10 +274,24 @@ CHECKS: dict[str, Check] = {
     "compile": ("torch.compile", ("eager", "compiled"), compiled),
     "nf4": ("NF4 base weights", ("lora", "nf4"), quantized),
     "adamw8bit": ("AdamW with 8-bit moments", ("full", "adamw8bit"), adamw8bit),
-    "fsdp": ("fsdp on one rank", ("full", "fsdp"), fsdp),
+    "fsdp": (
+        "fsdp on one rank: offload, fp16-mixed, torch.compile",
+        ("full", "fsdp", "fsdp-offload", "fsdp-fp16", "fsdp-compiled"),
+        fsdp,
+    ),
     "deepspeed": ("DeepSpeed stages 2 and 3 with offload", ("full", "zero2", "zero3"), deepspeed),
     "nccl": ("NCCL with one rank", ("one-rank", "collectives"), nccl),
-    "two-ranks": ("two ranks on one GPU over gloo", ("one-rank", "two-ranks"), two_ranks),
+    "two-ranks": (
+        "two ranks on one GPU over gloo",
+        ("one-rank", "two-ranks", "diloco"),
+        two_ranks,
+    ),
+    "pipeline": (
+        "pipeline of two ranks on one GPU",
+        ("one-rank", "full-one", "nf4", "pipeline", "pipeline-full", "pipeline-nf4", "pipeline-large"),
+        pipeline,
+    ),
+    "restarts": ("standby process and restarts", ("restarts",), restarts),
     "resume": ("resume, bit by bit", ("resume",), resume),
     "unsloth": ("unsloth", ("lora", "unsloth"), unsloth),
 }
@@ -279,6 +322,8 @@ ONLY_CUDA = {
     "kernels": "Liger kernels need CUDA: both runs use the kernels of torch",
     "nccl": "NCCL needs CUDA: gloo replaces it",
     "two-ranks": "without CUDA, the ranks share no GPU",
+    "pipeline": "without CUDA, the ranks share no GPU",
+    "restarts": "without CUDA, a fork cannot lose its context",
 }
 
 

@@ -70,7 +70,9 @@ def predict(name: str, case: Case, scale: Scale, folder: Path, device: str) -> d
     """Return the predicted memory (MiB) of one process (on a CPU with Python and its libraries), and tokens/s if the case is `planned`."""
     spec = run_spec(name, case, scale, folder)
     rows, _ = rows_of(spec, folder)
-    memory = plan_of(spec).memory(spec, shape_of(spec), Layout((1,)), rows, cuda=device == "cuda")
+    layout = Layout((1,) * max(1, case.ranks))
+    # Of rank 0, whose peak the metrics have. Ranks of one machine count as hosts, as those of a pipeline do.
+    memory = plan_of(spec).memories(spec, shape_of(spec), layout, rows, cuda=device == "cuda")[0]
     base = 0 if device == "cuda" else BASE
     found: dict[str, Any] = {"memory_mib": memory.total / 2**20 + base, "parts": memory.step}
     if case.planned and not (scale.cpu and name != "lora"):  # a measurement takes seconds on a CPU

@@ -29,7 +29,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_every_run_of_a_check_exists() -> None:
-    others = {"trl", "collectives", "packing", "resume"}
+    others = {"trl", "collectives", "packing", "resume", "restarts"}
     assert {run for _, runs, _ in CHECKS.values() for run in runs} == set(CASES) | others
 
 
@@ -57,7 +57,7 @@ def test_checks_pass_and_fail(bench: Bench) -> None:
 
 
 def test_a_loss_that_is_not_finite_fails(bench: Bench) -> None:
-    bench.outcomes = {"full": outcome([8.0, 7.0]), "fsdp": outcome([8.0, None])}
+    bench.outcomes = {name: outcome([8.0, 7.0]) for name in CASES} | {"fsdp": outcome([8.0, None])}
     (result,) = evaluate(bench, ["fsdp"])
     assert result.status == "failed"
     assert json.loads(json.dumps(result.as_json(), allow_nan=False))["figures"][0]["value"] is None

@@ -43,3 +43,14 @@ def test_several_hosts_cannot_share_gpus(joined: dict[str, Any], monkeypatch: py
     with pytest.raises(UserError, match=r"^2 ranks cannot share the GPUs of this host \(1\).*set cluster_processes=1"):
         start(monkeypatch, RANK=0, LOCAL_RANK=0, WORLD_SIZE=3, LOCAL_WORLD_SIZE=2)
     assert not joined
+
+
+def test_sharded_strategies_need_a_gpu_for_every_rank(joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = start(monkeypatch, RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+    monkeypatch.setattr(world.dist, "get_backend", lambda group: joined["backend"])
+    with pytest.raises(
+        UserError, match=r"^strategy: fsdp cannot run with ranks that share a GPU: set cluster_processes"
+    ):
+        made.require_own_gpus("fsdp")
+    monkeypatch.setattr(world.dist, "get_backend", lambda group: "nccl")
+    made.require_own_gpus("fsdp")

@@ -33,15 +33,17 @@ def until(true: Callable[[], Any], limit: float = 60.0, what: str = "") -> Any:
     return value
 
 
-# Below the kernel's range of ephemeral ports. Test processes that run at the same time have similar pids. Their ports
-# are 500 apart, so that none takes a port that another process has chosen but not opened yet.
-_PORTS = itertools.count(os.getpid() * 500 % 12000)
+# Below the kernel's range of ephemeral ports, and below those of runs (29500 to 29599), which a run opens seconds after its plan has
+# chosen one. Test processes that run at the same time have similar pids. Their ports are 500 apart, so that none takes a port
+# that another process has chosen but not opened yet.
+_FIRST, _COUNT = 20_000, 9_000
+_PORTS = itertools.count(os.getpid() * 500 % _COUNT)
 
 
 def free_port() -> int:
     """Return a free port, never the same one twice."""
-    for _ in range(12000):
-        port = 20000 + next(_PORTS) % 12000
+    for _ in range(_COUNT):
+        port = _FIRST + next(_PORTS) % _COUNT
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -461,3 +462,18 @@ def test_layers_that_do_not_suit_the_ranks_are_found_in_the_plan(
     spec = make_spec({"model": str(tmp_path), "strategy": "pipeline"} | fields, "the test")
     with pytest.raises(PlanError, match=re.escape(why)) if why else contextlib.nullcontext():
         check_layers(spec, processes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "cpus", "threads"),
+    [(0, None, (), 16), (4, None, (), 4), (4, ("1",), (), 4), (4, ("1",), (0, 1), 16), (1, None, (), 16)],
+)
+def test_a_rank_leaves_cores_to_runs_on_other_gpus(
+    gpus: int, chosen: tuple[str, ...] | None, cpus: tuple[int, ...], threads: int
+) -> None:
+    """Unless the queue has granted cores, whose number is then that of the host."""
+    one = host("a", gpus, 1 if chosen else 0, cpus=16)
+    one.host = replace(one.host, gpus=chosen, cpus=cpus)
+    one.gpus = one.facts["gpus"][: 1 if chosen else gpus]
+    (node,) = plan_nodes([one], run="r", port=29500)
+    assert node.threads == threads

@@ -9,6 +9,7 @@ initialized CUDA all the same, torchrun starts the ranks as separate programs.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -36,6 +37,7 @@ from trainer.imports import without_collector
 RANK_COMMAND = ("-u", "-m", "trainer")  # what torchrun passes to Python for `-m trainer`
 _INITIALIZED = {"/dev/nvidia-uvm", "/dev/kfd"}  # CUDA and ROCm open them when they are initialized, NVML does not
 NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # count GPUs without initializing CUDA
+_NVML_USERS = 100  # initializations of NVML to undo, at most
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
 
 
@@ -87,6 +89,17 @@ def has_initialized_cuda() -> bool:
     return torch.cuda.is_initialized() or bool(_INITIALIZED & set(_open_files().values()))
 
 
+def close_nvml() -> None:
+    """End NVML, with which torch counts GPUs, before a fork: a forked process could not use the driver's files that it opened."""
+    if not any(target.startswith("/dev/nvidia") for target in _open_files().values()):
+        return
+    with contextlib.suppress(OSError):
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        for _ in range(_NVML_USERS):
+            if library.nvmlShutdown():  # it is not initialized any more
+                return
+
+
 class _Handler(SubprocessHandler):
     """torchrun's record of one rank."""
 
@@ -110,6 +123,7 @@ class _ForkedRank:
     def __init__(self, arguments: Sequence[str], env: dict[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        close_nvml()
         self.returncode: int | None = None
         with warnings.catch_warnings():
             # The threads of torchrun's store hold no lock that a rank needs; torch's own launcher also forks beside them.

@@ -29,6 +29,7 @@ from trainer.supervise.processes import RUN_VARIABLE
 with without_collector():
     from trainer.distributed.forked_ranks import (
         NVML_CHECK,
+        close_nvml,
         has_initialized_cuda,
         import_for_ranks,
         may_fork,
@@ -72,6 +73,7 @@ def _serve(run_dir: Path) -> str:
 
 def _start(request: dict[str, Any], supervisor: int, forks_ranks: bool) -> dict[str, Any]:
     """Fork a torchrun as a child of the supervisor; return the answer."""
+    close_nvml()
     read, write = os.pipe()
     try:
         middle = os.fork()

@@ -1,10 +1,12 @@
 """The key-value store of a run. torch's own server listens on all addresses and accepts everybody."""
 
+import errno
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from trainer.distributed.listeners import listen
+from trainer.errors import UserError
 
 
 class RunStore(TCPStore):
@@ -16,11 +18,20 @@ class RunStore(TCPStore):
         """Start the server if `is_master`, and connect to it. The arguments are those of TCPStore.
 
         Raises:
+            UserError: another process has the port.
             OSError: the server cannot listen.
             torch.distributed.DistError: the server does not answer.
         """
         if is_master:
-            server = listen(host_name, port)
+            try:
+                server = listen(host_name, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise UserError(
+                    f"port {port} of {host_name} is in use by another process: start the run again, which chooses a free port "
+                    "unless master_port is set"
+                ) from None
             port = server.getsockname()[1]
             more["master_listen_fd"] = server.detach()
         super().__init__(host_name, port, world_size, is_master, *rest, **more)

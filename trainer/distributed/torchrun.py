@@ -12,6 +12,7 @@ with without_collector():
 
     from trainer.distributed.forked_ranks import import_for_ranks
     from trainer.distributed.store import RunStore
+    from trainer.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -24,7 +25,11 @@ def run_torchrun(arguments: Sequence[str]) -> None:
     """Run torchrun with the stores of this package, in a process that has imported what its ranks need."""
     for module in (torch.distributed, static_tcp_rendezvous, c10d_rendezvous_backend):
         vars(module)["TCPStore"] = RunStore
-    run.main(list(arguments))
+    try:
+        run.main(list(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

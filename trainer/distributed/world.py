@@ -124,6 +124,14 @@ class World:
         restrict_listeners()
         return replace(self, untimed_group=group)
 
+    def require_own_gpus(self, strategy: str) -> None:
+        """Raise UserError if ranks share GPUs, and so use gloo, whose gathers of CUDA tensors end the process (torch 2.11, SIGSEGV)."""
+        if self.size > 1 and self.device.type == "cuda" and dist.get_backend(self.group) == "gloo":
+            raise UserError(
+                f"strategy: {strategy} cannot run with ranks that share a GPU: set cluster_processes to the number of GPUs "
+                "of the host, or set strategy to ddp or pipeline"
+            )
+
     @property
     def global_rank(self) -> int:
         """The rank of this process over all hosts and replicas."""

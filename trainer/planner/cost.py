@@ -150,11 +150,18 @@ def edge_bytes(spec: RunSpec, bytes_per_weight: int) -> int:
     return 4 if spec.quantize == "nf4" else bytes_per_weight
 
 
-def autocast_bytes(spec: RunSpec, shape: Shape) -> int:
-    """Return the bytes of the 16-bit copies of trained weights that autocast keeps for the duration of a forward pass."""
-    if spec.lora_r or spec.precision == "32-true":
+def half_hidden(spec: RunSpec) -> bool:
+    """Return whether hidden states between layers have 16 bits: those of a frozen model in bfloat16."""
+    return spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.quantize == "none"
+
+
+def autocast_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
+    """Return the bytes of the 16-bit copies of float32 weights that autocast keeps for the duration of a forward pass."""
+    if spec.precision == "32-true" or edge_bytes(spec, bytes_per_weight) == 2:
         return 0
-    return 2 * (shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear) + shape.head_parameters)
+    # Matrices in 4 bits are unpacked where they are used.
+    matrices = 0 if spec.quantize == "nf4" else sum(matrix.into * matrix.out for matrix in shape.linear)
+    return 2 * (shape.layers * matrices + shape.head_parameters)
 
 
 def activation_bytes(spec: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> tuple[float, float]:
@@ -177,8 +184,8 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     product = next(matrix.into for matrix in shape.linear if matrix.reads == "gated")
     # A trained matrix needs its input in the backward pass; a frozen one does not.
     readers = shape.targets(spec) if spec.lora_r else shape.linear
-    if spec.lora_r and (spec.lora_dropout or number == 2):
-        read = [matrix.into for matrix in readers]  # peft applies dropout, or casts, once per adapter
+    if (spec.lora_r and spec.lora_dropout) or number == 2:
+        read = [matrix.into for matrix in readers]  # peft applies dropout, or autocast casts, once per matrix
     else:
         read = list({matrix.reads: matrix.into for matrix in readers}.values())
     # The dropout mask: float32 on a CPU, bool in the CUDA kernel.
@@ -187,7 +194,9 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     # Norms store their input (float32), attention its queries, keys, values and output, the MLP both factors.
     floats = query * 2 + 2 * (query if spec.packing else value) + gate + product + sum(read) + adapters
     norms = shape.hidden * 4 * (2 if spec.lora_r else 4)  # a trained weight also needs the normalized input
-    return floats * number + dropped + norms, shape.hidden * number
+    if spec.quantize == "nf4":  # the output of a quantized matrix has the data type of its input, float32
+        norms += (gate + product) * (4 - number)
+    return floats * number + dropped + norms, shape.hidden * (2 if half_hidden(spec) else 4)
 
 
 def root_bytes(shape: Shape, bytes_per_weight: int) -> int:

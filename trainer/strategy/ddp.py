@@ -6,6 +6,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,12 @@ def gradient_copies(spec: RunSpec, ranks: int, world: int) -> int:
     In the second step DDP rebuilds its buckets, while micro-batches before the last accumulate gradients beside them.
     """
     return 2 if ranks > 1 and micro_batches(spec, world) > 1 else 1
+
+
+def _buffer_option() -> str:
+    """Return the option of DistributedDataParallel for buffers that are sent before every pass: its name before torch 2.13 is deprecated."""
+    options = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
 
 
 class DDPPlan(StrategyPlan):
@@ -120,9 +127,9 @@ class DDP(Strategy):
                 process_group=self.replica_group.group,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                forward_sync_buffers=False,
                 # Every rank loads the same files, so the frozen base weights are not broadcast.
                 init_sync=False,
+                **{_buffer_option(): False},
             )
             if spec.gradient_comm_dtype == "bf16":
                 # DDP compares the annotations with its types; `from __future__ import annotations` makes them strings.

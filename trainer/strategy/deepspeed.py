@@ -264,6 +264,7 @@ class DeepSpeedZeRO(Strategy):
 
     def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
         super().__init__(spec, world, module)
+        world.require_own_gpus("deepspeed")
         self.deepspeed = import_deepspeed(world)
         self.trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
 

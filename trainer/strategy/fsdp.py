@@ -260,6 +260,7 @@ class FSDP(Strategy):
         from trainer.optim import make_optimizer
 
         super().__init__(spec, replica_group or world, module)
+        self.world.require_own_gpus("fsdp")
         # Adapters and the state of replicas are saved in full on every host. All other full weights are saved as shards.
         self.sharded_checkpoint = not spec.lora_r and replica_group is None
         self.model: Any = module.model

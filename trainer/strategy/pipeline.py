@@ -24,6 +24,7 @@ from trainer.planner.cost import (
     exported_bytes,
     forward_products,
     full_state,
+    half_hidden,
     layer_bytes,
     micro_batches,
     ring_fraction,
@@ -67,7 +68,7 @@ def layer_costs(spec: RunSpec, shape: Shape, rows: MeanRows, bytes_per_weight: i
     passes, again = 2 if spec.lora_r else 3, int(spec.gradient_checkpointing)
     return LayerCosts(
         head=head * passes * shape.layers / (matrices * (passes + again) + attention * (3 + again)),
-        layer=layer.held + autocast_bytes(spec, shape) / shape.layers,
+        layer=layer.held + autocast_bytes(spec, shape, bytes_per_weight) / shape.layers,
         saved=stored / shape.layers,
         received=boundary_bytes(spec, shape, rows) * 2,
         first=stage_state(spec, shape, bytes_per_weight, 0, first=True, last=False).held - none,
@@ -134,11 +135,6 @@ def check_stages(spec: RunSpec, field: str) -> None:
     parse_layers(spec.pipeline_layers)
     if spec.teacher:
         raise ValueError(f"teacher: a pipeline cannot hold a teacher: set {field}=ddp, or remove teacher")
-
-
-def half_hidden(spec: RunSpec) -> bool:
-    """Return whether hidden states between layers have 16 bits: those of a frozen model in bfloat16."""
-    return spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.quantize == "none"
 
 
 class PipelinePlan(StrategyPlan):
@@ -244,8 +240,9 @@ class PipelinePlan(StrategyPlan):
             whole = activation_bytes(spec.model_copy(update={"gradient_checkpointing": False}), shape, rows, cuda=cuda)
             logits = whole[0] / shape.layers if spec.gradient_checkpointing else 0.0
         flying = in_flight(rank, len(counts), micro)
+        copies = autocast_bytes(spec, shape, self.bytes_per_weight(spec))
         return Memory(
-            weights=state.weights + round(autocast_bytes(spec, shape) * counts[rank] / shape.layers),
+            weights=state.weights + round(copies * counts[rank] / shape.layers),
             gradients=state.gradients,
             optimizer=state.optimizer,
             activations=round(stored * counts[rank] / shape.layers * flying),

@@ -170,7 +170,7 @@ class StrategyPlan:
         `cuda`: count the memory of a GPU. State that the strategy keeps in host memory does not count then.
         """
         state = self.state(spec, shape, layout, cuda=cuda)
-        state = replace(state, base=state.base + autocast_bytes(spec, shape))
+        state = replace(state, base=state.base + autocast_bytes(spec, shape, self.bytes_per_weight(spec)))
         activations, logits = activation_bytes(spec, shape, rows, cuda=cuda)
         return Memory(
             weights=state.weights + state.gathered,

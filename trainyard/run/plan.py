@@ -92,8 +92,8 @@ class Node:
         return cls(**{name: entry[name] for name in cls.__dataclass_fields__ if name in entry})
 
 
-def choose_port(requested: int | None, free: list[int], head: str, run: str, lease: str = "") -> int:
-    """Return the rendezvous port on the head: the requested one, or a free one that the name of the run selects.
+def choose_port(requested: int | None, free: list[int], head: str, run_dir: str, lease: str = "") -> int:
+    """Return the rendezvous port on the head: the requested one, or a free one that the path of the run folder selects.
 
     Runs that start on one machine at the same time see the same free ports, so the first one would be used twice. The
     jobs of the queue have consecutive numbers: with a `lease`, its job selects the port.
@@ -110,7 +110,7 @@ def choose_port(requested: int | None, free: list[int], head: str, run: str, lea
     if not free:
         raise PlanError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on the head {head}: set master_port")
     job = Path(lease).name
-    return free[(int(job) if job.isdecimal() else zlib.crc32(run.encode())) % len(free)]
+    return free[(int(job) if job.isdecimal() else zlib.crc32(run_dir.encode())) % len(free)]
 
 
 def head_first(hosts: list[HostState], head: str) -> list[HostState]:
@@ -284,12 +284,22 @@ def _teacher_node(host: HostState, head: Node, world: int, threads: int, place: 
 
 
 def _threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
-    """Return the CPU threads of each rank of a host. Ranks of all hosts that are one machine share its processors."""
+    """Return the CPU threads of each rank of a host. Ranks of all hosts that are one machine share its processors.
+
+    A rank leaves the share of the other GPUs of its machine to other runs: with more threads than cores, each of them takes many
+    times as long.
+    """
     on_machine: dict[str, int] = {}
     for host, count in zip(hosts, counts, strict=True):
         boot = host.facts["boot_id"]
         on_machine[boot] = on_machine.get(boot, 0) + count
-    return [max(1, host.facts["cpus"] // on_machine[host.facts["boot_id"]]) for host in hosts]
+    found = []
+    for host in hosts:
+        sharing = on_machine[host.facts["boot_id"]]
+        if host.gpus and not host.host.cpus:  # else the queue has granted cores
+            sharing = max(sharing, len(host.facts["gpus"]))
+        found.append(max(1, host.facts["cpus"] // sharing))
+    return found
 
 
 def _command(host: Host, run_dir: str, meeting: _Rendezvous, ranks: int) -> list[str]:

@@ -113,7 +113,8 @@ def plan_run(
         ordered = [host for host in ordered if host.name not in extra]
         hosts, teacher = split_teacher(ordered, spec["teacher_host"])
     head = hosts[0]
-    port = 0 if members else choose_port(options.master_port, head.facts["free_ports"], head.name, run, head.host.lease)
+    run_dir, free = f"{head.host.data_dir}/runs/{run}", head.facts["free_ports"]
+    port = 0 if members else choose_port(options.master_port, free, head.name, run_dir, head.host.lease)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     if members:

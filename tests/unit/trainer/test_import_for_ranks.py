@@ -107,3 +107,20 @@ def test_waiting_for_one_rank_does_not_depend_on_another(monkeypatch: pytest.Mon
         late.wait(0)
     assert late.wait(30) == 0
     assert early.poll() == 0
+
+
+def test_nvml_is_ended_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per initialization, and only if it is in use. The library is a stand-in."""
+    calls: list[int] = []
+
+    class Library:
+        def nvmlShutdown(self) -> int:  # the name in the library
+            calls.append(len(calls))
+            return 1 if len(calls) > 2 else 0
+
+    monkeypatch.setattr(forked_ranks.ctypes, "CDLL", lambda name: Library())
+    forked_ranks.close_nvml()
+    assert not calls
+    monkeypatch.setattr(forked_ranks, "_open_files", lambda: {5: "/dev/nvidiactl"})
+    forked_ranks.close_nvml()
+    assert len(calls) == 3
