@@ -352,7 +352,8 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
     labels = [one.text for one in browser.find_elements(By.CSS_SELECTOR, ".timeline .label")]
     assert [one for one in labels if "recorded" not in one] == ["node1 GPU 0", "node1 GPU 1", "node2"]
     shown = lambda: shown_text(browser, ".timeline")  # noqa: E731
-    assert {"first-run", "real"} <= set(shown().split())  # of the queue, and of a run folder
+    # Of the queue, and of a run folder, which a run has once it is launched.
+    until(lambda: {"first-run", "real"} <= set(shown().split()), 120, "both runs")
     site.open(browser, "/queue?time=7%20days")
     until(lambda: "old-1" in shown(), 20, "the runs of other days")
     site.open(browser, "/events")
