@@ -25,6 +25,7 @@ from ansible.utils.display import Display
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.formats import printable
 from trainer.supervise.processes import descendants, send_signal
+from trainyard import worker_output
 from trainyard.cluster import Cluster
 from trainyard.connection import (
     OUTPUT_LIMIT,
@@ -78,7 +79,7 @@ class ClusterAction(ActionBase):
         closed terminal or a killed ansible-playbook, and restart the run beside the next one that monitors it.
         """
         die_with_launcher()
-        WorkerOutput.install()
+        worker_output.install(Display())
         result: dict[str, Any] = super().run(tmp, task_vars)
         return result
 
@@ -116,49 +117,7 @@ def end_requests() -> None:
     for thread in left:  # of hosts that do not answer
         kill_clients(thread.native_id)
     if left and FanOut.join_all(KILL_LIMIT):
-        WorkerOutput.close()
-
-
-class WorkerOutput:
-    """What a worker process of Ansible writes to the queue that all workers share; closed for all threads but the main one.
-
-    With -vvv, connection plugins write to that queue. A worker that exits while one of its threads holds the queue's
-    lock would block ansible-playbook indefinitely.
-    """
-
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-        self._owner = threading.get_ident()
-        self._lock = threading.Lock()  # held while another thread writes, so that close() waits for it
-        self._closed = False
-
-    @staticmethod
-    def install() -> None:
-        """Replace the queue of this process's Display; no effect outside a worker."""
-        display = Display()
-        if display._final_q is not None and not isinstance(display._final_q, WorkerOutput):
-            display._final_q = WorkerOutput(display._final_q)
-
-    @staticmethod
-    def close() -> None:
-        """Return when no other thread writes to the queue; none does afterwards."""
-        output = Display()._final_q
-        if isinstance(output, WorkerOutput):
-            with output._lock:
-                output._closed = True
-
-    def send_display(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Write a message, as `FinalQueue.send_display` does."""
-        if threading.get_ident() == self._owner:
-            self._queue.send_display(method, *args, **kwargs)
-            return
-        with self._lock:
-            if not self._closed:
-                self._queue.send_display(method, *args, **kwargs)
-
-    def send_prompt(self, **kwargs: Any) -> None:
-        """Ask the user, as `FinalQueue.send_prompt` does."""
-        self._queue.send_prompt(**kwargs)
+        worker_output.close(Display())
 
 
 def kill_clients(thread: int | None) -> None:

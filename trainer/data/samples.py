@@ -18,7 +18,7 @@ from trainer.data.files import (
     needs_library,
 )
 from trainer.data.json_files import json_records
-from trainer.data.shapes import SHAPE_NAMES, Sample, to_sample
+from trainer.data.shapes import SHAPE_NAMES, Sample, UnknownShapeError, to_sample
 from trainer.data.tables import card_files, csv_records, has_library, hub_records, saved_records, table_records
 from trainer.errors import UserError
 from trainer.formats import printable
@@ -63,12 +63,12 @@ def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sa
         from trainer.data.logprobs import LogprobReader
 
         read_logprobs = LogprobReader()
-    for where, record in read_records(source):
+    for number, (where, record) in enumerate(read_records(source)):
         try:
             sample = to_sample(record, source.columns)
             yield replace(sample, logprobs=read_logprobs(record)) if read_logprobs else sample
         except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{where}: {_problem(error, number)}") from None
 
 
 def read_dataset(spec: RunSpec) -> list[Sample]:
@@ -98,6 +98,13 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
                 to_sample(record, source.columns)
             except ValueError as error:
                 raise UserError(f"{path}: record {number}: {error}") from None
+
+
+def _problem(error: ValueError, before: int) -> str:
+    """Return what is wrong with a record, and what to do. `before`: records before it, all of which have a known shape."""
+    if before and isinstance(error, UnknownShapeError):
+        return f"{error.what}, as the records before it have: correct this record, or remove it"
+    return str(error)
 
 
 def read_records(source: DatasetSource) -> Iterator[tuple[str, Any]]:

@@ -47,6 +47,14 @@ _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,40}")  # a key that a suggestion can 
 NO_COLUMNS: Mapping[str, str] = {}
 
 
+class UnknownShapeError(ValueError):
+    """A record has none of the shapes. `what`: one line without the suggestion, which is for a dataset whose records all have these keys."""
+
+    def __init__(self, what: str, suggestion: str) -> None:
+        super().__init__(what + suggestion)
+        self.what = what
+
+
 @dataclass(frozen=True)
 class Sample:
     """One sample: either a chat (`messages`), or pieces of raw text with a flag whether they carry loss (`pieces`).
@@ -115,7 +123,7 @@ def _shape_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Mappi
     if mapped:
         missing = [name for name in shapes[0] if name not in record]
         raise ValueError(f"{_keys(row)}; columns must also map {' and '.join(missing)}")
-    raise ValueError(f"{_keys(row)}; expected {SHAPE_NAMES}{_suggestion(row)}")
+    raise UnknownShapeError(f"{_keys(row)}; expected {SHAPE_NAMES}", _suggestion(row))
 
 
 def _keys(row: Mapping[Any, Any]) -> str:
@@ -135,6 +143,9 @@ def _suggestion(row: Mapping[Any, Any]) -> str:
         mapping = {name: key for name, key in (found | more).items() if name != key}
         if not nearest or len(mapping) < len(best):
             nearest, best = " and ".join(required), mapping
+    parts = [required for required, _ in SHAPES if len(required) > 1 and any(name in row for name in required)]
+    if not nearest and parts:
+        return f"; it lacks {' and '.join(name for name in parts[0] if name not in row)}"
     if not nearest and len(row) == 1 and (keys := _plain_keys(row)):
         nearest, best = "text", {"text": keys[0]}
     if nearest:

@@ -30,6 +30,10 @@ _FULL_ROWS = "full rows, every token with loss"
 _HEAD = ["strategy", "processes", "memory MiB", "sent MB/step", "s/step", "tokens/s", "communication", "fits"]
 
 
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
     """Return the properties of the rows of the spec's dataset, and a description.
 
@@ -158,7 +162,7 @@ def plan(
     advice = recommend(spec, planned, setting)
     settings = _settings(spec, layout, kernels, device)
     about = [
-        f"{len(hosts)} hosts, {layout.world} processes, link {round(link or LINK, 1):g} Mbit/s"
+        f"{_count(len(hosts), 'host')}, {_count(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
         f"{'' if link else ' (assumed)'}; {about_speed}",
         f"data: {data}; settings: {', '.join(settings)}",
     ]

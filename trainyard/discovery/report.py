@@ -73,7 +73,7 @@ def advice(report: Report) -> list[str]:
     ]
     if report.refused:
         tips[0] = f"{_count(report.refused, 'port')} refused the connection, so machines exist there; " + tips[0]
-    if not report.networks:
+    if not report.networks and not report.addresses:
         tips.insert(0, "this machine is not attached to a private network: set networks, or list machines in hosts")
     if report.passes == 1:
         tips.append(

@@ -312,7 +312,7 @@ def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:
         different = "; ".join(f"{name}: is {quoted(before[name])}, wanted {quoted(now[name])}" for name in names)
         raise PlanError(
             f"run {run} is running with another spec ({different}): choose another name with -e run=NAME, "
-            f"or stop it first: ansible-playbook playbooks/stop.yml -e run={run}"
+            "or repeat the options with which it was started"
         )
 
 

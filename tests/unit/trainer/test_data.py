@@ -176,6 +176,8 @@ def test_a_json_list(tmp_path: Path) -> None:
         ('[{"text": "a"},\n {"text"}]', f"{file}:2: not JSON"),
         ('{"text": "a"}', f"{file}: contains a dict, expected a list of samples"),
         ('[{"text": "a"}, {"txt": "b"}]', f"{file}:2: has the keys txt; expected"),
+        ('[{"prompt": "a", "completion": "b"}, {"prompt": "c"}]', "correct this record, or remove it"),
+        ('[{"prompt": "c"}]', "prompt and completion; text; it lacks completion"),
         ("[" * 200_000, f"{file}:1: not JSON: nested too deeply"),
         ("[]", "is empty"),
     ):

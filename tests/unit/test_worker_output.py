@@ -1,0 +1,69 @@
+"""Signals that end a worker process of Ansible while it writes to the queue that all workers share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import types
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from trainyard import worker_output
+
+FORK = multiprocessing.get_context("fork")
+CODE = 7  # exit code of the handler that stands in for Ansible's
+
+
+class SlowQueue:
+    """A queue with the lock of FinalQueue, whose writes take a while."""
+
+    def __init__(self) -> None:
+        self._wlock = FORK.Lock()
+
+    def send_display(self, method: str, seconds: float, told: Connection) -> None:
+        with self._wlock:
+            told.send("locked")
+            time.sleep(seconds)
+        told.send("free")
+
+
+def work(queue: SlowQueue, told: Connection, seconds: float) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os._exit(CODE))
+    display: Any = types.SimpleNamespace(_final_q=queue)
+    worker_output.install(display)
+    worker_output.install(display)
+    assert isinstance(display._final_q, worker_output.WorkerOutput)
+    display._final_q.send_display("display", seconds, told)
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_ends_after_its_write(number: signal.Signals) -> None:
+    queue, (ours, its) = SlowQueue(), FORK.Pipe()
+    worker = FORK.Process(target=work, args=(queue, its, 0.3))
+    worker.start()
+    assert ours.recv() == "locked"
+    assert worker.pid
+    os.kill(worker.pid, number)
+    worker.join(20)
+    assert worker.exitcode == CODE
+    assert ours.recv() == "free", "the write was complete"
+    assert queue._wlock.acquire(block=False)
+
+
+def test_a_worker_ends_without_a_write() -> None:
+    queue, (ours, its) = SlowQueue(), FORK.Pipe()
+    worker = FORK.Process(target=work, args=(queue, its, 0.0))
+    worker.start()
+    assert [ours.recv(), ours.recv()] == ["locked", "free"]
+    assert worker.pid
+    with queue._wlock:  # of another worker, which has ended
+        os.kill(worker.pid, signal.SIGINT)
+        began = time.monotonic()
+        worker.join(20)
+    assert worker.exitcode == CODE and time.monotonic() - began >= worker_output.PATIENCE / 2
