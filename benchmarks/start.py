@@ -1,4 +1,4 @@
-"""Time from the command to the first all-reduce: train.yml against torchrun started by hand; and the skew of rank starts.
+"""Time from the command to the first all-reduce: train.yml and `trainyard train` against torchrun started by hand; and the skew of rank starts.
 
     sudo make bench NAME=start [ARGS='--rounds 5 --many 20 --standby always']
 
@@ -32,7 +32,12 @@ SPEC = {"seq_length": 64, "total_batch_size": 6, "max_steps": 1, "epochs": 100, 
 
 def play(inventory: Path, *words: str) -> str:
     """Run ansible-playbook; return its output. Exits if it fails."""
-    command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(inventory), *words]
+    return run_program("ansible-playbook", "-i", str(inventory), *words)
+
+
+def run_program(name: str, *words: str) -> str:
+    """Run a program of this environment; return its output. Exits if it fails."""
+    command = [str(Path(sys.executable).with_name(name)), *words]
     environment = {**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -69,15 +74,21 @@ def by_hand(lab: Lab, inventory: Path, run: str, dataset: Path, folder: Path) ->
     return seconds
 
 
-def by_playbook(lab: Lab, inventory: Path, run: str, dataset: Path, standby: str) -> tuple[float, float, float]:
-    """Start a run with train.yml.
+def by_controller(
+    lab: Lab, inventory: Path, run: str, dataset: Path, standby: str, *, playbook: bool = True
+) -> tuple[float, float, float]:
+    """Start a run with train.yml, or with `trainyard train`.
 
     Returns:
         The seconds from the command to the first all-reduce, those from the start of torchrun to it, and those between the
         first and the last start of torchrun.
     """
     start = time.time()
-    play(inventory, "train.yml", *variables(run, dataset), "-e", f"standby={standby}")
+    words = [*variables(run, dataset), "-e", f"standby={standby}"]
+    if playbook:
+        play(inventory, "train.yml", *words)
+    else:
+        run_program("trainyard", "train", "-i", str(inventory), *words)
     starts = [json.loads(lab.inside(host, f"cat {DATA}/runs/{run}/state/node.json"))["started"] for host in lab.hosts]
     first = first_step(lab, run)
     return first - start, first - min(starts), max(starts) - min(starts)
@@ -130,22 +141,28 @@ def main() -> None:
             dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
             lab.up(hosts=3, venv=Path(sys.prefix), persistent=False)
             play(lab.inventory, "site.yml", "--tags", "storage")
-            by_playbook(lab, lab.inventory, "warm", dataset, a.standby)
-            by_hand_seconds, playbook_seconds, after_launch, skews = [], [], [], []
+            by_controller(lab, lab.inventory, "warm", dataset, a.standby)
+            by_hand_seconds, playbook_seconds, program_seconds, after_launch, skews = [], [], [], [], []
             for place in range(a.rounds):
                 by_hand_seconds.append(by_hand(lab, lab.inventory, f"hand{place}", dataset, folder))
-                seconds, after, apart = by_playbook(lab, lab.inventory, f"book{place}", dataset, a.standby)
+                seconds, after, apart = by_controller(lab, lab.inventory, f"book{place}", dataset, a.standby)
                 playbook_seconds.append(seconds)
+                program = by_controller(lab, lab.inventory, f"program{place}", dataset, a.standby, playbook=False)[0]
+                program_seconds.append(program)
                 after_launch.append(after)
                 skews.append(apart)
                 print(
-                    f"by hand {by_hand_seconds[-1]:.1f} s, train.yml {seconds:.1f} s ({after:.1f} s from the launch), starts {apart:.2f} s apart; load {os.getloadavg()[0]:.1f}",
+                    f"by hand {by_hand_seconds[-1]:.1f} s, train.yml {seconds:.1f} s ({after:.1f} s from the launch), trainyard train {program:.1f} s, starts {apart:.2f} s apart; load {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
-            more = [playbook - manual for playbook, manual in zip(playbook_seconds, by_hand_seconds, strict=True)]
+            more, program_more = (
+                statistics.median(seconds - manual for seconds, manual in zip(found, by_hand_seconds, strict=True))
+                for found in (playbook_seconds, program_seconds)
+            )
             print(
                 f"3 hosts, median of {a.rounds}: by hand {statistics.median(by_hand_seconds):.1f} s, train.yml {statistics.median(playbook_seconds):.1f} s, "
-                f"difference {statistics.median(more):.1f} s (goal 1, limit 8); {statistics.median(after_launch):.1f} s from the launch; starts at most {max(skews):.2f} s apart (limit 0.5)"
+                f"difference {more:.1f} s (goal 1, limit 8), "
+                f"trainyard train {statistics.median(program_seconds):.1f} s, difference {program_more:.1f} s; {statistics.median(after_launch):.1f} s from the launch; starts at most {max(skews):.2f} s apart (limit 0.5)"
             )
             if a.many:
                 lab.up(hosts=a.many, venv=Path(sys.prefix), persistent=False)

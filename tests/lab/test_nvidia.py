@@ -36,7 +36,7 @@ echo 'deb [trusted=yes] file:/root/nvidia ./' >/etc/apt/sources.list.d/nvidia.li
 apt-get -qq update -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvidia.list -o Dir::Etc::sourceparts=-
 """
 CLEAN = r"""
-rm -rf /root/nvidia /root/sys /root/ramdisks /etc/apt/sources.list.d/nvidia.list
+rm -rf /root/nvidia /opt/sys /root/ramdisks /etc/apt/sources.list.d/nvidia.list
 apt-get -qq purge -y nvidia-driver nvidia-kernel-dkms nvidia-open-kernel-dkms "linux-headers-$(uname -r)" >/dev/null 2>&1 || :
 """
 REMOVE = [
@@ -51,10 +51,10 @@ def host(lab: Lab, hosts: list[Host]) -> Iterator[Host]:
 
 
 def cards(lab: Lab, host: Host, *devices: str) -> None:
-    """Create PCI devices under /root/sys, as /sys shows them."""
-    lab.inside(host, "rm -rf /root/sys; mkdir -p /root/sys/bus/pci/devices")
+    """Create PCI devices under /opt/sys, as /sys shows them. The module reads it as the login user, who may not read /root."""
+    lab.inside(host, "rm -rf /opt/sys; mkdir -p /opt/sys/bus/pci/devices")
     for place, device in enumerate(devices):
-        folder = f"/root/sys/bus/pci/devices/0000:0{place + 1}:00.0"
+        folder = f"/opt/sys/bus/pci/devices/0000:0{place + 1}:00.0"
         lab.inside(
             host, f"mkdir {folder}; cd {folder}; echo 0x10de >vendor; echo 0x030000 >class; echo {device} >device"
         )
@@ -62,7 +62,7 @@ def cards(lab: Lab, host: Host, *devices: str) -> None:
 
 def play(lab: Lab, *arguments: str, **variables: Any) -> Played:
     return run_playbook(
-        "site.yml", lab.inventory, {"nvidia_sysfs": "/root/sys", **variables}, "--tags nvidia", *arguments
+        "site.yml", lab.inventory, {"nvidia_sysfs": "/opt/sys", **variables}, "--tags nvidia", *arguments
     )
 
 

@@ -33,7 +33,8 @@ def show(words: Sequence[str]) -> None:
     tyro.cli(
         program,
         prog=PROGRAM,
-        description="Train language models on a few Linux machines. docs/command-line.md describes the commands.",
+        description="Train language models on a few Linux machines. docs/command-line.md describes the commands, "
+        f"and {PROGRAM} COMMAND --help their options.",
         args=words,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
