@@ -16,9 +16,9 @@ from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 ADA, PASCAL, KEPLER, BLACKWELL = "0x2684", "0x1b06", "0x102d", "0x2b85"
-# A repository of packages with Debian's names; the driver package contains an nvidia-smi that prints its version.
+# A repository of packages with Debian's names, which the login user can read; the driver package contains an nvidia-smi that prints its version.
 REPOSITORY = r"""
-rm -rf /root/nvidia; mkdir -p /root/nvidia; cd /root/nvidia
+rm -rf /opt/nvidia; mkdir -p /opt/nvidia; cd /opt/nvidia
 pack() {
     mkdir -p $1/DEBIAN
     printf 'Package: %s\nVersion: %s\nArchitecture: all\nMaintainer: a stand-in\nDescription: a stand-in\n' $1 $2 >$1/DEBIAN/control
@@ -32,11 +32,11 @@ printf '#!/bin/sh\necho "$@" >>/root/ramdisks\n' >nvidia-driver/usr/sbin/update-
 chmod 755 nvidia-driver/usr/*/*
 pack nvidia-driver VERSION.1-1
 for name in nvidia-kernel-dkms nvidia-open-kernel-dkms linux-headers-$(uname -r); do pack $name 1; done
-echo 'deb [trusted=yes] file:/root/nvidia ./' >/etc/apt/sources.list.d/nvidia.list
+echo 'deb [trusted=yes] file:/opt/nvidia ./' >/etc/apt/sources.list.d/nvidia.list
 apt-get -qq update -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvidia.list -o Dir::Etc::sourceparts=-
 """
 CLEAN = r"""
-rm -rf /root/nvidia /opt/sys /root/ramdisks /etc/apt/sources.list.d/nvidia.list
+rm -rf /opt/nvidia /opt/sys /root/ramdisks /etc/apt/sources.list.d/nvidia.list
 apt-get -qq purge -y nvidia-driver nvidia-kernel-dkms nvidia-open-kernel-dkms "linux-headers-$(uname -r)" >/dev/null 2>&1 || :
 """
 REMOVE = [
@@ -124,7 +124,7 @@ def test_driver_is_installed_only_on_hosts_with_a_gpu(lab: Lab, host: Host, tmp_
     assert again.rc == 0 and again.count("changed") == 0 and "driver 580.65.1 is loaded" in again.stdout, again.stdout
 
     # The driver stopped answering, and a previous play was killed before it wrote the ramdisk: this play writes it.
-    lab.inside(host, "rm /var/lib/trainyard/read/initramfs; mv /usr/bin/nvidia-smi /root/nvidia/; rm -f /root/ramdisks")
+    lab.inside(host, "rm /var/lib/trainyard/read/initramfs; mv /usr/bin/nvidia-smi /opt/nvidia/; rm -f /root/ramdisks")
     refused = play(lab, nvidia_install=True, nvidia_reboot=False)
     assert refused.rc != 0 and "this host needs a reboot to load it" in refused.stdout, refused.stdout
     assert lab.inside(host, "cat /root/ramdisks") == "-u\n"
