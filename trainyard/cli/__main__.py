@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.error(error)
         return 2
     except KeyboardInterrupt:
-        output.error("interrupted; a run that has started continues: trainyard attach follows it, trainyard stop ends it")
+        output.error(
+            "interrupted; a run that has started continues: trainyard attach follows it, trainyard stop ends it"
+        )
         return INTERRUPTED
     except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
