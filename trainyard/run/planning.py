@@ -113,8 +113,7 @@ def plan_run(
         ordered = [host for host in ordered if host.name not in extra]
         hosts, teacher = split_teacher(ordered, spec["teacher_host"])
     head = hosts[0]
-    run_dir, free = f"{head.host.data_dir}/runs/{run}", head.facts["free_ports"]
-    port = 0 if members else choose_port(options.master_port, free, head.name, run_dir, head.host.lease)
+    port = 0 if members else _rendezvous_port(options.master_port, head, run)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     if members:
@@ -155,6 +154,12 @@ def plan_run(
         if teacher:
             lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
     return RunPlan(entries, "new", port, lines + isolation_lines(isolation, ordered))
+
+
+def _rendezvous_port(requested: int | None, head: HostState, run: str) -> int:
+    """Return the port on the head at which the ranks of a run meet. Raises PlanError as `choose_port`."""
+    run_dir = f"{head.host.data_dir}/runs/{run}"
+    return choose_port(requested, head.facts["free_ports"], head.name, run_dir, head.host.lease)
 
 
 def _finished_lines(run: str, preview: bool) -> list[str]:
