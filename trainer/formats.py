@@ -41,9 +41,9 @@ def thousands(value: float) -> str:
     return f"{value:.0f}"
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, whose plural ends in s: ``1 run``, ``2 runs``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number with its noun, whose plural ends in `plural`: ``1 run``, ``2 runs``."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def mib(size: float) -> str:

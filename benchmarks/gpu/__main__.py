@@ -40,7 +40,7 @@ def work_of(bench: Bench) -> dict[str, tuple[bool, Callable[[], Outcome]]]:
         "resume": (False, lambda: resumed(bench)),
         "restarts": (
             True,
-            lambda: bench.program("restarts", "benchmarks.gpu.restarts", str(bench.folder), bench.device, seconds=150),
+            lambda: bench.program("restarts", "benchmarks.gpu.restarts", str(bench.folder), seconds=150),
         ),
     }
 

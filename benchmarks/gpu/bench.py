@@ -50,9 +50,7 @@ class Bench:
     machine: dict[str, Any] = field(default_factory=dict)
     planned: dict[str, dict[str, Any]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    threads: int = (
-        1  # of a process on the CPU: with more threads than cores, runs beside each other take many times as long
-    )
+    threads: int = 1  # of each process: with more of them than cores, runs beside each other take many times as long
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every process: one GPU, no network."""

@@ -220,7 +220,7 @@ def restarts(evidence: Evidence) -> list[Figure]:
     values = evidence.values("restarts")
     return [
         Figure("ranks forked from the standby process / ranks", values["forked"] / values["starts"], "", 1, 1),
-        Figure("from launch to the first step, without a standby process", values["cold_seconds"], "s"),
+        Figure("from launch to the first step, imports included", values["cold_seconds"], "s"),
         Figure("from a crash to the first step, median", values["restart_seconds"], "s", 0, 10, evidence.cuda),
         Figure("a resumed run's steps are consecutive", float(values["consecutive"]), "", 1),
         Figure("forked ranks read the GPU's use by NVML", float(values["nvml"]), "", 1),
@@ -281,11 +281,7 @@ CHECKS: dict[str, Check] = {
     ),
     "deepspeed": ("DeepSpeed stages 2 and 3 with offload", ("full", "zero2", "zero3"), deepspeed),
     "nccl": ("NCCL with one rank", ("one-rank", "collectives"), nccl),
-    "two-ranks": (
-        "two ranks on one GPU over gloo",
-        ("one-rank", "two-ranks", "diloco"),
-        two_ranks,
-    ),
+    "two-ranks": ("two ranks on one GPU over gloo", ("one-rank", "two-ranks", "diloco"), two_ranks),
     "pipeline": (
         "pipeline of two ranks on one GPU",
         ("one-rank", "full-one", "nf4", "pipeline", "pipeline-full", "pipeline-nf4", "pipeline-large"),

@@ -1,6 +1,6 @@
 """A run whose rank is killed, started as the controller starts it but without SSH: whether the ranks are forked, and how long it takes.
 
-    python -m benchmarks.gpu.restarts FOLDER DEVICE
+    python -m benchmarks.gpu.restarts FOLDER
 
 FOLDER has `small` and `dataset.jsonl`. Prints JSON.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import make_spec
+from trainer.supervise.files import read_json
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
 from trainyard.run.options import LaunchOptions, make_options
@@ -40,24 +41,16 @@ FIELDS = {
 }
 
 
-def heartbeat(run_dir: Path) -> dict[str, Any]:
-    """Return the last heartbeat of rank 0; empty if there is none."""
-    try:
-        found: dict[str, Any] = json.loads((run_dir / "state" / "rank0.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
-
-
-def trains(run_dir: Path, after: int) -> dict[str, Any]:
-    """Wait for a heartbeat of a step by another process than `after`; return it. Raises TimeoutError."""
+def trained(run_dir: Path, steps: int, after: int = 0) -> dict[str, Any]:
+    """Wait until rank 0 has trained this many steps, in another process than `after`; return its heartbeat. Raises TimeoutError."""
     deadline = time.monotonic() + LIMIT
+    found: dict[str, Any] = {}
     while time.monotonic() < deadline:
-        found = heartbeat(run_dir)
-        if found.get("status") == "training" and found.get("pid") != after and found.get("step", 0) > 0:
+        found = read_json(run_dir / "state" / "rank0.json") or {}
+        if found.get("status") == "training" and found.get("pid") != after and found.get("step", 0) >= steps:
             return found
         time.sleep(0.02)
-    raise TimeoutError(f"no step within {LIMIT:g} s: {heartbeat(run_dir)}")
+    raise TimeoutError(f"step {steps} was not reached within {LIMIT:g} s: {found}")
 
 
 def was_forked(pid: int) -> bool:
@@ -65,7 +58,7 @@ def was_forked(pid: int) -> bool:
     return b"trainer.distributed.standby" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def main(folder: Path, device: str) -> None:
+def main(folder: Path) -> None:
     """Start the run, kill its rank several times, and stop it."""
     host = Host(
         "here",
@@ -93,14 +86,13 @@ def main(folder: Path, device: str) -> None:
     follower = threading.Thread(target=session.follow, daemon=True)
     follower.start()
     run_dir = folder / "host" / "runs" / RUN
-    state = trains(run_dir, 0)
+    state = trained(run_dir, 1)
     cold, starts, forked, seconds = time.time() - began, 1, int(was_forked(state["pid"])), []
     for _ in range(CRASHES):
-        while heartbeat(run_dir).get("step", 0) < state["step"] + 15:  # at least one checkpoint
-            time.sleep(0.02)
+        trained(run_dir, state["step"] + 15)  # at least one checkpoint
         killed = time.time()
         os.kill(state["pid"], signal.SIGKILL)
-        state = trains(run_dir, state["pid"])
+        state = trained(run_dir, 1, after=state["pid"])
         seconds.append(time.time() - killed)
         starts, forked = starts + 1, forked + was_forked(state["pid"])
     manage_runs("stopped", RUN, [host], connect, LaunchOptions(), report)
@@ -113,10 +105,9 @@ def main(folder: Path, device: str) -> None:
         "restart_seconds": statistics.median(seconds),
         "consecutive": steps == list(range(1, len(steps) + 1)) and len(steps) > CRASHES * 10,
         "nvml": "NVML" not in (run_dir / "logs" / "rank0.log").read_text(),  # torch warns if it cannot be initialized
-        "device": device,
     }
     print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -24,21 +24,28 @@ class SlowQueue:
     def __init__(self) -> None:
         self._wlock = FORK.Lock()
 
-    def send_display(self, method: str, seconds: float, told: Connection) -> None:
+    def send_display(self, method: str, seconds: float, its: Connection) -> None:
         with self._wlock:
-            told.send("locked")
+            its.send("locked")
             time.sleep(seconds)
-        told.send("free")
+        its.send("free")
 
 
-def work(queue: SlowQueue, told: Connection, seconds: float) -> None:
+def told(ours: Connection) -> str:
+    """Return what a worker sends. A worker that ends early sends nothing."""
+    assert ours.poll(20), "the worker sends nothing"
+    found: str = ours.recv()
+    return found
+
+
+def work(queue: SlowQueue, its: Connection, seconds: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(CODE))
     display: Any = types.SimpleNamespace(_final_q=queue)
     worker_output.install(display)
     worker_output.install(display)
     assert isinstance(display._final_q, worker_output.WorkerOutput)
-    display._final_q.send_display("display", seconds, told)
+    display._final_q.send_display("display", seconds, its)
     time.sleep(30)
 
 
@@ -47,12 +54,12 @@ def test_a_worker_ends_after_its_write(number: signal.Signals) -> None:
     queue, (ours, its) = SlowQueue(), FORK.Pipe()
     worker = FORK.Process(target=work, args=(queue, its, 0.3))
     worker.start()
-    assert ours.recv() == "locked"
+    assert told(ours) == "locked"
     assert worker.pid
     os.kill(worker.pid, number)
     worker.join(20)
     assert worker.exitcode == CODE
-    assert ours.recv() == "free", "the write was complete"
+    assert told(ours) == "free", "the write was complete"
     assert queue._wlock.acquire(block=False)
 
 
@@ -60,7 +67,7 @@ def test_a_worker_ends_without_a_write() -> None:
     queue, (ours, its) = SlowQueue(), FORK.Pipe()
     worker = FORK.Process(target=work, args=(queue, its, 0.0))
     worker.start()
-    assert [ours.recv(), ours.recv()] == ["locked", "free"]
+    assert [told(ours), told(ours)] == ["locked", "free"]
     assert worker.pid
     with queue._wlock:  # of another worker, which has ended
         os.kill(worker.pid, signal.SIGINT)

@@ -63,12 +63,12 @@ def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sa
         from trainer.data.logprobs import LogprobReader
 
         read_logprobs = LogprobReader()
-    for number, (where, record) in enumerate(read_records(source)):
+    for before, (where, record) in enumerate(read_records(source)):
         try:
             sample = to_sample(record, source.columns)
             yield replace(sample, logprobs=read_logprobs(record)) if read_logprobs else sample
         except ValueError as error:
-            raise UserError(f"{where}: {_problem(error, number)}") from None
+            raise UserError(f"{where}: {_problem(error, before)}") from None
 
 
 def read_dataset(spec: RunSpec) -> list[Sample]:
@@ -93,11 +93,11 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
         for file in data_files(path, source.split):
             check_source(source.model_copy(update={"path": str(file)}), logprobs=logprobs)
     elif kind == "file" and format_of(path) in TABLES and path.suffix.lower() != ".zst":
-        for number, record in csv_records(path):
+        for before, (number, record) in enumerate(csv_records(path)):
             try:
                 to_sample(record, source.columns)
             except ValueError as error:
-                raise UserError(f"{path}: record {number}: {error}") from None
+                raise UserError(f"{path}: record {number}: {_problem(error, before)}") from None
 
 
 def _problem(error: ValueError, before: int) -> str:

@@ -143,9 +143,11 @@ def _suggestion(row: Mapping[Any, Any]) -> str:
         mapping = {name: key for name, key in (found | more).items() if name != key}
         if not nearest or len(mapping) < len(best):
             nearest, best = " and ".join(required), mapping
-    parts = [required for required, _ in SHAPES if len(required) > 1 and any(name in row for name in required)]
-    if not nearest and parts:
-        return f"; it lacks {' and '.join(name for name in parts[0] if name not in row)}"
+    if not nearest:
+        for required, _ in SHAPES:
+            missing = [name for name in required if name not in row]
+            if missing and len(missing) < len(required):
+                return f"; it lacks {' and '.join(missing)}"
     if not nearest and len(row) == 1 and (keys := _plain_keys(row)):
         nearest, best = "text", {"text": keys[0]}
     if nearest:

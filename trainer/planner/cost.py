@@ -194,9 +194,9 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     # Norms store their input (float32), attention its queries, keys, values and output, the MLP both factors.
     floats = query * 2 + 2 * (query if spec.packing else value) + gate + product + sum(read) + adapters
     norms = shape.hidden * 4 * (2 if spec.lora_r else 4)  # a trained weight also needs the normalized input
-    if spec.quantize == "nf4":  # the output of a quantized matrix has the data type of its input, float32
-        norms += (gate + product) * (4 - number)
-    return floats * number + dropped + norms, shape.hidden * (2 if half_hidden(spec) else 4)
+    # The output of a quantized matrix has the data type of its input, float32.
+    wider = (gate + product) * (4 - number) if spec.quantize == "nf4" else 0
+    return floats * number + dropped + norms + wider, shape.hidden * (2 if half_hidden(spec) else 4)
 
 
 def root_bytes(shape: Shape, bytes_per_weight: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
-from trainer.formats import mib, table
+from trainer.formats import counted, mib, table
 from trainer.inputs import path_kind, user_path
 from trainer.planner.alternatives import shown
 from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
@@ -28,10 +28,6 @@ from trainer.strategy import possible_plans
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
 _FULL_ROWS = "full rows, every token with loss"
 _HEAD = ["strategy", "processes", "memory MiB", "sent MB/step", "s/step", "tokens/s", "communication", "fits"]
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
@@ -162,7 +158,7 @@ def plan(
     advice = recommend(spec, planned, setting)
     settings = _settings(spec, layout, kernels, device)
     about = [
-        f"{_count(len(hosts), 'host')}, {_count(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
+        f"{counted(len(hosts), 'host')}, {counted(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
         f"{'' if link else ' (assumed)'}; {about_speed}",
         f"data: {data}; settings: {', '.join(settings)}",
     ]
