@@ -102,13 +102,15 @@ def test_gpu_memory_selects_the_host_or_refuses(cluster: tuple[Lab, Path], site:
 def test_critical_preempts_low_which_is_repeated(cluster: tuple[Lab, Path], site: Played) -> None:
     lab, _ = cluster
     head = lab.hosts[0]
-    script = '#!/bin/sh\ntrap "exit 75" TERM\nsleep 300 & wait\n'
+    script = '#!/bin/sh\ntrap "exit 75" TERM\ntouch /tmp/low.started\nsleep 300 & wait\n'
     lab.inside(head, f"cat >/tmp/low.sh <<'P'\n{script}\nP\nchmod 755 /tmp/low.sh")
     job = as_user(
         lab, head, "sbatch --parsable -p low -N1 -w node3 --exclusive --signal=B:TERM@30 -o /dev/null /tmp/low.sh"
     )
     state = f"squeue -h -j {job} -o %T"
-    lab.wait(lambda: as_user(lab, head, state) == "RUNNING", "the low job does not start")
+    # The job runs for Slurm before its script does. A script that a signal ends before its trap has failed: it is not repeated.
+    started = "test -e /tmp/low.started && echo started || :"
+    lab.wait(lambda: lab.inside(lab.hosts[2], started) != "", "the low job does not start")
     assert as_user(lab, head, "srun -p critical -w node3 --exclusive hostname").splitlines()[-1] == "node3"
     lab.wait(lambda: as_user(lab, head, state) == "RUNNING", "the low job is not repeated", 60)
     assert "Restarts=1" in as_user(lab, head, f"scontrol show job {job}")
