@@ -32,7 +32,7 @@ from trainyard.run.gather import _space_needed
 from trainyard.run.isolation import Isolation
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.options import make_options
-from trainyard.run.plan import Node, choose_port, environment, head_first, plan_nodes
+from trainyard.run.plan import Node, check_own_gpus, choose_port, environment, head_first, plan_nodes
 from trainyard.run.planning import check_layers, check_torchft, surplus
 from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.spec_files import PreparedRun
@@ -69,6 +69,39 @@ def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
     assert head_first(hosts, "") == hosts
     with pytest.raises(PlanError, match="head: d is not a host of this run; its hosts are a, bb, ccc"):
         head_first(hosts, "d")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "refused"),
+    [
+        ("fsdp", {}, True),
+        ("deepspeed", {}, True),
+        ("diloco", {"replica_strategy": "fsdp", "replica_hosts": 2}, True),
+        ("diloco", {}, False),
+        ("ddp", {}, False),
+        ("pipeline", {}, False),
+    ],
+)
+def test_strategies_that_gather_on_gpus_need_one_for_each_rank(
+    strategy: str, fields: dict[str, Any], refused: bool
+) -> None:
+    spec = make_spec({"model": "m", "strategy": strategy, **fields}, "")
+    card = {"name": "A", "uuid": "GPU-00000000-0000-0000-0000-000000000001"}
+    other = {"name": "A", "uuid": "GPU-00000000-0000-0000-0000-000000000002"}
+    crowded, alone, same, apart = (host("a", processes=2), host("bb"), host("ccc"), host("dddd"))
+    crowded.gpus, alone.gpus, same.gpus, apart.gpus = [card], [card], [card], [other]
+    for hosts in ([alone], [alone, apart], [host("e", processes=2)]):
+        check_own_gpus(hosts, spec)
+    for hosts, names in (
+        ([crowded], r"a: .* \(2 ranks, 1 GPU\): set cluster_processes=1,"),
+        ([alone, same], "bb, ccc: "),
+    ):
+        with (
+            pytest.raises(PlanError, match=f"{names}.*strategy=ddp or pipeline")
+            if refused
+            else contextlib.nullcontext()
+        ):
+            check_own_gpus(hosts, spec)
 
 
 def test_a_cpu_host_uses_the_installed_allocator() -> None:

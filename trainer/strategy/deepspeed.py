@@ -95,6 +95,9 @@ class DeepSpeedPlan(StrategyPlan):
     def needs_packages(self, spec: RunSpec) -> dict[str, str]:
         return {"deepspeed": "strategy=deepspeed"}
 
+    def needs_own_gpus(self, spec: RunSpec) -> bool:
+        return True
+
     def sharded_weights(self, spec: RunSpec) -> bool:
         return spec.deepspeed_stage == 3
 

@@ -120,6 +120,9 @@ class DiLoCoPlan(StrategyPlan):
     def needs_packages(self, spec: RunSpec) -> dict[str, str]:
         return {"torchft": "diloco_membership=torchft"} if self.separate_launchers(spec) else {}
 
+    def needs_own_gpus(self, spec: RunSpec) -> bool:
+        return _INNER_PLANS[spec.replica_strategy].needs_own_gpus(spec)
+
     def separate_launchers(self, spec: RunSpec) -> bool:
         return spec.diloco_membership == "torchft"
 

@@ -88,6 +88,9 @@ class FSDPPlan(StrategyPlan):
         reject_unshardable(spec, "strategy", possible=("precision", "torch_compile"))
         reject_generation(spec, "strategy")
 
+    def needs_own_gpus(self, spec: RunSpec) -> bool:
+        return True
+
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 

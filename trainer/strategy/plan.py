@@ -65,6 +65,10 @@ class StrategyPlan:
         """Return {Python package: the setting that needs it} beyond the packages of every run."""
         return {}
 
+    def needs_own_gpus(self, spec: RunSpec) -> bool:
+        """Return whether ranks on GPUs must not share one: it gathers CUDA tensors, which gloo cannot (see World.require_own_gpus)."""
+        return False
+
     def separate_launchers(self, spec: RunSpec) -> bool:
         """Return whether every replica has its own torchrun, so that one can fail while the others continue."""
         return False

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainer.config import RunSpec
 from trainer.distributed import SHARED_GPUS, TEACHER_ADDRESS
 from trainer.distributed.listeners import PEERS
 from trainer.formats import table
-from trainer.strategy import plan_named
+from trainer.strategy import plan_named, plan_of
 from trainyard.connection import Host
 from trainyard.preflight.gpu_choice import devices, numbers
 from trainyard.preflight.host_state import HostState
@@ -157,6 +158,31 @@ def rank_counts(hosts: list[HostState]) -> list[int]:
     return [host.host.processes or len(host.gpus) or 1 for host in hosts]
 
 
+def hosts_share_gpus(hosts: list[HostState]) -> bool:
+    """Return whether hosts that are one machine use the same GPU."""
+    used = [device for host in hosts for device in devices(host.gpus)]
+    return len(used) > len(set(used))
+
+
+def check_own_gpus(hosts: list[HostState], spec: RunSpec) -> None:
+    """Check that no ranks share a GPU if the strategy does not allow that. Raises PlanError."""
+    counts = rank_counts(hosts)
+    if sum(counts) < 2 or not plan_of(spec).needs_own_gpus(spec):
+        return
+    refused = f"strategy={spec.strategy} cannot run with ranks that share a GPU"
+    for host, count in zip(hosts, counts, strict=True):
+        if host.gpus and count > len(host.gpus):
+            raise PlanError(
+                f"{host.name}: {refused} ({count} ranks, {len(host.gpus)} GPU): set cluster_processes={len(host.gpus)}, or "
+                "strategy=ddp or pipeline"
+            )
+    if hosts_share_gpus(hosts):
+        names = ", ".join(host.name for host in hosts if host.gpus)
+        raise PlanError(
+            f"{names}: {refused}, and hosts of these are one machine: leave one of them out, or set strategy=ddp or pipeline"
+        )
+
+
 @dataclass(frozen=True)
 class _Rendezvous:
     """How torchrun of one host finds its peers, and the replica group of the trainer."""
@@ -204,8 +230,7 @@ def plan_nodes(
     peers = peer_addresses(everyone) if isolation.incoming else []
     teacher_at = _teacher_address(everyone, port) if teacher else ""
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
-    used = [device for host in hosts for device in devices(host.gpus)]
-    shared_gpus = len(used) > len(set(used))  # all ranks need the same backend
+    shared_gpus = hosts_share_gpus(hosts)  # all ranks need the same backend
     nodes: list[Node] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
         first = sum(counts[:place])

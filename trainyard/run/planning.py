@@ -32,7 +32,7 @@ from trainyard.run.gather import (
 )
 from trainyard.run.isolation import choose_isolation, isolation_lines
 from trainyard.run.options import LaunchOptions
-from trainyard.run.plan import Node, choose_port, head_first, plan_lines, plan_nodes
+from trainyard.run.plan import Node, check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.spec_files import PreparedRun, spec_of
 from trainyard.run.teacher_host import split_teacher, teacher_line
 
@@ -103,6 +103,7 @@ def plan_run(
     hosts, teacher = split_teacher(ordered, spec["teacher_host"])
     chosen = _resolve_strategy(hosts, connect, spec, prepared)
     check_requirements(hosts, spec)
+    check_own_gpus(hosts, spec_of(spec))
     apart = own_torchrun(spec)
     if apart:
         check_torchft([host.host for host in hosts], options)
