@@ -27,7 +27,8 @@ from benchmarks.simulated_hosts import Cluster
 from trainer.config import make_spec
 from trainyard.preflight.runner import run_preflight
 from trainyard.run.options import make_options
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 from trainyard.run.spec_files import PreparedRun
 
 STEPS = ("plan", "preflight", "stage", "launch", "follow")

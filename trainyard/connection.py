@@ -7,9 +7,7 @@ Nothing here depends on Ansible. The transports are `trainyard.openssh` (OpenSSH
 from __future__ import annotations
 
 import ipaddress
-import json
 import resource
-import shlex
 import threading
 import time
 import weakref
@@ -140,16 +138,15 @@ class HostConnection:
         return self.run(remote_command(verb, python or self.host.python), remote_input(request, verb), verb)
 
     def start_run(self, request: dict[str, Any], verb: str = "start") -> dict[str, Any]:
-        """Start the host's part of a run from the staged trainer, which outlives the connection. Raises RemoteError.
+        """Start the host's part of a run, which outlives the connection. Raises RemoteError.
 
         Args:
             request: see trainer.supervise.start.
             verb: `start`, or `prepare` for only the processes that wait for the start.
         """
-        archive = shlex.quote(f"{request['run_dir']}/trainer.zip")
-        # -P: import the staged trainer, not one in the current folder.
-        command = f"PYTHONPATH={archive} exec {shlex.quote(self.host.python)} -P -m trainer.supervise {verb}"
-        return self.run(command, json.dumps(request).encode(), verb)
+        # From the archive of this controller, because code of a rank can write the staged trainer: only processes of the run, which
+        # its unit restricts, import that one.
+        return self.call(f"run_{verb}", request)
 
     def run(self, command: str, stdin: bytes | None = None, verb: str = "") -> dict[str, Any]:
         """Run a shell command on the host and return the last JSON object on its standard output.

@@ -38,7 +38,7 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 PACKAGE_VERBS = frozenset(
-    {"all_reduce", "hub_fetch"}
+    {"all_reduce", "hub_fetch", "run_start", "run_prepare"}
 )  # verbs that import installed packages; the others start without `site`
 
 

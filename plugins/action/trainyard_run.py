@@ -11,7 +11,8 @@ from trainyard.ansible_adapter import ClusterAction, cluster_connections, failur
 from trainyard.connection import InventoryError
 from trainyard.extra_vars import plain_data, read_run_spec
 from trainyard.run.errors import RunError
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 
 TOP = Path(__file__).resolve().parents[2]
 ARGUMENTS = {

@@ -21,7 +21,8 @@ from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.run.errors import LaunchError, PlanError, RunError
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.runs import manage_runs
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 
 __all__ = ["bed", "control_folder", "server"]
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from run_hosts import FAKE_RANK, TOP, Bed, bed, free_port, parent_of, until
 
-from trainer.supervise.files import LOG_LIMIT
+from trainer.supervise.files import LOG_LIMIT, write_atomic
 from trainer.supervise.processes import environ, is_running, process_stat, send_signal
 from trainer.supervise.ranks import EXIT_LIMIT
+from trainer.supervise.start import STOPPED
 from trainyard.remote_archive import remote_command, remote_input
 
 __all__ = ["bed"]
@@ -265,6 +266,55 @@ def test_ranks_that_torchrun_restarts_may_be_renumbered(bed: Bed) -> None:
     assert (state["status"], state["node"]["ranks"], list(state["ranks"])) == ("running", [0], ["0"])
     assert not state["node"]["failures"]
     assert ended(bed)["status"] == "finished"
+
+
+def test_all_ranks_of_a_torchrun_that_restarts_them_are_watched(bed: Bed) -> None:
+    """They start one after the other."""
+    bed.make_run(1, environment="FAKE=0:40:plain\n")
+    ranks = [" ".join(plain_rank()).replace("RANK=0", f"RANK={rank}") for rank in (1, 0)]
+    begun = bed.run_dir(0) / "state/rank1.json"
+    script = f"{ranks[0]} & while ! [ -e {begun} ]; do sleep 0.05; done; sleep 0.5; {ranks[1]} & wait; sleep 300"
+    start(bed, ["/bin/sh", "-c", script, "--max-restarts=3"], ranks=(2, 3))
+    until(lambda: bed.node(0)["ranks"] == [0, 1], 20, "both ranks in the record")
+    final = ended(bed)  # the mistake of the one that appeared last ends the run
+    assert final["status"] == "failed" and final["ranks"]["0"]["error"]["plain"]
+
+
+def test_a_name_that_ends_inside_a_character_does_not_disturb_the_supervisor(bed: Bed) -> None:
+    """The kernel keeps 15 bytes of a name: those of a program that has a Cyrillic one end inside a character."""
+    bed.make_run(1)
+    code = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, 'Программа.exe'.encode()); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout and other.stdout.readline() and process_stat(other.pid)
+            start(bed, plain_rank(steps=5))
+            assert ended(bed)["status"] == "finished"
+        finally:
+            other.kill()
+
+
+def test_a_stop_after_the_plan_refuses_a_start(bed: Bed) -> None:
+    bed.make_run(1)
+    start(bed, plain_rank(steps=1))
+    ended(bed)
+    stop(bed, wanted=True)
+    refused = start(bed, plain_rank(steps=1), stop_seen=False)
+    assert refused == {"error": STOPPED} and status(bed)["stop_wanted"]
+    start(bed, plain_rank(steps=1), stop_seen=True)
+    assert ended(bed)["node"]["attempt"] == 2 and not status(bed)["stop_wanted"]
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of a rank can plant one in the run folder, and its unit protects what the link names."""
+    outside = tmp_path / "profile"
+    outside.write_text("kept")
+    monkeypatch.setattr(os, "urandom", bytes)
+    (tmp_path / f".tmp-node.json-{bytes(8).hex()}").symlink_to(outside)
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "node.json", b"{}")
+    assert outside.read_text() == "kept"
 
 
 def test_torchrun_does_not_restart_ranks_that_fail_because_of_the_run(bed: Bed) -> None:

@@ -22,7 +22,8 @@ from trainyard.connection import Host, HostConnection, Login
 from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote.commit import commit
 from trainyard.run.errors import RunError
-from trainyard.run.options import make_options
+from trainyard.run.options import LaunchOptions, make_options
+from trainyard.run.runs import manage_runs
 from trainyard.run.session import RunSession
 
 __all__ = ["bed", "control_folder", "server"]
@@ -30,8 +31,10 @@ __all__ = ["bed", "control_folder", "server"]
 SPEC_RANK = Path(__file__).parents[1] / "support/spec_rank.py"
 
 
-def session(bed: Bed, number: int, lr: float, login: Login | None) -> RunSession:
-    """A prepared session of controller `number`, with a home of its own."""
+def session(
+    bed: Bed, number: int, lr: float, login: Login | None, rank: dict[str, str] | None = None, **options: Any
+) -> RunSession:
+    """A prepared session of controller `number`, with a home of its own. `rank`: variables of spec_rank.py."""
     python = bed.folder / "python"
     if not python.exists():
         python.write_text(
@@ -45,14 +48,15 @@ def session(bed: Bed, number: int, lr: float, login: Login | None) -> RunSession
     dataset = bed.folder / "data.jsonl"
     dataset.write_text("".join(json.dumps({"text": f"After {n} comes {n + 1}."}) + "\n" for n in range(20)))
     fields = {"run": "same", "dataset": str(dataset), "lr": lr, "max_steps": 1, "loggers": "none", "seq_length": 32}
-    options = make_options({"progress_interval": 0.2, "run_env": {"LR": str(lr)}})
+    variables = {"LR": str(lr), **(rank or {})}
+    chosen = make_options({"progress_interval": 0.2, "run_env": variables, **options})
     home = bed.folder / f"controller{number}"
     spec = make_spec(fields, "the test")
 
     def connect(host: Host) -> HostConnection:
         return HostConnection(host, OpenSSHTransport(login) if login else LocalTransport())
 
-    made = RunSession(hosts, connect, options, spec=spec, home=home, report=lambda line: None)
+    made = RunSession(hosts, connect, chosen, spec=spec, home=home, report=lambda line: None)
     made.prepare()
     return made
 
@@ -114,6 +118,57 @@ def test_the_same_spec_is_followed(bed: Bed, transport: str, offset: float, requ
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
+def test_the_attempt_of_a_run_that_is_followed_is_known(bed: Bed) -> None:
+    """Else a session that follows it would take the restart by another one for its own failed start, and kill the ranks."""
+    first, second = (session(bed, number, 1e-3, None, {"SECONDS": "10"}) for number in (0, 1))
+    for step in (first.plan, first.preflight, first.stage, first.launch):
+        step()
+    second.plan()
+    assert second.state.phase == "running" and second.state.attempt == first.state.attempt == 1
+    assert [entry["attempt"] for entry in second.state.plan] == [1, 1]
+    assert first.follow()["status"] == second.follow()["status"] == "finished"
+
+
+def stop_run(made: RunSession) -> None:
+    """Stop the run of a session as a user does."""
+    found = manage_runs("stopped", "same", made.hosts.values(), made.connect_host, LaunchOptions(), lambda line: None)
+    assert set(found["hosts"]) == {"node1", "node2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["delay", "planned", "staged"])
+def test_a_stop_before_a_restart_is_not_lost(bed: Bed, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = session(bed, 0, 1e-3, None, {"FAILS": "1"}, max_restarts=3, restart_delay=0.2)
+    lines: list[str] = []
+    name = {"planned": "_make_plan", "staged": "_stage"}.get(moment, "")
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if line.startswith("restarting in ") and sum(line.startswith("restarting in ") for line in lines) == 1:
+            if moment == "delay":
+                stop_run(made)
+            else:
+                step = getattr(made, name)
+
+                def stopped_after(previous: Any = None, **more: Any) -> Any:
+                    monkeypatch.setattr(made, name, step)
+                    done = step(previous, **more)
+                    stop_run(made)
+                    return done
+
+                monkeypatch.setattr(made, name, stopped_after)
+
+    made.report = report
+    for step in (made.plan, made.preflight, made.stage, made.launch):
+        step()
+    ended = made.follow()
+    assert ended["status"] == made.state.status == "stopped", lines
+    assert ended["lines"] == ["run same was stopped: train.yml with the same spec continues it"]
+    assert {bed.node(host, "same")["attempt"] for host in (0, 1)} == {1}, "no rank has started again"
+    assert not bed.live_processes()
+
+
 def packed(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content)).decode()
 
@@ -121,7 +176,11 @@ def packed(content: bytes) -> str:
 def request_of(folder: Path, token: str, **more: Any) -> dict[str, Any]:
     (folder / "trainer").write_bytes(b"zip")
     base = {"run_dir": str(folder / "runs/r"), "token": token, "trainer": str(folder / "trainer")}
-    return base | {"contents": {"spec.yml": [0o644, packed(b"a")]}, "previous": None, "stale": False} | more
+    return (
+        base
+        | {"contents": {"spec.yml": [0o644, packed(b"a")]}, "previous": None, "stop_wanted": False, "stale": False}
+        | more
+    )
 
 
 def test_a_claim_lasts_until_the_start_or_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +212,7 @@ def test_a_start_since_the_plan_is_not_overwritten(tmp_path: Path) -> None:
     (run_dir / "state/node.json").write_text('{"attempt": 1, "started": 5.0}')
     assert commit(request_of(tmp_path, "a")) == {"claimed": "the run was started since it was planned"}
     assert not (run_dir / "spec.yml").exists()
-    assert commit(request_of(tmp_path, "a", previous=[1, 5.0]))["changed"]
+    (run_dir / "state/stop-wanted").touch()
+    late = commit(request_of(tmp_path, "a", previous=[1, 5.0]))
+    assert late == {"claimed": "a user stopped the run since it was planned"}
+    assert commit(request_of(tmp_path, "a", previous=[1, 5.0], stop_wanted=True))["changed"]

@@ -42,7 +42,7 @@ class LyingTransport:
         request: dict[str, Any] = {}
         if stdin and verb == "trainer.gguf.export":
             verb, request = "gguf_export", json.loads(stdin)
-        elif stdin and verb != "start":
+        elif stdin:
             size, _, rest = stdin.partition(b"\n")
             request = json.loads(rest[int(size) :])
         if verb == "ollama":  # one verb with several steps, each with its own reply
@@ -249,7 +249,7 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "lease": lambda: {"held": True, "restart": 0, "gpus": ["0"], "ending": False, "time": NOW, "alive": False},
         "slurm_check": lambda: {"refused": "", "partitions": ["gpu"], "nodes": [["n0", True, "torch"]], "unseen": ""},
         "{}": dict,  # a command that answers with an empty object
-        "start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},
+        "run_start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},
         "begin": lambda: {"now": NOW},
     }
     return answers[verb]()

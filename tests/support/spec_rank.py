@@ -3,7 +3,8 @@
     spec_rank.py ... SPEC --run-dir=RUN_DIR ...
 
 It takes the place of torchrun, so that a test can make many short runs. The result is a result.json with `lrs`, the
-learning rates that it saw. The environment variable `lr_env` has the value from the file `env`.
+learning rates that it saw. The environment variable `lr_env` has the value from the file `env`. With FAILS=1 it fails
+instead; SECONDS is how long it takes, 1.0 if not set.
 """
 
 import ctypes
@@ -14,8 +15,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-
-SECONDS = 1.0
 
 
 def main():
@@ -30,7 +29,9 @@ def main():
     lrs = [seen()]
     state = {"rank": rank, "pid": os.getpid(), "steps": 1, "loss": 1.0, "note": "", "error": None}
     write(run_dir / f"state/rank{rank}.json", state | {"status": "training", "step": 0, "time": time.time()})
-    time.sleep(SECONDS)
+    if os.environ.get("FAILS"):
+        sys.exit(1)
+    time.sleep(float(os.environ.get("SECONDS", "1.0")))
     lrs.append(seen())
     result = {"run": run_dir.name, "status": "finished", "step": 1, "steps": 1, "world_size": 2, "lrs": lrs}
     result |= {"loss_first": 2.0, "loss_last": 1.0, "tokens": 1, "samples": 1, "tokens_per_second": 1.0}

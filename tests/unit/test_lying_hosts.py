@@ -166,7 +166,7 @@ OPERATIONS: dict[str, tuple[Callable[[Cluster, Path], list[str]], str]] = {
     "commit": (stage, "commit"),
     "describe-files": (described, "local_files"),
     "relay": (relayed, "relay"),
-    "launch": (launch, "start"),
+    "launch": (launch, "run_start"),
     "begin": (launch, "begin"),
     "gather": (plan, "host_facts"),
     "preflight-facts": (preflight, "host_facts"),

@@ -18,7 +18,8 @@ from trainer.supervise.status import shorten
 from trainyard.connection import Host, HostConnection
 from trainyard.run.errors import PlanError
 from trainyard.run.options import make_options
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 
 
 class Recording(Cluster):

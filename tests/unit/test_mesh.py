@@ -23,7 +23,8 @@ from trainyard.remote.folder_marker import FolderMarker
 from trainyard.remote.mesh import Mesh
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 
 HERE = Host("here", "127.0.0.1", "/nonexistent", sys.executable)
 CONNECTION = HostConnection(HERE, LocalTransport())

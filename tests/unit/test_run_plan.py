@@ -247,6 +247,8 @@ def test_the_delay_is_limited() -> None:
     for _ in range(20):
         policy.record(failure_at(1), hosts=2)
     assert policy.wait() == 60
+    policy.failures = 100_000  # a host that is off for weeks
+    assert policy.wait() == 60
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from trainyard.run.errors import LaunchError, PlanError, RunError, RunFailedErro
 from trainyard.run.gather import fit_hosts
 from trainyard.run.options import make_options
 from trainyard.run.planning import PreviousStart, RunPlan
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 from trainyard.run.spec_files import PreparedRun
 
 SPEC = make_spec({"run": "r", "model": "tiny", "fake_data": True, "strategy": "ddp"}, "the test")

@@ -29,6 +29,9 @@ class StartRequest:
     teaches: bool = False  # the command is the run's teacher and not torchrun; its only "rank" is its number
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
+    stop_seen: bool = (
+        True  # whether a user had stopped the run when this start was planned; else such a stop refuses it
+    )
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
     standby: float = 0.0  # seconds for which a standby process waits for the next start; 0 for none
     any_run: bool = False  # it waits for the start of any run, and not only for the restart of this one

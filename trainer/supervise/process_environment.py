@@ -23,7 +23,7 @@ def replace_environment(values: Mapping[str, str], first: str) -> None:
     Raises:
         OSError: the memory has no room for the variable `first`; nothing has changed.
     """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[47]), int(fields[48])
     names = [first, *(name for name in values if name != first)]
     block = b""

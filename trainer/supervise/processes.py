@@ -16,7 +16,8 @@ LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the 
 def process_stat(pid: int) -> tuple[str, int, int] | None:
     """Return (state letter, parent, start time in clock ticks since boot) of a process, or None; see proc(5)."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The kernel cuts the name after 15 bytes, perhaps inside a character.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return None
     return fields[0], int(fields[1]), int(fields[19])

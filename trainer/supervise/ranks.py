@@ -39,6 +39,7 @@ class RankMonitor:
         self.run_dir, self.ranks = run_dir, ranks
         self.renumbered, self.replica = renumbered, replica
         self.failures: list[dict[str, Any]] = []
+        self._count = len(ranks)  # the same after each restart
         self._log, self._log_offset = log, log.stat().st_size
         self._pids: dict[int, int] = {}  # by rank
         self._gone: dict[int, float] = {}  # rank: when its process was first missing
@@ -56,7 +57,7 @@ class RankMonitor:
         """
         before = (list(self.failures), self.ranks)
         self.read_log()
-        missing = len(self._pids) < len(self.ranks)
+        missing = len(self._pids) < self._count
         if missing or (self.renumbered and not all(map(is_running, self._pids.values()))):
             self._find_processes(torchrun)
         for rank, pid in self._pids.items():
@@ -125,6 +126,8 @@ class RankMonitor:
                 found[self.ranks[int(values["LOCAL_RANK"])] if self.replica else int(number)] = pid
             elif pid in reported:
                 found[reported[pid]] = pid
+        if self.renumbered and len(found) < self._count:
+            return  # torchrun starts its workers one after the other, and only all of them show the numbering
         if self.renumbered and set(found.values()) - set(self._pids.values()):
             self.reset()
             self.ranks = sorted(found)

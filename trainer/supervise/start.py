@@ -42,6 +42,7 @@ from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.status import is_active
 from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_for_any, waiting_supervisor
 
+STOPPED = "a user stopped the run after this start was planned"
 START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
 
 
@@ -70,6 +71,8 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     with one_start(run_dir):
         check_lease(wanted.lease)
         check_idle(run_dir, wanted.devices, wanted.lease)
+        if not wanted.stop_seen and (run_dir / "state/stop-wanted").exists():
+            raise SupervisorError(STOPPED)
         consume_claim(run_dir, wanted.claim)
         last = read_json(run_dir / "state/node.json") or {}
         wanted.run_dir = str(run_dir)
@@ -247,8 +250,9 @@ def start_process(wanted: StartRequest, run_dir: Path, command: list[str], log: 
 
 
 def supervisor_environment(wanted: StartRequest, run_dir: Path) -> dict[str, str]:
-    """Return the variables of a supervisor. One that may serve further runs imports the trainer of the store, which no run owns."""
-    trainer = shared_trainer(run_dir) if wanted.any_run else IMPORT_ROOT
+    """Return the variables of a supervisor. It imports the staged trainer; one that may serve further runs imports that of the store, which no run owns."""
+    staged = run_dir / TRAINER
+    trainer = shared_trainer(run_dir) if wanted.any_run else staged if staged.exists() else IMPORT_ROOT
     return import_environment(run_dir, wanted.lease, trainer)
 
 

@@ -133,12 +133,12 @@ def why_lost(node: dict[str, Any], run_dir: Path) -> str:
         if node["started"] < booted - 1:
             return "the machine was restarted"
         if node.get("unit"):
-            return unit_result(node["unit"])
+            return unit_result(str(node["unit"]))
     return ""
 
 
 def unit_result(unit: str) -> str:
-    """Return systemd's result of a unit that failed, or an empty string."""
+    """Return systemd's result of a unit of a run that failed, or an empty string. A rank can write the name of the unit."""
     import subprocess
 
     from trainer.supervise.environment import choose_backend, systemctl_environment
@@ -146,7 +146,7 @@ def unit_result(unit: str) -> str:
     user = False
     with contextlib.suppress(SupervisorError):
         user = "--user" in (choose_backend("systemd") or [])
-    query = ["systemctl", *(["--user"] if user else []), "show", "--value", "--property=Result", unit]
+    query = ["systemctl", *(["--user"] if user else []), "show", "--value", "--property=Result", "--", unit]
     shown = subprocess.run(query, capture_output=True, text=True, check=False, env=systemctl_environment())
     result = shown.stdout.strip()
     return "" if result == "success" else result

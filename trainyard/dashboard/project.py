@@ -12,7 +12,8 @@ from trainyard.connection import Host, HostConnection
 from trainyard.ollama.servers import server_urls
 from trainyard.run.options import LaunchOptions
 from trainyard.run.service_start import read_service_start
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 from trainyard.run.start_record import has_start, read_start
 from trainyard.service_records import dashboard_host
 

@@ -22,7 +22,8 @@ from trainyard.connection import Host, HostConnection, InventoryError
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
-from trainyard.run.session import KeepRecord, RunSession, SessionState
+from trainyard.run.session import KeepRecord, RunSession
+from trainyard.run.session_state import SessionState
 from trainyard.tables import table
 
 Connect = Callable[[Host], HostConnection]

@@ -34,7 +34,8 @@ from trainyard.run.errors import HostUnreachableError, PartlyActiveError, RunErr
 from trainyard.run.launch import stop_parts
 from trainyard.run.monitor import Part
 from trainyard.run.restart_policy import furthest_step
-from trainyard.run.session import RunSession, SessionState
+from trainyard.run.session import RunSession
+from trainyard.run.session_state import SessionState
 
 POLL = 0.3  # s between two queries to Slurm
 LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases

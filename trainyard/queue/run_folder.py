@@ -21,7 +21,7 @@ import trainyard
 from trainer.errors import UserError
 from trainyard.connection import Host, Login
 from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.session import SessionState
+from trainyard.run.session_state import SessionState
 from trainyard.run.trainer_archive import zip_packages
 
 KEY = ".ssh/trainyard_queue_ed25519"  # in the home of the user of the queue host; made by the role queue

@@ -24,8 +24,7 @@ def commit(request: dict[str, Any]) -> dict[str, Any]:
     Args:
         request: `run_dir`; `token` of the controller; `trainer`, the staged archive of the trainer; `contents`, {name:
             [mode, compressed content in base64]}; `previous`, attempt and time of the start that the plan records, or
-            None; `stale`,
-            whether that start may still run here; `release`, remove the claim of this token and do nothing else.
+            None; `stop_wanted`, whether a user had stopped that start when it was planned; `stale`, whether it may still run here; `release`, remove the claim of this token and do nothing else.
 
     Returns:
         `changed`, the paths that were written; or `claimed`, why another controller has precedence.
@@ -54,6 +53,8 @@ def claimed(run_dir: Path, request: dict[str, Any]) -> str:
         return "the run is active"
     if start_of(read_json(run_dir / "state/node.json")) != request["previous"]:
         return "the run was started since it was planned"
+    if not request["stop_wanted"] and (run_dir / "state/stop-wanted").exists():
+        return "a user stopped the run since it was planned"
     return ""
 
 

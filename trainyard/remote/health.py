@@ -218,7 +218,7 @@ def torchruns(runs: Path) -> list[dict[str, Any]]:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             launcher = any(word.endswith(("/torchrun", ".torchrun", "torch.distributed.run")) for word in words[:6])
             if launcher and not any(word.startswith((f"{runs}/", f"--run-dir={runs}/")) for word in words):
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
                 found[int(folder.name)] = parent, " ".join(words)[:120].strip()
     return [{"pid": pid, "command": command} for pid, (parent, command) in found.items() if parent not in found]
 

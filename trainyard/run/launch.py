@@ -97,6 +97,7 @@ def start_request(
         "backend": entry.get("backend") or "auto",
         "attempt": entry.get("attempt") or 0,
         "claim": entry.get("claim") or "",
+        "stop_seen": bool(entry.get("stop_wanted", True)),
         "devices": entry.get("devices") or [],
         "properties": [*properties, *(entry.get("properties") or [])],
         "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],

@@ -128,7 +128,7 @@ def plan_run(
         hosts,
         run=run,
         port=port,
-        attempt=last_attempt + 1,
+        attempt=last_attempt if members else last_attempt + 1,
         elastic=(options.min_nodes or len(hosts)) if options.elastic else 0,
         restarts=options.max_restarts or TORCHRUN_RESTARTS,
         replica_hosts=spec["replica_hosts"] if apart else 0,
@@ -142,8 +142,7 @@ def plan_run(
         check_running_spec(members[0], entries[0]["spec"], run)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"])
     if previous.begun and was_stopped(ordered, last_attempt):
-        line = f"run {run} was stopped: train.yml with the same spec continues it"
-        return RunPlan(entries, "stopped", port, [line])
+        return RunPlan(entries, "stopped", port, [stopped_line(run)])
     if is_finished(hosts, entries[0]["spec"], run):
         return RunPlan(entries, "finished", port, _finished_lines(run, preview))
     lines = [*_host_lines(ordered, left_out, preview), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
@@ -275,11 +274,17 @@ def was_stopped(hosts: list[HostState], attempt: int) -> bool:
     return any(host.facts["stop_wanted"] and (host.facts["part"] or {}).get("attempt") == attempt for host in hosts)
 
 
+def stopped_line(run: str) -> str:
+    """Return what a user is told who stopped a run before its restart."""
+    return f"run {run} was stopped: train.yml with the same spec continues it"
+
+
 def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
     facts = host.facts
     return node.as_dict() | {
         "spec": host_spec(spec, prepared.files, node.data_dir),
         "previous": start_of(facts["part"]),
+        "stop_wanted": bool(facts["stop_wanted"]),
         "link_mbit": facts["link_mbit"],
         "versions": facts["versions"],
         "gpus": [gpu["name"] for gpu in host.gpus],

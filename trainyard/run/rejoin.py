@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from trainyard.connection import FanOut, HostConnection
 from trainyard.run.monitor import Part
+from trainyard.run.restart_policy import MOST_DOUBLINGS
 
 ASK = 5.0  # s between two questions to an absent host
 STEADY = 30.0  # s for which a host has to answer; doubles with each loss of it
@@ -120,7 +121,7 @@ class Rejoin:
         return bool(names) and saved > (GAIN - 1) * self.speeds.restart
 
     def _patience(self, name: str) -> float:
-        return float(STEADY * 2 ** max(0, self.speeds.losses.get(name, 0) - 1))
+        return float(STEADY * 2 ** min(max(0, self.speeds.losses.get(name, 0) - 1), MOST_DOUBLINGS))
 
     def _measure(self, states: Mapping[int, Mapping[str, object]], now: float) -> None:
         first = states[min(states)] if states else {}

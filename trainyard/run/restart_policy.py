@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+MOST_DOUBLINGS = 64  # of a wait, which a limit ends long before; more would exceed the largest float
+
 
 @dataclass
 class RestartPolicy:
@@ -53,7 +55,7 @@ class RestartPolicy:
 
     def wait(self) -> float:
         """Return the seconds to wait before the next start."""
-        return float(min(self.delay_max, self.delay * 2 ** (self.failures - 1)))
+        return float(min(self.delay_max, self.delay * 2 ** min(self.failures - 1, MOST_DOUBLINGS)))
 
 
 def furthest_step(failure: dict[str, Any]) -> int:

@@ -14,18 +14,19 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
 from trainer.distributed import SPARE_LAYERS, TEACHER_TOKEN
 from trainer.formats import printable
+from trainer.supervise.start import STOPPED
 from trainyard.connection import Host, HostConnection
 from trainyard.run.absent_hosts import end_standby, stop_absent, watch_absent
 from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.early_imports import EarlyImports
-from trainyard.run.errors import LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
+from trainyard.run.errors import LaunchError, LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
 from trainyard.run.host_files import HostAccess
@@ -33,10 +34,11 @@ from trainyard.run.launch import standby_seconds, start_ranks
 from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.model_files import fetch_models_again
 from trainyard.run.options import LaunchOptions
-from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run
+from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run, stopped_line
 from trainyard.run.rejoin import Rejoin, Speeds
 from trainyard.run.restart_policy import RestartPolicy
 from trainyard.run.service_start import service_start
+from trainyard.run.session_state import SessionState
 from trainyard.run.slurm import check_job, check_options, plan_job
 from trainyard.run.spec_files import PreparedRun, Report, prepare
 from trainyard.run.stage import release_claims, stage_files
@@ -47,42 +49,12 @@ from trainyard.run.weight_files import layers_are_kept
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
+PLAN_AHEAD = 2.0  # s before a restart at which it is planned: a user may stop the run until then
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
 LINE_LIMIT = 2000  # characters of a reported line
 MANY = 1000  # restarts above which the limit is not shown
 KeepRecord = Callable[[str, str], None]
 _SKIPPED: dict[str, Any] = {"skipped": True}
-
-
-@dataclass
-class SessionState:
-    """What one step leaves for the next; plain data, so that it can be stored between processes.
-
-    Attributes:
-        prepared: the fields of PreparedRun.
-        plan: the plan's entries, by node rank.
-        phase: the phase of RunPlan, or `failed` if the first start failed and `follow` restarts it.
-        port: rendezvous port.
-        failure: message and details of a first start that failed.
-        status: how the run ended: finished, stopped, or empty.
-        token: token of this session's claims on the run.
-        staged: hosts that have the large files.
-        served: those of them that were the first host, and have all weights of the model.
-    """
-
-    prepared: dict[str, Any] | None = None
-    plan: list[dict[str, Any]] = field(default_factory=list)
-    phase: str = "new"
-    port: int = 0
-    failure: dict[str, Any] | None = None
-    status: str = ""
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    staged: list[str] = field(default_factory=list)
-    served: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return asdict(self)
 
 
 class RunSession:
@@ -267,7 +239,7 @@ class RunSession:
                 state.staged = [name for name in state.staged if name not in lost] if policy.failures == 1 else []
                 if "cause" not in failure:  # the plan itself failed, or the start: the hosts may need the time
                     _sleep_until(due)
-                previous = PreviousStart(begun, self._last_attempt(), lost, barred)
+                previous = PreviousStart(begun, state.attempt, lost, barred)
                 failure = self._attempt(functools.partial(self._restart, previous, due), lost=previous.lost)
                 begun, barred = begun or failure is None, []
             if state.phase == "stopped":
@@ -306,6 +278,8 @@ class RunSession:
                     raise
                 time.sleep(CLAIM_POLL)
         self.state.plan, self.state.phase, self.state.port = plan.entries, plan.phase, plan.port
+        if plan.phase == "running":
+            self.state.attempt = self._planned_attempt()
         return plan
 
     def _stage(self, previous: PreviousStart | None = None) -> dict[str, list[str]]:
@@ -364,6 +338,7 @@ class RunSession:
         try:
             always = self.options.standby == "always"
             settings = (self.options.unit_properties, standby_seconds(self.options), always)
+            self.state.attempt = self._planned_attempt()
             started = start_ranks(self.state.plan, self.connect, self.report, *settings)
         except RunError:
             release_claims(self.state.plan, self.connect, self.state.token)
@@ -422,28 +397,34 @@ class RunSession:
             due: monotonic time before which nothing is staged and no rank starts.
         """
         before = self.state.plan
+        _sleep_until(due - PLAN_AHEAD)
         plan = self._make_plan(previous)
-        left_out = [entry for entry in before if entry["host"] not in {entry["host"] for entry in plan.entries}]
-        stopped = [*before, *self._early.requested.values()]
-        self._end_standby(stopped if plan.phase == "stopped" else left_out, previous.lost)
-        if plan.phase == "stopped":
-            self.state.status = "stopped"
-            self._result = {"changed": True, "status": "stopped", "lines": plan.lines}
-            return
-        for line in plan.lines:
-            self.report(line)
+        if plan.phase != "stopped":
+            left_out = [entry for entry in before if entry["host"] not in {entry["host"] for entry in plan.entries}]
+            self._end_standby(left_out, previous.lost)
+            for line in plan.lines:
+                self.report(line)
         if plan.phase in ("new", "finished"):
             _sleep_until(due)
             self._stage(previous)
             if self.state.phase in ("new", "finished"):
-                self._launch()
+                try:
+                    self._launch()
+                except LaunchError as error:
+                    if STOPPED not in error.details.get("troubles", {}).values():
+                        raise
+                    self.state.phase = "stopped"
+        if self.state.phase == "stopped":
+            self._end_standby([*before, *self._early.requested.values()], previous.lost)
+            self.state.status = "stopped"
+            self._result = {"changed": True, "status": "stopped", "lines": [stopped_line(self.run_name)]}
 
     def _restart_with(self, returning: list[str]) -> dict[str, Any] | None:
         """Start again with hosts that return; return the failure, or None.
 
         A host with which the run did not start counts as lost, so that it does not stop the run again and again.
         """
-        failure = self._attempt(functools.partial(self._restart, PreviousStart(True, self._last_attempt()), 0.0))
+        failure = self._attempt(functools.partial(self._restart, PreviousStart(True, self.state.attempt), 0.0))
         present = {entry["host"] for entry in self.state.plan}
         for name in returning:
             if failure or name not in present:
@@ -470,7 +451,7 @@ class RunSession:
             return {"msg": f"{type(error).__name__}: {error}"}
         return None
 
-    def _last_attempt(self) -> int:
+    def _planned_attempt(self) -> int:
         return max((entry.get("attempt", 0) for entry in self.state.plan), default=0)
 
     def _final(self, failure: dict[str, Any], why: str) -> RunError:

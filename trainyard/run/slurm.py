@@ -21,7 +21,15 @@ from trainyard.run.errors import PlanError, RunError
 from trainyard.run.gather import Connect, check_requirements, own_torchrun, usable_hosts
 from trainyard.run.options import OPTIONS, LaunchOptions
 from trainyard.run.plan import Node
-from trainyard.run.planning import PreviousStart, RunPlan, check_running_spec, host_spec, is_finished, was_stopped
+from trainyard.run.planning import (
+    PreviousStart,
+    RunPlan,
+    check_running_spec,
+    host_spec,
+    is_finished,
+    stopped_line,
+    was_stopped,
+)
 from trainyard.run.slurm_job import batch_script, resources
 from trainyard.run.spec_files import PreparedRun
 
@@ -86,7 +94,7 @@ def plan_job(
         entry["ranks"], entry["attempt"] = list(part.get("ranks") or entry["ranks"]), int(part.get("attempt") or 1)
         return RunPlan([entry], "running", 0, [f"run {run} is already running: following it"])
     if previous.begun and was_stopped(hosts, int(part.get("attempt") or 0)):
-        return RunPlan([entry], "stopped", 0, [f"run {run} was stopped: train.yml with the same spec continues it"])
+        return RunPlan([entry], "stopped", 0, [stopped_line(run)])
     if is_finished(hosts, entry["spec"], run):
         return RunPlan([entry], "finished", 0, [])
     return RunPlan([entry], "new", 0, _plan_lines(login, options, processes, spec))

@@ -27,7 +27,7 @@ from trainyard.run.weight_files import serves_layers, weight_groups
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
 # Fields of an entry that plan.json does not have. `peers` repeats the addresses of all entries.
-_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script", "peers")
+_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script", "peers", "stop_wanted")
 
 
 def stage_files(
@@ -114,6 +114,7 @@ def commit_request(
         "trainer": f"{entry['data_dir']}/{trainer['dest']}",
         "contents": small_files(entry, plan, prepared.origin, run_env),
         "previous": entry["previous"],
+        "stop_wanted": bool(entry.get("stop_wanted", True)),
         "stale": entry["stale"],
     }
 
