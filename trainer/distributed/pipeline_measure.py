@@ -6,6 +6,7 @@ import copy
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.config import RunSpec
 from trainer.distributed.pipeline_stage import Division, parts_of
 from trainer.distributed.pipelines import Pipelines
+from trainer.errors import UserError
 from trainer.model import base_dtype
 from trainer.planner.cost import micro_batches
 from trainer.planner.hosts import available_bytes
@@ -27,13 +29,16 @@ _SHORT = 0.5  # seconds: five slices of a quota of the usual 100 ms
 _PLACES = 512  # maximum tokens of a pass; beyond that, time is proportional
 
 
-def divide_model(spec: RunSpec, pipelines: Pipelines, costs: LayerCosts) -> Division:
+def divide_model(spec: RunSpec, pipelines: Pipelines, costs: Sequence[LayerCosts]) -> Division:
     """Return the layers of every stage: as the spec says, or by speed and free memory. Every rank calls it.
 
     All pipelines have the same division. The slowest rank of a stage, and the one with least memory, determine it.
 
+    Args:
+        costs: for full rows, and then for ever smaller ones: the rows of the dataset are not known yet. The first that fit count.
+
     Raises:
-        UserError: the ranks have too little memory, or the numbers of the spec do not match the model.
+        UserError: the ranks have too little memory even for the last costs, or the numbers of the spec do not match the model.
     """
     layers, world, stages = shape_of(spec).layers, pipelines.world, pipelines.stages
     if spec.pipeline_layers:
@@ -47,7 +52,20 @@ def divide_model(spec: RunSpec, pipelines: Pipelines, costs: LayerCosts) -> Divi
         speeds, rooms = zip(*(measured[rank] for rank in ranks), strict=True)
         facts.append(RankFacts(max(map(float, speeds)) if all(speeds) else 0.0, min(map(float, rooms))))
     micro = micro_batches(spec, len(pipelines.ranks))
-    return Division(tuple(divide_layers(layers, facts, costs, micro)), stages.rank)
+    too_large: list[UserError] = []
+    for smaller in costs:
+        try:
+            division = Division(tuple(divide_layers(layers, facts, smaller, micro)), stages.rank)
+        except UserError as error:
+            too_large.append(error)
+            continue
+        if too_large and world.rank == 0:
+            print(
+                f"warning: the memory may not suffice for rows of {spec.seq_length} tokens with a loss on each of them: "
+                "if a rank runs out of it, set a smaller batch_size"
+            )
+        return division
+    raise too_large[0]
 
 
 def layer_seconds(spec: RunSpec, device: torch.device) -> float:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from trainer.config import RunSpec
 from trainer.distillation.loss import Divergence
 from trainer.distributed import SPARE_LAYERS
-from trainer.distributed.pipeline_weights import StageWeights
+from trainer.distributed.pipeline_weights import DTYPES, StageWeights
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
 from trainer.errors import UserError, first_line
@@ -190,8 +190,15 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
         raise UserError(f"model: cannot load {spec.model}: {first_line(error)}") from None
     parts = parts_of(spec, str(config.model_type))
     check_positions(spec, "model", config)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec))
+    if getattr(config, "quantization_config", None):  # its tensors have scales, which a stage would ignore
+        raise UserError(
+            f"model: {spec.model} is quantized already, which strategy=pipeline cannot load: set another strategy"
+        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec))
+    except Exception as error:  # transformers checks only a part of the configuration
+        raise UserError(f"model: cannot create {spec.model}: {first_line(error)}") from None
     model.tie_weights()  # the context above makes a parameter of its own for the head
     with contextlib.suppress(OSError):  # a model may have none
         model.generation_config = GenerationConfig.from_pretrained(spec.model)
@@ -290,10 +297,16 @@ def _read_weights(
     weights: StageWeights,
     quantizer: Quantizer | None,
 ) -> None:
-    """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`."""
+    """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`.
+
+    Raises:
+        UserError: a tensor has a data type without which it means nothing, such as one of 8 bits.
+    """
     wanted, places = stored_names(model, parts, mine)
     dtype = base_dtype(spec)
     for name, value in weights.read(wanted):
+        if value.dtype not in DTYPES.values():
+            raise UserError(f"model: {name} of {spec.model} has the data type {value.dtype}, expected 16 to 64 bits")
         value = value.to(dtype, copy=True)
         fresh = quantizer.parameter(model, name, value, weights.device) if quantizer else nn.Parameter(value)
         for module, leaf in places[name]:

@@ -29,13 +29,14 @@ from trainer.config import RunSpec
 from trainer.distributed.kept_layers import kept_file, kept_folder
 from trainer.distributed.world import World
 from trainer.errors import UserError, first_line
+from trainer.formats import printable
 from trainer.inputs import path_kind
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _RESERVE = 200 << 20  # bytes that kept tensors leave free for checkpoints and logs
 _CHUNK = 64 << 20  # bytes of one message
 _WIDEST = 4  # bytes of a number of most models at most, to estimate the size of tensors before their data type is known
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # of safetensors
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # of safetensors
 
 
 class WeightFiles:
@@ -62,14 +63,17 @@ class WeightFiles:
             with safe_open(single, "pt") as file:  # type: ignore[no-untyped-call]
                 self._file_of = dict.fromkeys(file.keys(), _SINGLE)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"model: cannot read {_SINGLE} of {model}: {first_line(error)}") from None
+            raise UserError(self._damaged(_SINGLE, error)) from None
+
+    def _damaged(self, name: str, error: Exception) -> str:
+        return f"model: cannot read {printable(name, 80)} of {self._model}: {first_line(error)}: copy or download the model again"
 
     def _path(self, name: str, *, required: bool = True) -> Path | None:
         folder = Path(self._model).expanduser()
         if path_kind(folder) == "folder":
             # An index is not trusted: it may name files of this folder only.
             found = folder / Path(name).name
-            path = found if found.is_file() else None
+            path = found if path_kind(found) == "file" else None
         else:
             try:
                 cached = cached_file(self._model, Path(name).name, _raise_exceptions_for_missing_entries=required)
@@ -90,23 +94,29 @@ class WeightFiles:
         return next((candidate for candidate in candidates if candidate in self._file_of), "")
 
     def header(self, stored: str) -> tuple[list[int], str]:
-        """Return the shape of a tensor and its data type as safetensors names it, without reading it."""
-        return _header(self._path(self._file_of[stored]), stored)
+        """Return the shape of a tensor and its data type as safetensors names it, without reading it. Raises UserError."""
+        try:
+            return _header(self._path(self._file_of[stored]), stored)
+        except (OSError, SafetensorError) as error:
+            raise UserError(self._damaged(self._file_of[stored], error)) from None
 
     def tensor(self, stored: str) -> torch.Tensor:
-        """Return a tensor in host memory."""
+        """Return a tensor in host memory. Raises UserError."""
         ((_, tensor),) = self.read({stored: stored})
         return tensor
 
     def read(self, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (key, tensor in host memory) for every {key: name in the files}, file by file."""
+        """Yield (key, tensor in host memory) for every {key: name in the files}, file by file. Raises UserError."""
         by_file: dict[str, list[str]] = {}
         for key, stored in names.items():
             by_file.setdefault(self._file_of[stored], []).append(key)
         for file_name, keys in by_file.items():
-            with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
-                for key in keys:
-                    yield key, file.get_tensor(names[key])
+            try:
+                with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
+                    for key in keys:
+                        yield key, file.get_tensor(names[key])
+            except (OSError, SafetensorError) as error:
+                raise UserError(self._damaged(file_name, error)) from None
 
 
 class ReceivedWeights:
@@ -328,11 +338,11 @@ class StageWeights:
         for rank, each in enumerate(self._world.gather(offers)):
             for name, (stored, shape, dtype) in each.items():
                 self._check(name, shape)
-                if dtype not in _DTYPES:
+                if dtype not in DTYPES:
                     raise UserError(
                         f"model: {name} of {self._model} has the data type {str(dtype)[:40]}: set another strategy"
                     )
-                sent.setdefault(name, _Sent(rank, str(stored), _DTYPES[dtype]))
+                sent.setdefault(name, _Sent(rank, str(stored), DTYPES[dtype]))
         return sent
 
     def _exchange(

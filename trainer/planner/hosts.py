@@ -34,6 +34,8 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
         return [{"host": f"host{place + 1}", "processes": 1} for place in range(int(source))]
     try:
         hosts = json.loads(read_regular(Path(source), _MAX_FILE))
+        if not hosts:
+            raise ValueError
         return [_host(place, host) for place, host in enumerate(hosts[:MAX_HOSTS])]
     except OSError as error:
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MAX_CONFIG = 16 * 1024 * 1024  # bytes of a config.json
 _MAX_COUNT = 1_000_000_000  # of anything in it
+_MAX_LAYERS = 10_000  # plans of pipelines loop over them
 # Decoders whose layers are q, k, v, o and a gated MLP, between norms.
 _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -70,6 +71,7 @@ class Shape:
     other_per_layer: int  # norms
     other: int  # final norm, learned positions
     tied: bool
+    wrapped: bool = False  # config.json describes a model with further parts, such as for images
 
     @property
     def layer_parameters(self) -> int:
@@ -112,13 +114,14 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     Raises:
         UserError: an unsupported model type, or a missing field.
     """
+    whole = config
     config = config.get("text_config", config) if isinstance(config, Mapping) else {}
     kind = str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
     try:
         if kind == "gpt2":
-            return _gpt2(config)
+            return replace(_gpt2(config), wrapped=config is not whole)
         if kind in _LLAMA_LIKE and not config.get("num_local_experts"):
-            return _llama(kind, config)
+            return replace(_llama(kind, config), wrapped=config is not whole)
     except KeyError as error:
         raise UserError(f"model: the config.json ({kind}) has no {error.args[0]}") from None
     except ValueError as error:
@@ -128,11 +131,11 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     raise UserError(f"model: the planner does not support {shown}: it supports {known}")
 
 
-def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _count(config: Mapping[str, Any], name: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
     """Return a number of the config; `default` if it is missing, null or 0. Raises KeyError or ValueError."""
     value = config[name] if default is None else config.get(name) or default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_COUNT:
-        raise ValueError(f"{name}: {quoted(value)}, expected an integer from 1 to {_MAX_COUNT}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name}: {quoted(value)}, expected an integer from 1 to {most}")
     return value
 
 
@@ -164,7 +167,7 @@ def _llama(kind: str, c: Mapping[str, Any]) -> Shape:
     if about.get("head_norm"):
         norms += query + value if kind == "olmo2" else 2 * head_dim
     return Shape(
-        kind, _count(c, "num_hidden_layers"), hidden, heads, kv_heads, head_dim, _count(c, "vocab_size"),
+        kind, _count(c, "num_hidden_layers", most=_MAX_LAYERS), hidden, heads, kv_heads, head_dim, _count(c, "vocab_size"),
         c.get("max_position_embeddings", 0), tuple(matrices), norms, hidden,
         bool(c.get("tie_word_embeddings", kind in _TIED)),
     )  # fmt: skip
@@ -181,7 +184,7 @@ def _gpt2(c: Mapping[str, Any]) -> Shape:
     )
     positions = _count(c, "n_positions", 1024)
     return Shape(
-        "gpt2", _count(c, "n_layer"), hidden, heads, heads, max(1, hidden // heads), _count(c, "vocab_size"),
+        "gpt2", _count(c, "n_layer", most=_MAX_LAYERS), hidden, heads, heads, max(1, hidden // heads), _count(c, "vocab_size"),
         positions, matrices, 4 * hidden, 2 * hidden + positions * hidden, bool(c.get("tie_word_embeddings", True)),
     )  # fmt: skip
 

@@ -157,10 +157,15 @@ class DiLoCoPlan(StrategyPlan):
                 return False
         return -(-len(layout.processes) // spec.replica_hosts) <= spec.rows_per_step
 
+    def autocast_copies(self, spec: RunSpec, shape: Shape) -> int:
+        return _INNER_PLANS[spec.replica_strategy].autocast_copies(spec, shape)
+
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         if self.sharded_weights(spec):
-            shards = min(layout.processes) * spec.replica_hosts
+            hosts = spec.replica_hosts
+            groups = (layout.processes[first : first + hosts] for first in range(0, len(layout.processes), hosts))
+            shards = min(map(sum, groups))  # the last replica may have fewer hosts
             state = sharded_state(spec, state, shape, shards, self.bytes_per_weight(spec))
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])

@@ -111,6 +111,10 @@ class FSDPPlan(StrategyPlan):
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         return spec.fsdp_shard != "host" or (len(set(layout.processes)) == 1 and layout.processes[0] > 1)
 
+    def autocast_copies(self, spec: RunSpec, shape: Shape) -> int:
+        # Layers are gathered in 16 bits; only the root's weights stay in 32.
+        return min(super().autocast_copies(spec, shape), 2 * shape.head_parameters)
+
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         shards = min(layout.processes) if spec.fsdp_shard == "host" else layout.world

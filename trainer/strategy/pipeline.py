@@ -55,6 +55,13 @@ if TYPE_CHECKING:
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
+_ROWS = (
+    (1.0, 1.0),
+    (1.0, 0.5),
+    (1.0, 0.2),
+    (0.5, 0.2),
+    (0.01, 0.01),
+)  # assumed parts of a row, and of its tokens with loss
 _BUCKET = 1 << 20  # numbers of gradients that pipelines add up at a time
 
 
@@ -62,14 +69,16 @@ def layer_costs(spec: RunSpec, shape: Shape, rows: MeanRows, bytes_per_weight: i
     """Return the needs of a layer, the embedding and the head on a rank that holds them."""
     layer = stage_state(spec, shape, bytes_per_weight, 1, first=False, last=False)
     stored, logits = activation_bytes(spec, shape, rows, cuda=cuda)
+    copies = autocast_bytes(spec, shape, bytes_per_weight)
     matrices, head, attention = forward_products(shape, rows)
     none = stage_state(spec, shape, bytes_per_weight, 0, first=False, last=False).held
     # As in `row_flops`: only layers are computed again in the backward pass.
     passes, again = 2 if spec.lora_r else 3, int(spec.gradient_checkpointing)
     return LayerCosts(
         head=head * passes * shape.layers / (matrices * (passes + again) + attention * (3 + again)),
-        layer=layer.held + autocast_bytes(spec, shape, bytes_per_weight) / shape.layers,
-        saved=stored / shape.layers,
+        layer=layer.held + copies * again / shape.layers,
+        # Every micro-batch in flight keeps its own copies of the weights, unless layers are computed again.
+        saved=(stored + copies * (1 - again)) / shape.layers,
         received=boundary_bytes(spec, shape, rows) * 2,
         first=stage_state(spec, shape, bytes_per_weight, 0, first=True, last=False).held - none,
         last=stage_state(spec, shape, bytes_per_weight, 0, first=False, last=True).held - none + logits,
@@ -171,7 +180,9 @@ class PipelinePlan(StrategyPlan):
 
         cuda = world.device.type == "cuda"
         pipelines = Pipelines.find(spec, world)
-        costs = layer_costs(spec, shape_of(spec), MeanRows.full(spec), self.bytes_per_weight(spec), cuda=cuda)
+        size, full = self.bytes_per_weight(spec), spec.seq_length
+        rows = [MeanRows(full * part, full * part, trained) for part, trained in _ROWS]
+        costs = [layer_costs(spec, shape_of(spec), each, size, cuda=cuda) for each in rows]
         division = divide_model(spec, pipelines, costs)
         if world.rank == 0:
             times = f"{len(pipelines.ranks)} times " if len(pipelines.ranks) > 1 else ""
@@ -196,7 +207,10 @@ class PipelinePlan(StrategyPlan):
         stages = max(sizes)
         if len(sizes) > 1 or (spec.pipeline_hosts and hosts > len(layout.processes)):
             return False
-        return 1 < stages <= shape.layers and shape.kind in PIPELINE_KINDS
+        given = parse_layers(spec.pipeline_layers)
+        if given and (len(given) != stages or sum(given) != shape.layers):
+            return False
+        return 1 < stages <= shape.layers and shape.kind in PIPELINE_KINDS and not shape.wrapped
 
     def layers(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[int]:
         """Return the layers of ranks with enough memory, by their speed; at most one rank per layer counts.
@@ -240,9 +254,9 @@ class PipelinePlan(StrategyPlan):
             whole = activation_bytes(spec.model_copy(update={"gradient_checkpointing": False}), shape, rows, cuda=cuda)
             logits = whole[0] / shape.layers if spec.gradient_checkpointing else 0.0
         flying = in_flight(rank, len(counts), micro)
-        copies = autocast_bytes(spec, shape, self.bytes_per_weight(spec))
+        copies = autocast_bytes(spec, shape, self.bytes_per_weight(spec)) * counts[rank] / shape.layers
         return Memory(
-            weights=state.weights + round(copies * counts[rank] / shape.layers),
+            weights=state.weights + round(copies * (1 if spec.gradient_checkpointing else flying)),  # see layer_costs
             gradients=state.gradients,
             optimizer=state.optimizer,
             activations=round(stored * counts[rank] / shape.layers * flying),

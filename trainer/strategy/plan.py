@@ -157,6 +157,10 @@ class StrategyPlan:
         """Return the bytes of one weight of the base model in memory."""
         return 2 if spec.lora_r and spec.precision == "bf16-mixed" and not self.uniform_dtype else 4
 
+    def autocast_copies(self, spec: RunSpec, shape: Shape) -> int:
+        """Return the bytes of 16-bit copies of weights on one process during a forward pass."""
+        return autocast_bytes(spec, shape, self.bytes_per_weight(spec))
+
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         """Return the memory of model and optimizer on one process."""
         return full_state(spec, shape, self.bytes_per_weight(spec))
@@ -174,7 +178,7 @@ class StrategyPlan:
         `cuda`: count the memory of a GPU. State that the strategy keeps in host memory does not count then.
         """
         state = self.state(spec, shape, layout, cuda=cuda)
-        state = replace(state, base=state.base + autocast_bytes(spec, shape, self.bytes_per_weight(spec)))
+        state = replace(state, base=state.base + self.autocast_copies(spec, shape))
         activations, logits = activation_bytes(spec, shape, rows, cuda=cuda)
         return Memory(
             weights=state.weights + state.gathered,

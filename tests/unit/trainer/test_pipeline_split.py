@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import make_spec
+from trainer.distributed import pipeline_measure
+from trainer.distributed.pipeline_measure import divide_model
 from trainer.distributed.pipeline_schedule import Operation, operations
 from trainer.errors import UserError
-from trainer.planner.cost import Layout, Rows, full_state
+from trainer.planner.cost import Layout, Rows, autocast_bytes, full_state
 from trainer.planner.model_shape import Shape, read_shape
 from trainer.planner.recommend import Setting, Speed, options
 from trainer.strategy import plan_named
@@ -22,6 +27,8 @@ from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers
 FREE = LayerCosts(head=0, layer=0, saved=0, received=0, first=0, last=0)
 LLAMA_7B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
 LLAMA_7B |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
+SMALL_GEMMA = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+SMALL_GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100}
 GIB = 2**30
 
 
@@ -150,3 +157,58 @@ def test_costs_grow_with_layers_and_name_the_ends() -> None:
     many = plan_named("pipeline").memory(spec, shape, Layout((1,) * 40), Rows.full(spec))
     few = plan_named("pipeline").memory(spec, shape, Layout((1, 1)), Rows.full(spec))
     assert sum(many.step.values()) < sum(few.step.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_micro_batch_in_flight_has_its_copies_of_the_weights(checkpointing: bool) -> None:
+    """Autocast begins anew for each of them, and the backward pass needs the copies of its own forward pass."""
+    fields = {"model": "x", "strategy": "pipeline", "lora_r": 0, "batch_size": 1, "total_batch_size": 16}
+    fields |= {"gradient_checkpointing": checkpointing, "pipeline_layers": "8,8,8,8"}
+    shape, layout = shape_7b(), Layout((1,) * 4)
+    mixed, plain = (make_spec(fields | {"precision": name}, "here") for name in ("bf16-mixed", "32-true"))
+    rows, plan = Rows.full(mixed), plan_named("pipeline")
+    found = [
+        half.weights - full.weights
+        for half, full in zip(
+            plan.memories(mixed, shape, layout, rows, cuda=True),
+            plan.memories(plain, shape, layout, rows, cuda=True),
+            strict=True,
+        )
+    ]
+    copies = autocast_bytes(mixed, shape, 4) / 4
+    assert found == pytest.approx([copies * times for times in ([1] * 4 if checkpointing else [7, 5, 3, 1])], abs=2)
+    costs, without = (layer_costs(spec, shape, rows, 4, cuda=True) for spec in (mixed, plain))
+    assert costs.layer - without.layer == (copies / 8 if checkpointing else 0)
+
+
+def test_a_division_that_the_spec_gives_or_a_model_with_images_limits_where_a_pipeline_runs() -> None:
+    spec = make_spec({"model": "x", "strategy": "pipeline", "pipeline_layers": "8,8,8,8"}, "here")
+    plan, shape = plan_named("pipeline"), shape_7b()
+    assert plan.runs_on(spec, shape, Layout((1,) * 4)) and not plan.runs_on(spec, shape, Layout((1,) * 2))
+    half = spec.model_copy(update={"pipeline_hosts": 2})
+    assert not plan.runs_on(half, shape, Layout((1,) * 4)), "two pipelines of two ranks have other layers"
+    assert plan.runs_on(half.model_copy(update={"pipeline_layers": ""}), shape, Layout((1,) * 4))
+    wrapped = read_shape({"model_type": "gemma3", "text_config": SMALL_GEMMA})
+    assert wrapped.kind == "gemma3_text" and wrapped.wrapped and not read_shape(SMALL_GEMMA).wrapped
+    free = make_spec({"model": "x", "strategy": "pipeline"}, "here")
+    assert plan.runs_on(free, read_shape(SMALL_GEMMA), Layout((1, 1)))
+    assert not plan.runs_on(free, wrapped, Layout((1, 1)))
+
+
+def test_ranks_with_room_for_the_rows_of_the_dataset_only_get_layers_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dataset is not read yet when the layers are divided."""
+    shape = shape_7b()
+    spec = make_spec({"model": "x", "strategy": "pipeline", "balance": "even", "batch_size": 4}, "here")
+    monkeypatch.setattr(pipeline_measure, "shape_of", lambda spec: shape)
+    monkeypatch.setattr(pipeline_measure, "available_bytes", lambda device, processes: 20.0 * GIB)
+    world = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"), gather=lambda value: [value, value])
+    pipelines = SimpleNamespace(world=world, stages=SimpleNamespace(size=2, rank=1), ranks=[[0, 1]])
+    large, small = (replace(FREE, layer=size * GIB) for size in (4.0, 1.0))
+    assert sum(divide_model(spec, pipelines, [small, large]).layers) == shape.layers  # type: ignore[arg-type]
+    assert capsys.readouterr().out == ""
+    assert sum(divide_model(spec, pipelines, [large, small]).layers) == shape.layers  # type: ignore[arg-type]
+    assert capsys.readouterr().out.startswith("warning: the memory may not suffice for rows of ")
+    with pytest.raises(UserError, match=r"^strategy: pipeline needs about 128\.0 GiB"):
+        divide_model(spec, pipelines, [large, replace(small, layer=2.0 * GIB)])  # type: ignore[arg-type]

@@ -186,3 +186,44 @@ def test_the_speed_of_a_layer_is_measured(kind: str, tmp_path: Path) -> None:
     seconds = layer_seconds(spec_of(saved(tmp_path / "model", kind)), CPU)
     # A process with half of a core by a quota runs at full speed for the first part of every slice of 100 ms.
     assert seconds > 0 and time.perf_counter() - began >= 0.5
+
+
+def test_weights_that_are_quantized_already_are_refused(tmp_path: Path) -> None:
+    """The tensors of such a model have scales beside them."""
+    folder = saved(tmp_path / "model", "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"^model: {name} of .* has the data type torch.float8_e4m3fn, expected 16 to"):
+        load_stage(spec_of(folder), Division((3,), 0), ALONE)
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    with pytest.raises(UserError, match=r"^model: .* is quantized already, which strategy=pipeline cannot load"):
+        load_stage(spec_of(folder), Division((3,), 0), ALONE)
+
+
+def test_a_damaged_file_of_weights_is_one_line(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    file = folder / "model.safetensors"
+    index = {"weight_map": dict.fromkeys(load_file(file), "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for content in (file.read_bytes()[:-1000], b"version https://git-lfs.github.com/spec/v1\n"):
+        (folder / "part.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match=r"^model: cannot read part.safetensors of .*: copy or download") as raised:
+            load_stage(spec_of(folder), Division((3,), 0), ALONE)
+        assert "\n" not in str(raised.value)
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "x" * 300)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"^model: no host of this run has all files of "):
+        load_stage(spec_of(folder), Division((3,), 0), ALONE)
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_act": "no_such"}, {"num_key_value_heads": 3, "head_dim": None}])
+def test_a_model_that_cannot_be_created_is_one_line(wrong: dict[str, Any], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(UserError, match=r"^model: ") as raised:
+        load_stage(spec_of(folder), Division((3,), 0), ALONE)
+    assert "\n" not in str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -393,11 +394,25 @@ def test_invalid_flags_of_the_plan(flags: list[str], why: str, capsys: Any) -> N
     assert capsys.readouterr().err.startswith(f"error: {why}")
 
 
+@pytest.mark.parametrize("wrong", [{"hidden_act": "no_such"}, {"rope_scaling": 5}, {"num_key_value_heads": 3}])
+def test_a_model_that_cannot_be_created_is_a_one_line_error(
+    wrong: dict[str, Any], model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    assert main(["plan", f"--model={folder}", "--fake-data", "--seq-length=32"]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("error: model: "), line
+
+
 def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
     assert [host["host"] for host in read_hosts("2")] == ["host1", "host2"]
-    (tmp_path / "x.json").write_text('{"a": 1}')
-    with pytest.raises(UserError, match="expected a JSON list"):
-        read_hosts(str(tmp_path / "x.json"))
+    for wrong in ('{"a": 1}', "[]"):
+        (tmp_path / "x.json").write_text(wrong)
+        with pytest.raises(UserError, match="expected a JSON list"):
+            read_hosts(str(tmp_path / "x.json"))
     (tmp_path / "x.json").write_text('[{"host": "a"}, {"host": "b", "speed": 0.5}]')
     assert [host["speed"] for host in read_hosts(str(tmp_path / "x.json"))] == [1.0, 0.5]
     for speed in ("0", "-1", "1e9", "NaN", '"fast"'):
@@ -442,3 +457,31 @@ def test_auto_selects_diloco_for_a_slow_link() -> None:
     host = {"processes": 1, "threads": 8, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 10}
     strategy, why = choose(spec, [host] * 2)
     assert strategy == "diloco" and "ddp would spend " in why and "local_steps=" in why
+
+
+def test_fsdp_gathers_layers_in_16_bits_without_further_copies() -> None:
+    config = {"model_type": "llama", "vocab_size": 1000} | SIZES
+    shape, layout = read_shape(config), Layout((1, 1))
+    fields = {"model": "x", "strategy": "fsdp", "lora_r": 0}
+    mixed, plain = (make_spec(fields | {"precision": name}, "here") for name in ("bf16-mixed", "32-true"))
+    weights = [memory_of(spec, shape, layout, Rows.full(mixed)).weights for spec in (mixed, plain)]
+    assert weights[0] - weights[1] == 2 * shape.head_parameters
+
+
+def test_a_last_replica_of_fewer_hosts_needs_the_memory_of_a_smaller_one() -> None:
+    shape = read_shape({"model_type": "llama", "vocab_size": 1000} | SIZES)
+    fields = {"model": "x", "strategy": "diloco", "replica_strategy": "fsdp", "lora_r": 0}
+    pair, alone = (make_spec(fields | {"replica_hosts": hosts}, "here") for hosts in (2, 1))
+    rows = Rows.full(pair)
+    assert (
+        memory_of(pair, shape, Layout((1, 1, 1)), rows).weights
+        == memory_of(alone, shape, Layout((1,) * 3), rows).weights
+    )
+    assert (
+        memory_of(pair, shape, Layout((1,) * 4), rows).weights < memory_of(alone, shape, Layout((1,) * 4), rows).weights
+    )
+
+
+def test_an_implausible_number_of_layers_is_refused() -> None:
+    with pytest.raises(UserError, match=r"num_hidden_layers: 3000000, expected an integer from 1 to 10000"):
+        read_shape({"model_type": "llama", "vocab_size": 1000} | SIZES | {"num_hidden_layers": 3_000_000})
