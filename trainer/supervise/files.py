@@ -50,7 +50,7 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
 
     Raises OSError, such as for a full disk, and then keeps the old file.
     """
-    # Code of a rank can write this folder: it must not plant a link to a file outside, which its unit protects.
+    # Unpredictable: code of a rank could plant a link to a file outside.
     temporary = path.with_name(f".tmp-{path.name}-{os.urandom(8).hex()}")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)

@@ -138,7 +138,7 @@ def why_lost(node: dict[str, Any], run_dir: Path) -> str:
 
 
 def unit_result(unit: str) -> str:
-    """Return systemd's result of a unit of a run that failed, or an empty string. A rank can write the name of the unit."""
+    """Return systemd's result of a unit that failed, or an empty string. `unit` is not trusted."""
     import subprocess
 
     from trainer.supervise.environment import choose_backend, systemctl_environment
