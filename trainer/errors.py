@@ -1,8 +1,9 @@
 """Errors that a user can fix, reported as one line. Every other exception is a bug and keeps its traceback."""
 
+import contextlib
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from trainer.formats import printable
 
@@ -47,6 +48,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return ""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+@contextlib.contextmanager
+def model_errors(model: str) -> Iterator[None]:
+    """Raise UserError for every error in this block, which creates the model: transformers checks only a part of its config.json."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"model: cannot create {printable(model, 80)}: {first_line(error)}") from None
 
 
 def first_line(error: BaseException) -> str:

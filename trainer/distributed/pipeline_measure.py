@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.config import RunSpec
 from trainer.distributed.pipeline_stage import Division, parts_of
 from trainer.distributed.pipelines import Pipelines
-from trainer.errors import UserError
+from trainer.errors import UserError, model_errors
 from trainer.model import base_dtype
 from trainer.planner.cost import micro_batches
 from trainer.planner.hosts import available_bytes
@@ -75,7 +75,8 @@ def layer_seconds(spec: RunSpec, device: torch.device) -> float:
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, 0
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
-    model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec)).to(device).train()
+    with model_errors(spec.model):
+        model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec)).to(device).train()
     decoder = getattr(model, parts.decoder)
     if spec.lora_r:  # adapters are small: the backward pass computes the gradient of the input alone
         model.requires_grad_(False)

@@ -20,7 +20,7 @@ from trainer.distributed import SPARE_LAYERS
 from trainer.distributed.pipeline_weights import DTYPES, StageWeights
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError, first_line, model_errors
 from trainer.model import TokenLoss, add_lora, base_dtype, check_positions
 from trainer.quantized import Quantizer
 from trainer.strategy.base import Batch
@@ -194,11 +194,8 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
         raise UserError(
             f"model: {spec.model} is quantized already, which strategy=pipeline cannot load: set another strategy"
         )
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec))
-    except Exception as error:  # transformers checks only a part of the configuration
-        raise UserError(f"model: cannot create {spec.model}: {first_line(error)}") from None
+    with model_errors(spec.model), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec))
     model.tie_weights()  # the context above makes a parameter of its own for the head
     with contextlib.suppress(OSError):  # a model may have none
         model.generation_config = GenerationConfig.from_pretrained(spec.model)
@@ -300,7 +297,7 @@ def _read_weights(
     """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`.
 
     Raises:
-        UserError: a tensor has a data type without which it means nothing, such as one of 8 bits.
+        UserError: a tensor has a data type of quantized weights, whose scales are other tensors.
     """
     wanted, places = stored_names(model, parts, mine)
     dtype = base_dtype(spec)

@@ -34,6 +34,10 @@ class Layout:
         """Number of ranks."""
         return sum(self.processes)
 
+    def group_sizes(self, hosts: int) -> list[int]:
+        """Return the number of ranks of every group of `hosts` neighboring hosts; the last group may have fewer hosts."""
+        return [sum(self.processes[first : first + hosts]) for first in range(0, len(self.processes), hosts)]
+
 
 @dataclass(frozen=True)
 class Rows:

@@ -6,17 +6,16 @@ hosts.json is a list with one object per host: `host` (a name), `processes` (1),
 `threads` (of a process, for nominal speeds), `speed` (of a process in relation to other hosts, 1). The plan.json of a run folder also has this form.
 """
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
-from trainer.errors import UserError, first_line
-from trainer.formats import counted, mib, printable, table
+from trainer.errors import model_errors
+from trainer.formats import counted, mib, table
 from trainer.inputs import path_kind, user_path
 from trainer.planner.alternatives import shown
 from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
@@ -72,19 +71,8 @@ def _with_packing(spec: RunSpec) -> RunSpec:
         return spec
     from trainer.planner.measure import keeps_samples_apart
 
-    with model_errors(spec):
+    with model_errors(spec.model):
         return spec.model_copy(update={"packing": keeps_samples_apart(spec)})
-
-
-@contextlib.contextmanager
-def model_errors(spec: RunSpec) -> Iterator[None]:
-    """Raise UserError for every error in this block, which creates the spec's model: transformers checks only a part of a config.json."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"model: cannot create {printable(spec.model, 80)}: {first_line(error)}") from None
 
 
 def _other_cpu_seconds() -> float:
@@ -158,7 +146,7 @@ def plan(
         rows, data = rows_of(spec, data_dir)
         if packing and not spec.packing:
             data += "; packing: off, because the model mixes the samples of a packed row"
-        with model_errors(spec):
+        with model_errors(spec.model):
             speed, device, kernels, about_speed = _measured(spec, shape, rows)
     if not fast and not any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
         # Assume that all hosts have the memory of this machine, as for its speed.

@@ -163,9 +163,7 @@ class DiLoCoPlan(StrategyPlan):
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         if self.sharded_weights(spec):
-            hosts = spec.replica_hosts
-            groups = (layout.processes[first : first + hosts] for first in range(0, len(layout.processes), hosts))
-            shards = min(map(sum, groups))  # the last replica may have fewer hosts
+            shards = min(layout.group_sizes(spec.replica_hosts))
             state = sharded_state(spec, state, shape, shards, self.bytes_per_weight(spec))
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])

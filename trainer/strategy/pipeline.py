@@ -203,7 +203,7 @@ class PipelinePlan(StrategyPlan):
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         hosts = spec.pipeline_hosts or len(layout.processes)
-        sizes = {sum(layout.processes[first : first + hosts]) for first in range(0, len(layout.processes), hosts)}
+        sizes = set(layout.group_sizes(hosts))
         stages = max(sizes)
         if len(sizes) > 1 or (spec.pipeline_hosts and hosts > len(layout.processes)):
             return False

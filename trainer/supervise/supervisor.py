@@ -275,7 +275,9 @@ class Supervisor:
         if self.failed_in_a_row > self.request.restarts:
             return False
         self.save()
-        deadline = time.monotonic() + min(RESTART_DELAY_LIMIT, 2.0 ** min(self.failed_in_a_row - 1, 10))
+        deadline = time.monotonic() + min(
+            RESTART_DELAY_LIMIT, 2.0 ** min(self.failed_in_a_row - 1, 10)
+        )  # 2 ** 1024 would overflow
         while time.monotonic() < deadline:
             caught = signal.sigtimedwait(AWAITED, TICK)
             self.stop_requested |= bool(caught and caught.si_signo != signal.SIGCHLD)

@@ -227,3 +227,6 @@ def test_a_model_that_cannot_be_created_is_one_line(wrong: dict[str, Any], tmp_p
     with pytest.raises(UserError, match=r"^model: ") as raised:
         load_stage(spec_of(folder), Division((3,), 0), ALONE)
     assert "\n" not in str(raised.value)
+    if "hidden_act" in wrong:  # with the other one a model can be created, which cannot compute
+        with pytest.raises(UserError, match=r"^model: cannot create "):
+            layer_seconds(spec_of(folder), CPU)
