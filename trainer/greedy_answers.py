@@ -143,11 +143,13 @@ def _prompt(sample: "Sample") -> dict[str, Any]:
 def _load(spec: "RunSpec", run_dir: Path) -> tuple[Any, Any]:
     """Return the model and the tokenizer of a finished run, on the CPU."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from trainer.base_weights import load_causal_model
 
     folder = run_dir / ("adapter" if spec.lora_r else "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(spec.model if spec.lora_r else folder, dtype=torch.float32)
+    model: Any = load_causal_model(spec.model if spec.lora_r else str(folder), dtype=torch.float32)
     if spec.lora_r:
         from peft import PeftModel
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec, read_spec
 from trainer.data.encode import Corpus, Encoder, encoded_dataset, split
 from trainer.data.order import held_out
@@ -211,9 +212,7 @@ def _finish(
 
 
 def _base(part: Part) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(part.spec.model, dtype=torch.float32)
+    return load_causal_model(part.spec.model, dtype=torch.float32)
 
 
 def _adapted(request: MergeRequest) -> Any:
@@ -229,10 +228,9 @@ def _adapted(request: MergeRequest) -> Any:
 def _full_model(part: Part) -> Any:
     """Return the model of a part, with its adapter merged into the weights."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     if not part.spec.lora_r:
-        return AutoModelForCausalLM.from_pretrained(str(part.weights), dtype=torch.float32)
+        return load_causal_model(str(part.weights), dtype=torch.float32)
     return PeftModel.from_pretrained(_base(part), str(part.weights)).merge_and_unload()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,10 +15,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from trainer.base_weights import WeightDifferences, unexpected_names
 from trainer.config import RunSpec
 from trainer.distillation.loss import Divergence
 from trainer.distributed import SPARE_LAYERS
-from trainer.distributed.pipeline_weights import DTYPES, StageWeights
+from trainer.distributed.pipeline_weights import DTYPES, StageWeights, WeightFiles
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
 from trainer.errors import UserError, first_line, model_errors
@@ -222,7 +224,7 @@ def load_stage(
     check_ranks(len(division.layers), len(layers))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
-    weights = StageWeights(spec, world, shapes, progress)
+    weights = StageWeights(spec, world, shapes, partial(check_files, spec, model, parts), progress)
     spare = stored_names(model, parts, _neighbours(model, parts, division, world.local_size))[0]
     _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
     weights.keep_spare(spare if os.environ.get(SPARE_LAYERS) == "1" else {})
@@ -284,6 +286,33 @@ def stored_names(
         for key in places
     }
     return wanted, {names[key][0]: found for key, found in places.items()}
+
+
+def check_files(spec: RunSpec, model: Any, parts: Parts, files: WeightFiles) -> None:
+    """Check that files have all tensors of a model, and no others. It reads only the headers, and tensors that are stored twice.
+
+    Args:
+        model: complete, without memory for its weights.
+
+    Raises:
+        UserError: they have not.
+    """
+    stored = files.shapes()
+    missing, untied, known = [], [], {*model.state_dict()}
+    reshaped: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+    for name, aliases in stored_names(model, parts, [model])[0].items():
+        expected = list(model.get_parameter(name).shape)
+        found = [alias for alias in aliases if alias in stored]
+        known.update(aliases)
+        missing += [] if found else [name]
+        reshaped |= {alias: (stored[alias], expected) for alias in found if stored[alias] != expected}
+        if len(found) > 1 and found[0] not in reshaped:
+            first = files.tensor(found[0])
+            untied += [alias for alias in found[1:] if not torch.equal(first, files.tensor(alias))]
+    unexpected = unexpected_names(model, stored.keys() - known)
+    differences = WeightDifferences(missing, reshaped, unexpected, untied)
+    if differences.describe():
+        raise differences.error("model", spec.model)
 
 
 def _read_weights(
