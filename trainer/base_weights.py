@@ -23,6 +23,8 @@ _SHOWN = 3  # names of each kind in a message
 _DERIVED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias|(attn|attention)\.bias|_extra_state)$"
 )  # `attn` is a module: no weight has that name
+# Parts of a model for images or sound as well, of which a run may train the language model alone.
+_OTHER_PARTS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal)")
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,24 @@ def load_causal_model(name: str, setting: str = "model", shown: str = "", **opti
     found = WeightDifferences(
         info["missing_keys"],
         {key: (stored, expected) for key, stored, expected in info["mismatched_keys"]},
-        unexpected_names(model, info["unexpected_keys"]),
+        _without_other_parts(name, unexpected_names(model, info["unexpected_keys"])),
         _untied(model),
     )
     if found.describe():
         raise found.error(setting, shown)
     return model
+
+
+def _without_other_parts(name: str, unexpected: list[str]) -> list[str]:
+    """Return the names without those of other parts that the model's configuration describes."""
+    if not unexpected:
+        return []
+    whole = AutoConfig.from_pretrained(name)
+    return (
+        unexpected
+        if whole.get_text_config() is whole
+        else [each for each in unexpected if not _OTHER_PARTS.match(each)]
+    )
 
 
 @contextlib.contextmanager

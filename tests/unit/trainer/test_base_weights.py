@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MllamaConfig, MllamaForConditionalGeneration
 
 from trainer.adapter_folder import refuse_adapter
 from trainer.base_weights import load_causal_model
@@ -153,6 +153,22 @@ def test_what_models_tie_or_compute_themselves_is_no_difference(
     spec = spec_of(folder, strategy="pipeline")
     assert load_model(spec_of(folder), CPU)
     assert load_stage(spec, Division((1, 1), 1), ALONE)
+
+
+def test_the_language_model_of_a_model_for_images(tmp_path: Path) -> None:
+    text = {**SIZES, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 4, "image_size": 28}
+    vision |= {"vision_output_dim": 64, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
+    config = MllamaConfig(vision_config=vision | {"intermediate_size": 48}, text_config=text)
+    MllamaForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert load_causal_model(str(tmp_path))
+    save_file(
+        (tensors := load_file(tmp_path / "model.safetensors")) | {"v_head.bias": torch.ones(1)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(UserError, match=r": the model has no v_head.bias: "):
+        load_causal_model(str(tmp_path))
+    assert any("vision_model" in name for name in tensors)
 
 
 # Adapters -----------------------------------------------------------------------------------------------------------------
