@@ -207,11 +207,10 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
 def _merged_in_memory(spec: RunSpec, run_dir: Path) -> Any:
     import torch
     from peft import PeftModel
-
-    from trainer.base_weights import load_causal_model
+    from transformers import AutoModelForCausalLM
 
     dtype = torch.float32 if spec.precision == "32-true" else torch.bfloat16
-    base = load_causal_model(spec.model, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
     return PeftModel.from_pretrained(base, str(run_dir / "adapter")).merge_and_unload()
 
 

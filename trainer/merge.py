@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec, read_spec
-from trainer.data.encode import Corpus, Encoder, encoded_dataset, split
+from trainer.data.encode import Corpus, encoded_dataset, split
 from trainer.data.order import held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line
@@ -212,7 +211,9 @@ def _finish(
 
 
 def _base(part: Part) -> Any:
-    return load_causal_model(part.spec.model, dtype=torch.float32)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(part.spec.model, dtype=torch.float32)
 
 
 def _adapted(request: MergeRequest) -> Any:
@@ -228,9 +229,10 @@ def _adapted(request: MergeRequest) -> Any:
 def _full_model(part: Part) -> Any:
     """Return the model of a part, with its adapter merged into the weights."""
     from peft import PeftModel
+    from transformers import AutoModelForCausalLM
 
     if not part.spec.lora_r:
-        return load_causal_model(str(part.weights), dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(str(part.weights), dtype=torch.float32)
     return PeftModel.from_pretrained(_base(part), str(part.weights)).merge_and_unload()
 
 
@@ -279,9 +281,8 @@ def vote(request: MergeRequest) -> dict[str, Any]:
         (`logprob`), and `from`, the run that gave it. They are also written to answers.jsonl of the run folder.
     """
     tokenizer = load_tokenizer(str(request.parts[0].weights))
-    encoder = Encoder(tokenizer, seq_length=request.parts[0].spec.seq_length, train_on="answer")
     prompts = [
-        encoder.tokenizer.apply_chat_template(list(chat), tokenize=True, add_generation_prompt=True, return_dict=False)
+        tokenizer.apply_chat_template(list(chat), tokenize=True, add_generation_prompt=True, return_dict=False)
         for chat in request.prompts
     ]
     answers: list[list[list[int]]] = [[] for _ in prompts]
