@@ -26,7 +26,7 @@ from trainer.gguf.fields import adds_bos
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.ollama.adapter_base import base_misfit, run_misfit, wanted_base
 from trainyard.ollama.chat_template import derive_apart
-from trainyard.ollama.hf_template import read_template
+from trainer.data.hf_template import read_template
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.run_export import RunExport
 from trainyard.ollama.servers import shared_servers
