@@ -24,12 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.data import hf_template
+from trainer.data.hf_template import ChatTemplate, Message, TemplateError
 from trainer.files import write_atomic
 from trainer.formats import quoted
 from trainyard.ollama import go_template
 from trainyard.ollama.go_template import RANGE, go_string, render
-from trainer.data import hf_template
-from trainer.data.hf_template import ChatTemplate, Message, TemplateError
 
 TURNS = 4  # turns of the longest conversation that a template is derived from
 PROOFS = 300  # conversations of the proof
