@@ -105,7 +105,9 @@ def test_tool_calls_carry_loss_and_results_do_not(tokenizer: Any, marked: bool) 
 
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE, UNMARKED])
 def test_tool_calls_are_refused_by_a_template_without_them(tokenizer: Any, template: str) -> None:
-    with pytest.raises(UserError, match="leaves out the tool call of an answer: use a model that calls tools"):
+    with pytest.raises(
+        UserError, match=r"leaves out the tool call \(tool_calls\) of message 1: use a model that calls tools"
+    ):
         encoder(tokenizer, template=template)(Sample(messages=CALLS.messages))
     with pytest.raises(UserError, match="the chat template of the model has no tools"):
         encoder(tokenizer, template=template)(Sample(messages=TALK.messages, tools=CALLS.tools))
