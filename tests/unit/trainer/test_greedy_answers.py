@@ -10,7 +10,6 @@ import pytest
 from trainer_runs import Here, records, write_jsonl
 
 from trainer import greedy_answers
-from trainer.config import make_spec
 from trainer.config import make_spec, read_yaml
 from trainer.data.samples import read_samples
 
@@ -66,6 +65,6 @@ def test_prompts_are_what_a_server_can_be_asked(tmp_path: Path) -> None:
         ("keep", ["system", "user", "assistant", "user"]),
         ("prepend", ["user", "assistant", "user"]),
     ):
-        spec = make_spec({"dataset": str(file), "system": system})
+        spec = make_spec({"dataset": str(file), "system": system}, "-e")
         prompts = greedy_answers.choose_prompts(greedy_answers._samples(spec))
         assert [[message["role"] for message in prompt["messages"]] for prompt in prompts] == [roles]
