@@ -16,6 +16,7 @@ from trainer import unsloth_backend
 from trainer.base_weights import embedding_rows, load_causal_model
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
+from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.token_ids import set_padding
 from trainer.distillation.loss import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
@@ -29,7 +30,7 @@ _MAMBA_UNUSED = {"conv1d", "out_proj"}
 
 
 def load_tokenizer(name: str, setting: str = "model") -> Any:
-    """Load the tokenizer of a model; the end token pads if the model has no other token for it.
+    """Load the tokenizer of a model; the end token is the default padding token, the plain template the default one.
 
     Args:
         setting: the field of the run spec that names the model.
@@ -46,6 +47,8 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
         offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
     set_padding(tokenizer, embedding_rows(name))
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
 
 
