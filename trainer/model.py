@@ -21,6 +21,7 @@ from trainer.data.token_ids import set_padding
 from trainer.distillation.loss import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, user_path
+from trainer.planner.model_shape import target_error, unknown_targets
 from trainer.quantized import nf4_config, prepare_quantized
 from trainer.strategy import plan_of
 
@@ -197,7 +198,7 @@ def add_lora(spec: RunSpec, model: Any, *, partial: bool = False) -> nn.Module:
     try:
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:
-        raise _not_a_target(first_line(error), layers) from None
+        raise target_error(first_line(error), layers) from None
     if not partial:
         require_targets(spec, adapted.base_model.targeted_module_names, config.target_modules, layers)
     return adapted
@@ -224,16 +225,12 @@ def require_targets(spec: RunSpec, adapted: Iterable[str], targets: Any, layers:
         return
     ends = {name[place:] for name in adapted for place in _starts(name)}
     if lost := [target for target in spec.lora_targets if target in targets and target not in ends]:
-        raise _not_a_target(f"{', '.join(lost)}: no layer of {spec.model} has this name", layers)
+        raise unknown_targets(spec, lost, layers)
 
 
 def _starts(name: str) -> list[int]:
     """Return where the parts of a module's name start: those of ``a.b.c`` end in ``a.b.c``, ``b.c`` and ``c``."""
     return [0, *(place + 1 for place, char in enumerate(name) if char == ".")]
-
-
-def _not_a_target(reason: str, layers: Sequence[str]) -> UserError:
-    return UserError(f"lora_targets: {reason}: set all-linear, or layers of this model: {', '.join(layers)}")
 
 
 class TokenLoss(nn.Module):

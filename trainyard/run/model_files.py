@@ -16,6 +16,7 @@ from trainer.config import TINY, RunSpec
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, read_regular, user_path
+from trainer.planner.model_shape import read_shape
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles
@@ -33,6 +34,7 @@ TINY_NEEDS_DATASET = (
     "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
     "give a model folder, host:/folder, or a hub id (org/name)"
 )
+_MAX_CONFIG = 16 * 1024 * 1024  # bytes of a config.json
 _MAX_TOKENIZER = 256 * 1024 * 1024  # bytes of a tokenizer.json
 
 
@@ -78,7 +80,19 @@ def model_entries(
             entry = entry | {"bytes": 0}  # a model that teaches itself is copied once
         entries.append(entry | {"kind": setting})
     check_vocabularies(spec, [Path(entry["src"]) for entry in entries if entry["src"]])
+    if entries and not spec.script:
+        _check_targets(spec, entries[0])
     return entries
+
+
+def _check_targets(spec: RunSpec, model: Mapping[str, Any]) -> None:
+    """Check `lora_targets` as far as the controller knows the layers of the model. The ranks check them fully. Raises UserError."""
+    try:
+        text = model.get("config") or read_regular(Path(model["src"]) / "config.json", _MAX_CONFIG)
+        shape = read_shape(json.loads(text))
+    except (UserError, OSError, ValueError, RecursionError):  # of a kind that the planner does not know, or damaged
+        return
+    shape.check_targets(spec)
 
 
 def check_vocabularies(spec: RunSpec, folders: Sequence[Path]) -> None:
