@@ -204,3 +204,15 @@ def test_a_damaged_adapter_config_is_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[")
     with pytest.raises(UserError, match="or set model to its base model"):
         refuse_adapter(str(tmp_path))
+
+
+def test_an_adapter_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--org--adapter"
+    (repository / "snapshots/1").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("1")
+    (repository / "snapshots/1/adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"^model: org/adapter holds an adapter of org/base .* or set model=org/base$"):
+        load_causal_model("org/adapter")
+    refuse_adapter("org/base")
