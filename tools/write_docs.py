@@ -138,6 +138,9 @@ def names_of_other_tools() -> str:
 Files, flags and `-e` also accept names of OpenDiLoCo, transformers, TRL, torchtune, axolotl and LLaMA-Factory, with dashes or
 underscores. Two names of one field with different values are an error.
 
+YAML reads the words no, off, yes and on as false and true. A field with one of these words, or with `none`, takes each of them: `eval_strategy: no`,
+`quantize: no` and `report_to: off` mean what they say. -1 means no limit where the table of the fields says so.
+
 {other_names()}
 
 {", ".join(f"`{name}`" for name in sorted(ACCUMULATION))} count the micro-batches of one rank. The trainer multiplies them by the number

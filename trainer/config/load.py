@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
 from trainer.config.dataset_source import DatasetSource
-from trainer.config.fields import expected_value
+from trainer.config.fields import mismatch
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
@@ -65,7 +65,7 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
                 continue
             value, option = derived.get(name, (values.get(name), ""))
             where = f"deepspeed_config: {option}" if option else name
-            lines.append(f"{where}: expected {expected_value(FIELDS[name])}, got {quoted(value)}")
+            lines.append(f"{where}: {mismatch(FIELDS[name], value)}")
         raise UserError(f"run spec: {'; '.join(dict.fromkeys(lines))} ({source})") from None
 
 

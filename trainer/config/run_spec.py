@@ -119,8 +119,9 @@ class RunSpec(BaseModel):
     )
     max_steps: int = declare(
         0,
-        "maximum number of optimizer steps; 0: run all epochs",
+        "maximum number of optimizer steps; 0 or -1: run all epochs",
         ge=0,
+        minus_one=0,
         le=MAX_COUNT,
         unit="steps",
         aliases=["steps", "iters", "total_steps", "max_train_steps"],
@@ -165,8 +166,9 @@ class RunSpec(BaseModel):
     )
     max_grad_norm: float = declare(
         1.0,
-        "maximum gradient norm; 0 disables clipping",
+        "maximum gradient norm; 0 or -1 disables clipping",
         ge=0,
+        minus_one=0,
         le=MAX_NUMBER,
         aliases=["clip_grad_norm", "gradient_clip_val", "gradient_clipping"],
     )
@@ -195,9 +197,10 @@ class RunSpec(BaseModel):
     )
     teacher_top_k: int = declare(
         0,
-        "number of the teacher's most probable tokens that the student learns at each place; 0: all tokens; "
+        "number of the teacher's most probable tokens that the student learns at each place; 0 or -1: all tokens; "
         f"with teacher_host: {TEACHER_TOP_K}",
         ge=0,
+        minus_one=0,
         le=MAX_TEACHER_TOP_K,
         unit="tokens",
     )
@@ -388,8 +391,9 @@ class RunSpec(BaseModel):
     )
     checkpoint_keep: int = declare(
         2,
-        "number of checkpoints to keep",
+        "number of checkpoints to keep; -1: all",
         ge=1,
+        minus_one=MAX_COUNT,
         le=MAX_COUNT,
         mutable=True,
         aliases=["save_total_limit", "keep_latest_k", "ckpt.topk"],
