@@ -1,5 +1,6 @@
 """Build a run spec from a YAML file, flags or ``-e`` values, and compare two specs."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
 from trainer.inputs import read_regular
 from trainer.strategy.deepspeed_file import derived_fields
+from trainer.text_encoding import first_not_utf8
 
 MAX_LISTED = 5  # unknown names in an error message
 
@@ -82,12 +84,13 @@ def read_yaml(path: Path, what: str = "run spec") -> dict[str, Any]:
             mapping.
     """
     try:
-        text = read_regular(path, MAX_YAML).decode("utf-8")
+        data = read_regular(path, MAX_YAML)
     except OSError as error:
         raise UserError(f"{what}: cannot read {printable(path)}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{what}: {printable(path)} is not UTF-8 text") from None
-    return parse_mapping(text, str(path), what)
+    line, reason = first_not_utf8(io.BytesIO(data), MAX_YAML + 1)
+    if reason:
+        raise UserError(f"{what}: {printable(path)}:{line}: {reason}")
+    return parse_mapping(data.decode(), str(path), what)
 
 
 def parse_mapping(text: str, source: str, what: str = "run spec") -> dict[str, Any]:
