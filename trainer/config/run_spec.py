@@ -239,7 +239,13 @@ class RunSpec(BaseModel):
         "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU",
         aliases=["load_in_4bit", "use_4bit", "quantization", "bnb_4bit_quant_type"],
     )
-    lora_dropout: float = declare(0.0, "dropout before the adapters", ge=0, lt=1, suggested_names=["dropout"])
+    lora_dropout: float = declare(
+        0.0,
+        "dropout before the adapters; its masks depend on the number of ranks",
+        ge=0,
+        lt=1,
+        suggested_names=["dropout"],
+    )
     lora_targets: Words = declare(
         ("all-linear",),
         "names of the layers that get an adapter, or all-linear",
@@ -276,7 +282,7 @@ class RunSpec(BaseModel):
     balance: Literal["auto", "even"] = declare(
         "auto",
         "distribution of rows over ranks: auto: by measured speed; even: equally; the result of a ddp step does "
-        "not depend on it; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
+        "not depend on it without dropout; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
         mutable=True,
         aliases=["load_balancing"],
     )
