@@ -97,7 +97,7 @@ class RunState:
         Raises:
             UserError: the run started with other data, or with another packing or backend.
         """
-        stored = json.loads((checkpoint / "state.json").read_text())
+        stored = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         if stored.get("data") != self.data:
             raise UserError(
                 f"dataset: {spec.dataset_name} or its encoding has changed since run {spec.run} started: "

@@ -46,7 +46,7 @@ def interface_details() -> list[dict[str, Any]]:
 def interface_mbit(name: str) -> int:
     """Return the speed in Mbit/s that an interface's driver states; 0 if it states none (Wi-Fi, no carrier)."""
     try:
-        return max(0, int(Path("/sys/class/net", name, "speed").read_text()))
+        return max(0, int(Path("/sys/class/net", name, "speed").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return 0
 
@@ -54,7 +54,7 @@ def interface_mbit(name: str) -> int:
 def interface_mtu(name: str, default: int = 1500) -> int:
     """Return an interface's MTU in bytes, or `default` if there is no such interface."""
     try:
-        return int(Path("/sys/class/net", name or "none", "mtu").read_text())
+        return int(Path("/sys/class/net", name or "none", "mtu").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return default
 
@@ -71,7 +71,7 @@ def interface_of(address: str) -> str:
     """Return the name of the interface that has an address, or an empty string."""
     if ":" in address:
         wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             fields = line.split()
             if fields[0] == wanted:
                 return fields[5]
@@ -89,7 +89,7 @@ def addresses() -> list[str]:
 def addresses_v6() -> list[str]:
     """Return this host's IPv6 addresses in order, link-local ones included, without loopback."""
     try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        lines = Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines()
     except OSError:  # IPv6 is disabled
         return []
     found = {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in lines}
