@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer import nvidia_smi
 from trainer.supervise.files import other_runs, read_json, run_devices
+from trainer.supervise.network import interface_of, source_address
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.socket_filter import permits_socket_filter
 from trainer.supervise.status import is_active
@@ -19,9 +20,7 @@ from trainyard.remote.network import (
     addresses,
     addresses_v6,
     interface_mbit,
-    interface_of,
     port_is_free,
-    source_address,
 )
 from trainyard.remote.package_versions import package_versions
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
+from trainer.supervise.network import interface_of
 from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.remote.host_facts import nearest_folder
-from trainyard.remote.network import interface_mbit, interface_of
+from trainyard.remote.network import interface_mbit
 
 OLLAMA_PORT = 11434
 MODELS = 100  # names in a sample
