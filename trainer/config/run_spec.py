@@ -3,6 +3,7 @@
 Importable without torch: the controller also validates specs.
 """
 
+import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,17 @@ from pydantic.fields import FieldInfo
 from trainer.config import diloco_fields
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
-from trainer.config.fields import MAX_COUNT, MAX_NUMBER, MAX_SECONDS, MAX_TEXT, Words, check_input, declare, split_words
+from trainer.config.fields import (
+    MAX_COUNT,
+    MAX_NUMBER,
+    MAX_SECONDS,
+    MAX_TEXT,
+    IsoDate,
+    Words,
+    check_input,
+    declare,
+    split_words,
+)
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.run_name import default_name, spec_digest
 from trainer.config.tool_files import DeepSpeedOptions
@@ -89,6 +100,11 @@ class RunSpec(BaseModel):
         "keep",
         "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
         "for templates without a system role",
+    )
+    template_date: IsoDate = declare(
+        "",
+        "date that the chat template of the model prints, if it prints one; empty: the day of the run's first start, also after a resume",
+        expected="a date such as 2026-01-31",
     )
     fake_data: bool = declare(
         False, "train on random tokens instead of the dataset, to measure speed", aliases=["dummy_data"]
@@ -472,6 +488,11 @@ class RunSpec(BaseModel):
             columns=self.columns,
             ignore_keys=self.ignore_keys,
         )
+
+    @property
+    def date(self) -> datetime.date | None:
+        """The date in `template_date`, or None."""
+        return datetime.date.fromisoformat(self.template_date) if self.template_date else None
 
     @property
     def needs_logprobs(self) -> bool:

@@ -62,6 +62,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "deepspeed_stage": ("3", 3),
         "teacher_host": ("node3", "node3"),
         "script": ("worker.py", "worker.py"),
+        "template_date": ("2026-01-31", "2026-01-31"),
         "pipeline_layers": ("10,6", "10,6"),
     }
     words = []
