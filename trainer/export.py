@@ -166,7 +166,7 @@ def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", fol
         places |= dict.fromkeys(header, name)
         total += sum(header.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=2))
+    (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def safetensors_header(path: Path) -> dict[str, int]:
@@ -233,7 +233,7 @@ def read_origin(run_dir: Path) -> dict[str, str]:
     It is empty for a run that train.yml did not start.
     """
     file = run_dir / "origin.json"
-    origin: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    origin: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return origin
 
 

@@ -55,7 +55,7 @@ def greedy_answers(spec: "RunSpec", run_dir: Path, weights: str, count: int = CO
 def known_answers(run_dir: Path, weights: str) -> dict[str, Any] | None:
     """Return the answers that a run keeps; None if it has none of these weights."""
     try:
-        known = json.loads(_file(run_dir).read_text())
+        known = json.loads(_file(run_dir).read_text(encoding="utf-8"))
         return dict(known) if known["weights"] == weights else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
