@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from trainer import unsloth_backend
+from trainer.adapter_folder import refuse_adapter
+from trainer.base_weights import embedding_rows
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
@@ -22,6 +24,7 @@ from trainer.data.order import Order, held_out
 from trainer.data.packing import collate
 from trainer.data.shares import micro_batches
 from trainer.data.tiny import with_tiny_model
+from trainer.data.token_ids import check_token_ids, usable_tokens
 from trainer.distillation.loss import TopProbabilities
 from trainer.distillation.on_policy import Writer, is_on_policy
 from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
@@ -106,10 +109,15 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, che
     spec = world.once_per_host(lambda: with_tiny_model(requested, store))
     if spec.torch_compile:
         require_compiler(world.device)
+    refuse_adapter(spec.model)
     tokenizer = load_tokenizer(spec.model)
     date = run_date(spec, tokenizer, checkpoints, world)
+    rows = embedding_rows(spec.model)
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date))
+    if spec.fake_data:
+        corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     data = common_digest(corpus, world)
+    check_token_ids(spec.model, tokenizer, corpus, rows)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
     module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
@@ -125,7 +133,8 @@ def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job
     """
     name = "this model"
     with strategy.autocast():
-        packing = resolve_packing(job.spec, job.module.model, len(job.tokenizer), world, store)
+        vocabulary = usable_tokens(job.tokenizer, embedding_rows(job.spec.model))
+        packing = resolve_packing(job.spec, job.module.model, vocabulary, world, store)
         if packing and job.teacher:
             name, packing = "the teacher", isolates_samples(job.spec, job.teacher, world, store)
     if job.spec.packing and not packing and world.rank == 0:

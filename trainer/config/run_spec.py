@@ -274,7 +274,7 @@ class RunSpec(BaseModel):
     )
     lora_targets: Words = declare(
         ("all-linear",),
-        "names of the layers that get an adapter, or all-linear",
+        "names of the layers that get an adapter, all of which must exist, or all-linear",
         aliases=["target_modules", "lora_target_modules", "lora_target", "lora_target_linear"],
         min_length=1,
         max_length=1000,

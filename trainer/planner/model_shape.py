@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.adapter_folder import refuse_adapter
 from trainer.errors import UserError, first_line
 from trainer.formats import printable, quoted
 from trainer.inputs import path_kind, read_regular, user_path
@@ -212,6 +213,7 @@ def _config_of(spec: RunSpec) -> Any:
         from trainer.data.tiny import CONFIG, VOCABULARY
 
         return CONFIG | {"vocab_size": VOCABULARY}
+    refuse_adapter(spec.model)
     path = user_path(spec.model, "model")
     path = path / "config.json" if path_kind(path) == "folder" else path
     if path_kind(path) != "file":

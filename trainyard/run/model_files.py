@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from trainer.adapter_folder import ADAPTER_CONFIG, adapter_error, refuse_adapter
 from trainer.config import TINY, RunSpec
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError, first_line
@@ -108,7 +109,9 @@ def read_vocabulary(folder: Path) -> dict[str, Any] | None:
 
 
 def check_names(names: Collection[str], where: str, remedy: str, setting: str) -> None:
-    """Check by the names of its files that a folder holds config, weights and tokenizer. Raises UserError."""
+    """Check by the names of its files that a folder holds config, weights and tokenizer, and no adapter. Raises UserError."""
+    if ADAPTER_CONFIG in names:
+        raise adapter_error(setting, where)
     for patterns, what in _MODEL_PARTS:
         if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns if "/" not in name):
             raise UserError(f"{setting}: {where} has no {what}: {remedy}")
@@ -178,9 +181,10 @@ def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Re
 
 
 def _check_model(folder: Path, setting: str) -> None:
-    """Check that a folder holds config, readable weights and tokenizer. Raises UserError."""
+    """Check that a folder holds config, readable weights and tokenizer, and no adapter. Raises UserError."""
     if path_kind(folder) != "folder":
         raise UserError(f"{setting}: {folder} is a file: give the folder that holds config.json")
+    refuse_adapter(str(folder), setting)
     for patterns, what in _MODEL_PARTS:
         if not any(path_kind(file) == "file" for pattern in patterns for file in folder.glob(pattern)):
             raise UserError(f"{setting}: {folder} has no {what}: give a model folder as transformers saves it")
