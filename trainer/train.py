@@ -41,13 +41,15 @@ from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy, plan_of
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
+from trainer.template_date import prints_date, run_date
 
 
 @dataclass(frozen=True)
 class Job:
     """What a run trains and on which data, loaded on this rank.
 
-    `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one.
+    `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one; `template_date`: the
+    date that the chat template prints, empty if it prints none.
     """
 
     spec: RunSpec
@@ -58,6 +60,7 @@ class Job:
     eval_set: Corpus
     data: str
     teacher: TeacherModel | RemoteTeacher | None = None
+    template_date: str = ""
 
     @cached_property
     def order(self) -> Order:
@@ -90,8 +93,11 @@ class Job:
         return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
 
 
-def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> Job:
+def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, checkpoints: Path) -> Job:
     """Load tokenizer, data and model. Every rank calls it.
+
+    Args:
+        checkpoints: those of the run, whose date its chat template prints again.
 
     Raises:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
@@ -105,8 +111,9 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> 
         require_compiler(world.device)
     refuse_adapter(spec.model)
     tokenizer = load_tokenizer(spec.model)
+    date = run_date(spec, tokenizer, checkpoints, world)
     rows = embedding_rows(spec.model)
-    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store))
+    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date))
     if spec.fake_data:
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     data = common_digest(corpus, world)
@@ -114,7 +121,8 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> 
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
     module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
-    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher)
+    shown_date = date.isoformat() if prints_date(tokenizer) else ""
+    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher, shown_date)
 
 
 def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job:
@@ -389,15 +397,15 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     """
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
-    job = load_job(spec, data_dir / "store", world, heartbeat)
+    checkpoints = run_dir / "checkpoints"
+    job = load_job(spec, data_dir / "store", world, heartbeat, checkpoints)
     strategy = make_strategy(job.spec, world, job.module)
     job = with_packing(job, strategy, world, data_dir / "store")
     spec, steps = job.spec, job.steps
     strategy.count_tokens = job.count_tokens
     all_ranks, world = world, strategy.world
     batches = Batches(job, world, strategy, heartbeat)
-    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend)
-    checkpoints = run_dir / "checkpoints"
+    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend, job.template_date)
 
     def waiting() -> bool:
         status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")

@@ -52,7 +52,7 @@ class WeightFiles:
         index = self._path(_INDEX, required=False)
         if index:
             try:
-                places = json.loads(index.read_text())["weight_map"]
+                places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 self._file_of = {str(name): str(file) for name, file in places.items()}
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise UserError(f"model: {_INDEX} of {model} is damaged: copy or download the model again") from None

@@ -84,7 +84,7 @@ def _other_cpu_seconds() -> float:
 
     https://man7.org/linux/man-pages/man5/proc_stat.5.html
     """
-    columns = Path("/proc/stat").read_text().splitlines()[0].split()
+    columns = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
     user, nice, system, steal = (int(columns[place]) for place in (1, 2, 3, 8))
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
