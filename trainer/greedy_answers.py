@@ -161,15 +161,16 @@ def _load(spec: "RunSpec", run_dir: Path) -> tuple[Any, Any]:
     An adapter is not merged: the answers of a merged model are compared with these.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from trainer.adapter_merge import adapted_model
+    from trainer.base_weights import load_causal_model
 
     folder = run_dir / ("adapter" if spec.lora_r else "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if spec.lora_r:
         return adapted_model(spec, folder).get_base_model(), tokenizer
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
+    return load_causal_model(str(folder), dtype=torch.float32), tokenizer
 
 
 def answer(

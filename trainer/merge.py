@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.adapter_merge import LogitCheck, adapted_model, check_saved, merge_into_base, untie_different
+from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec, read_spec
 from trainer.data.encode import Corpus, encoded_dataset, split
 from trainer.data.order import held_out
@@ -239,10 +240,8 @@ def _adapted(request: MergeRequest) -> Any:
 
 def _full_model(part: Part) -> Any:
     """Return the model of a part, with its adapter merged into the weights."""
-    from transformers import AutoModelForCausalLM
-
     if not part.spec.lora_r:
-        return AutoModelForCausalLM.from_pretrained(str(part.weights), dtype=torch.float32)
+        return load_causal_model(str(part.weights), dtype=torch.float32)
     return merge_into_base(adapted_model(part.spec, part.weights))
 
 
