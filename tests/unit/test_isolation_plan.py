@@ -26,8 +26,8 @@ SPEC = RunSpec().model_dump(mode="json")
 OWN = next(iter(addresses()), "")  # an address of this machine besides loopback
 NEEDS_ADDRESS = pytest.mark.skipif(not OWN, reason="this machine has no address besides loopback")
 
-NEEDS_FILTER = pytest.mark.skipif(
-    not permits_socket_filter(), reason="this kernel permits no socket filter without privileges"
+NEEDS_FILTER = pytest.mark.privileged(
+    permitted=permits_socket_filter(), reason="this kernel permits no socket filter without privileges"
 )
 
 
