@@ -11,6 +11,7 @@ more than the bound. Takes about 4 minutes, and 10 more with a model of 135 M we
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -36,11 +37,13 @@ from benchmarks.plain_loop import (
     weight_difference,
     write_chats,
 )
+from trainer.__main__ import main as trainer
+from trainer.data.samples import read_samples
+from trainer.data.tiny import make_tiny
 
 BOUND = 1e-4
-SEQ_LENGTH = 256
 STEPS = 20
-ROWS = 4  # per step, in micro-batches of 2
+SEQ_LENGTH = 128  # no chat is truncated: the plain loop does not truncate
 # Architectures that differ in what a loss depends on: names of layers, norms of queries and keys, soft-capped logits, positions.
 SMALL = ("llama", "qwen3", "gemma2", "gpt2")
 # GPT-2 has biases of keys. Their gradient is zero but for rounding, which AdamW makes as large as that of other weights.
@@ -84,9 +87,6 @@ class Side:
 
 def small_model(kind: str, folder: Path, dataset: Path) -> Path:
     """Write a model of an architecture with random weights, and the tokenizer of the tiny model."""
-    from trainer.data.samples import read_samples
-    from trainer.data.tiny import make_tiny
-
     make_tiny(read_samples(dataset), folder, 1)
     (folder / "model.safetensors").unlink()
     words = AutoTokenizer.from_pretrained(folder)
@@ -115,7 +115,7 @@ def marked_model(model: Path, folder: Path) -> Path:
 def spec_file(case: Case, folder: Path) -> Path:
     """Write the run spec of a case; return its file."""
     fields = {"run": "agree", "max_steps": STEPS, "epochs": 100, "eval_split": 0, "checkpoint_interval": 0, "warmup": 0}
-    fields |= {"precision": "32-true", "seq_length": SEQ_LENGTH, "total_batch_size": ROWS, "loggers": "none"}
+    fields |= {"precision": "32-true", "seq_length": SEQ_LENGTH, "total_batch_size": 4, "loggers": "none"}
     run_dir_of(folder).mkdir(parents=True)
     file = folder / "spec.yml"
     file.write_text(json.dumps(case.work.fields() | fields | case.fields))
@@ -127,37 +127,31 @@ def run_dir_of(folder: Path) -> Path:
     return folder / "runs/agree"
 
 
-def train_here(cases: list[Case], folder: Path) -> list[Side]:
-    """Train the cases with the trainer, all with one rank in one process; return what it trained.
+def train_here(case: Case, folder: Path) -> tuple[Side, Work]:
+    """Train a case with the trainer; return what it trained, and the work with the order that the run recorded.
 
     Raises:
-        SystemExit: a run fails.
+        SystemExit: the run fails.
     """
-    folders = [folder / str(number) for number in range(len(cases))]
-    files = [spec_file(case, each) for case, each in zip(cases, folders, strict=True)]
-    one_rank = [str(file) for file, case in zip(files, cases, strict=True) if case.ranks == 1]
-    _call([sys.executable, "-m", "benchmarks.agree", "--side", "trainyard", *one_rank], "trainyard")
-    for file, case in zip(files, cases, strict=True):
-        if case.ranks > 1:
-            torchrun = ["trainer.distributed.torchrun", "--standalone", f"--nproc-per-node={case.ranks}"]
-            where = [f"--run-dir={run_dir_of(file.parent)}", f"--data-dir={file.parent}"]
-            _call([sys.executable, "-m", *torchrun, "-m", "trainer", "train", str(file), *where], case.name)
-    return [_trained(run_dir_of(each), case) for each, case in zip(folders, cases, strict=True)]
-
-
-def _trained(run_dir: Path, case: Case) -> Side:
-    losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return Side(losses, run_dir / ("adapter" if case.work.lora_r else "model"))
-
-
-def train_specs(files: list[str]) -> None:
-    """Run the trainer on spec files. Raises SystemExit if a run fails."""
-    from trainer.__main__ import main as trainer
-
-    for file in files:
-        if status := trainer(["train", file, f"--data-dir={Path(file).parent}"]):
-            raise SystemExit(status)
+    run_dir = folder / "runs/agree"
+    run_dir.mkdir(parents=True)
+    fields = {"run": "agree", "max_steps": STEPS, "epochs": 100, "eval_split": 0, "checkpoint_interval": 0, "warmup": 0}
+    fields |= {"precision": "32-true", "seq_length": SEQ_LENGTH, "total_batch_size": 4, "loggers": "none"}
+    (folder / "spec.yml").write_text(json.dumps(case.work.fields() | fields | case.fields))
+    command = ["train", str(folder / "spec.yml"), f"--run-dir={run_dir}", f"--data-dir={folder}"]
+    if case.ranks > 1:
+        torchrun = ["trainer.distributed.torchrun", "--standalone", f"--nproc-per-node={case.ranks}"]
+        _call([sys.executable, "-m", *torchrun, "-m", "trainer", *command], case.name)
+    else:
+        # In this process, because imports take longer than the small models.
+        with contextlib.redirect_stdout(sys.stderr):
+            status = trainer(command)
+        if status:
+            raise SystemExit(f"{case.name}: the run failed, see above")
         torch.distributed.destroy_process_group()
+    losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    side = Side(losses, run_dir / ("adapter" if case.work.lora_r else "model"))
+    return side, replace(case.work, steps=recorded_steps(run_dir))
 
 
 def train_trl(work: Work, out: Path) -> list[float]:
@@ -176,7 +170,7 @@ def train_trl(work: Work, out: Path) -> list[float]:
         output_dir=str(out.with_suffix(".trl")),
         max_steps=len(work.steps),
         per_device_train_batch_size=work.batch_size,
-        gradient_accumulation_steps=ROWS // work.batch_size,
+        gradient_accumulation_steps=len(work.steps[0]) // work.batch_size,
         learning_rate=work.lr,
         lr_scheduler_type="cosine",
         weight_decay=work.weight_decay,
@@ -217,56 +211,45 @@ def _call(command: list[str], name: str) -> None:
         raise SystemExit(f"{name}:\n{(done.stdout + done.stderr)[-3000:]}")
 
 
-def train_others(works: list[Work], folder: Path, side: str, python: str) -> dict[Work, Side]:
-    """Train the works with the plain loop or TRL in a process of `python`; return what it trained."""
-    request, outs = folder / f"{side}.json", [folder / f"{side}-{number}" for number in range(len(works))]
-    request.write_text(json.dumps([(asdict(work), str(out)) for work, out in zip(works, outs, strict=True)]))
-    _call([python, "-m", "benchmarks.agree", "--side", side, str(request)], side)
-    losses = json.loads(request.read_text())
-    return {work: Side(each, out) for work, each, out in zip(works, losses, outs, strict=True)}
-
-
-def serve(side: str, files: list[str]) -> None:
-    """Train what the files describe, in this process; replace those of the plain loop and of TRL by the losses."""
-    if side == "trainyard":
-        train_specs(files)
-        return
-    train = {"plain": train_plain, "trl": train_trl}[side]
-    request = Path(files[0])
-    losses = [train(Work(**about), Path(out)) for about, out in json.loads(request.read_text())]
-    request.write_text(json.dumps(losses))
-
-
 def compare(cases: list[Case], folder: Path, trl: str) -> bool:
     """Train every case on all sides and print a row for each pair; return whether all are within the bound."""
-    here = train_here(cases, folder)
-    works = [
-        replace(case.work, steps=recorded_steps(run_dir_of(folder / str(number)))) for number, case in enumerate(cases)
-    ]
-    # Two ranks have the same order as one: the others train it once.
-    distinct = list(dict.fromkeys(works))
-    plain = train_others(distinct, folder, "plain", sys.executable)
-    theirs = train_others(distinct, folder, "trl", trl)
+    here = [train_here(case, folder / str(number)) for number, case in enumerate(cases)]
+    # The steps of two ranks have the samples of those of one: the others train them once.
+    works = list(dict.fromkeys(work for _, work in here))
+    plain, theirs = ([folder / f"{side}-{number}" for number in range(len(works))] for side in ("plain", "trl"))
+    found = {work: Side(train_plain(work, out), out) for work, out in zip(works, plain, strict=True)}
+    request = folder / "trl.json"
+    request.write_text(json.dumps([(asdict(work), str(out)) for work, out in zip(works, theirs, strict=True)]))
+    _call([trl, "-m", "benchmarks.agree", "--serve", str(request)], "TRL")
+    answers = zip(works, json.loads(request.read_text()), theirs, strict=True)
+    by_trl = {work: Side(losses, out) for work, losses, out in answers}
     print("| case | loss of trainyard, first and last | pair | loss | weights |\n| --- | --- | --- | --- | --- |")
     holds = True
-    for case, ours, work in zip(cases, here, works, strict=True):
-        about = f"{case.name} | {ours.losses[0]:.3f}, {ours.losses[-1]:.3f}"
-        sides = {"trainyard": ours, "plain loop": plain[work], "TRL": theirs[work]}
+    for case, (ours, work) in zip(cases, here, strict=True):
+        sides = {"trainyard": ours, "plain loop": found[work], "TRL": by_trl[work]}
         for (one, first), (two, second) in itertools.combinations(sides.items(), 2):
-            found = loss_difference(first.losses, second.losses), weight_difference(first.weights, second.weights)
-            holds = holds and all(value <= BOUND for value in found)  # NaN is not
-            print(f"| {about} | {one}, {two} | {found[0]:.1e} | {found[1]:.1e} |")
+            differences = loss_difference(first.losses, second.losses), weight_difference(first.weights, second.weights)
+            holds = holds and all(value <= BOUND for value in differences)  # false for NaN
+            about = f"{case.name} | {ours.losses[0]:.3f}, {ours.losses[-1]:.3f} | {one}, {two}"
+            print(f"| {about} | {differences[0]:.1e} | {differences[1]:.1e} |")
     return holds
 
 
-def all_cases(models: dict[str, Path], dataset: Path, lr: float) -> list[Case]:
+def serve(request: Path) -> None:
+    """Train with TRL what a file lists, and replace the file by the losses."""
+    works = [(Work(**work), Path(out)) for work, out in json.loads(request.read_text())]
+    request.write_text(json.dumps([train_trl(work, out) for work, out in works]))
+
+
+def all_cases(models: dict[str, Path], dataset: Path) -> list[Case]:
     """Return the cases of all models."""
     cases = []
     for name, model in models.items():
-        lora = Work(str(model), str(dataset), lora_r=8, lr=lr)
+        # Pretrained models train with the default rate: a larger one makes the rounding of 20 steps grow.
+        lora = Work(str(model), str(dataset), lora_r=8, lr=1e-3 if name in SMALL else 2e-4)
         cases += [
             Case(f"{name}, LoRA", lora, {"packing": False}),
-            Case(f"{name}, LoRA, packed rows", lora, {"packing": True}),
+            Case(f"{name}, LoRA, packed rows", replace(lora, batch_size=1), {"packing": True, "total_batch_size": 2}),
             Case(f"{name}, LoRA, two ranks", lora, {"packing": False, "strategy": "ddp"}, ranks=2),
         ]
         if name in FULL:
@@ -280,19 +263,17 @@ def main() -> int:
     parser.add_argument("--trl", default=sys.executable, help="Python interpreter of an environment with TRL")
     parser.add_argument("--model", action="append", default=[], type=Path, help="folder of a pretrained model")
     parser.add_argument("--small", nargs="*", default=SMALL, help="architectures with random weights")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--side", choices=["trainyard", "plain", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("files", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     a = parser.parse_args()
-    if a.side:
-        serve(a.side, a.files)
+    if a.serve:
+        serve(a.serve)
         return 0
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         dataset = write_chats(folder / "chats.jsonl", 60)
         models = {kind: small_model(kind, folder / kind, dataset) for kind in a.small}
         models |= {model.resolve().name: marked_model(model, folder / f"model-{i}") for i, model in enumerate(a.model)}
-        return 0 if compare(all_cases(models, dataset, a.lr), folder, a.trl) else 1
+        return 0 if compare(all_cases(models, dataset), folder, a.trl) else 1
 
 
 if __name__ == "__main__":

@@ -87,14 +87,14 @@ def write_chats(file: Path, count: int) -> Path:
 
 
 def recorded_steps(run_dir: Path) -> Steps:
-    """Return the order of a run, over all of its ranks."""
+    """Return the order of a run over all of its ranks. The rows of a step are sorted, because every rank records its own."""
     steps: dict[int, list[tuple[int, ...]]] = {}
     for file in sorted((run_dir / "samples").glob("rank*.jsonl")):
         for line in file.read_text().splitlines():
             record = json.loads(line)
             steps.setdefault(record["step"], []).extend(tuple(row) for row in record["rows"])
     assert sorted(steps) == list(range(1, len(steps) + 1)), f"{run_dir}: a step has no record"
-    return tuple(tuple(steps[step]) for step in sorted(steps))
+    return tuple(tuple(sorted(steps[step])) for step in sorted(steps))
 
 
 def initial_model(work: Work) -> Any:
@@ -151,21 +151,35 @@ def train_plain(work: Work, out: Path) -> list[float]:
 
 
 def loss_difference(one: Sequence[float], two: Sequence[float]) -> float:
-    """Return the largest difference between the losses of the same step."""
-    return max(abs(first - second) for first, second in zip(one, two, strict=True))
+    """Return the largest difference between the losses of the same step; NaN if one is NaN."""
+    return float(torch.tensor([first - second for first, second in zip(one, two, strict=True)]).abs().max())
 
 
 def weight_difference(one: Path, two: Path) -> float:
-    """Return the largest difference between two folders of saved weights; infinite if their names or shapes differ."""
+    """Return the largest difference between the weights in two folders; infinite if their names or shapes differ, NaN if a
+    weight is NaN. The weights of an adapter are what it adds to those of the model.
+
+    The factors of an adapter are no measure: AdamW makes a whole step of a gradient that is nothing but rounding, which some
+    elements of them have, and what such an element adds to a weight is nothing but rounding too.
+    """
     first, second = _saved(one), _saved(two)
     if {name: weight.shape for name, weight in first.items()} != {name: w.shape for name, w in second.items()}:
         return math.inf
-    return max(float((weight.float() - second[name].float()).abs().max()) for name, weight in first.items())
+    # The maximum of a tensor is NaN if one value is; that of Python is not.
+    return float(torch.stack([(weight - second[name]).abs().max() for name, weight in first.items()]).max())
 
 
 def _saved(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    found = {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+    found = {name: weight.float() for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
     assert found, f"no weights in {folder}"
-    return found
+    config = folder / "adapter_config.json"
+    if not config.exists():
+        return found
+    about = json.loads(config.read_text())
+    return {
+        name: about["lora_alpha"] / about["r"] * found[name.replace("lora_A", "lora_B")] @ weight
+        for name, weight in found.items()
+        if "lora_A" in name
+    }
