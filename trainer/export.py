@@ -114,7 +114,7 @@ def export_weights(
     Raises:
         DiskError: the disk is full or not writable.
     """
-    from trainer.tokenizer_output import add_end_token, save_tokenizer
+    from trainer.tokenizer_output import add_end_token, save_ends, save_tokenizer
 
     spec = job.spec
     kind = "adapter" if spec.lora_r else "model"
@@ -124,10 +124,9 @@ def export_weights(
         options: dict[str, Any] = {"save_embedding_layers": False} if spec.lora_r else {}
         # transformers would otherwise write only on rank 0, as if all hosts shared a disk.
         model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
-        ends = getattr(model, "generation_config", None)
-        if ends is not None and add_end_token(ends, job.tokenizer) and spec.lora_r:
-            aside.mkdir(parents=True)
-            ends.save_pretrained(aside)
+        settings = getattr(model, "generation_config", None)
+        if settings is not None and add_end_token(settings, job.tokenizer) and spec.lora_r:
+            save_ends(settings, aside)  # peft writes no such file
         if weights is None or spec.lora_r:
             options |= {"state_dict": dict(weights)} if weights else {}
             model.save_pretrained(aside, **options)  # type: ignore[operator]
