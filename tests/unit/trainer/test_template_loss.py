@@ -1,0 +1,137 @@
+"""Which text of a chat carries loss: chat templates of the field, and reductions of what they do, in many situations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from template_loss import REDUCTIONS, Bed, Template, situations, spelled, trl_templates
+
+from trainer.data.shapes import to_sample
+from trainer.errors import UserError
+
+TRL = trl_templates()
+# Chats that a template can render whole and that are refused all the same: (template, situation).
+REFUSED: set[tuple[str, str]] = set()
+
+
+def check(template: Template) -> None:
+    bed = Bed(template)
+    wrong = []
+    for name, row in situations(template.family).items():
+        verdict = bed.verdict(row)
+        if verdict.kind == "WRONG" or (verdict.kind == "REFUSED" and (template.name, name) not in REFUSED):
+            wrong.append(f"{name}: {verdict}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.skipif(not TRL, reason="needs the chat templates of the package trl")
+@pytest.mark.parametrize("template", TRL, ids=[template.name for template in TRL])
+def test_loss_is_on_what_the_assistant_says(template: Template) -> None:
+    check(template)
+
+
+@pytest.mark.parametrize("template", REDUCTIONS, ids=[template.name for template in REDUCTIONS])
+def test_loss_is_on_what_the_assistant_says_in_reductions(template: Template) -> None:
+    check(template)
+
+
+@functools.cache
+def bed(name: str) -> Bed:
+    return Bed(next(template for template in REDUCTIONS if template.name == name))
+
+
+Piece = tuple[str, bool | None]  # text, and whether it carries loss; None for either
+
+
+def turn(header: str, said: str, end: str, after: str, trained: bool) -> list[Piece]:
+    """Return the pieces of one message. White space of header and content can be one token."""
+    body = said.lstrip()
+    blank = said[: len(said) - len(body)]
+    text, space = header.rstrip(), header[len(header.rstrip()) :]
+    return [(text, False), (space + blank, None if trained else False), (body + end, trained), (after, None)]
+
+
+def plain(messages: list[dict[str, str]]) -> list[Piece]:
+    return [
+        piece
+        for m in messages
+        for piece in turn(f"<|im_start|>{m['role']}\n", m["content"], "<|im_end|>", "\n", m["role"] == "assistant")
+    ]
+
+
+def trims(messages: list[dict[str, str]]) -> list[Piece]:
+    return plain([{**m, "content": m["content"].strip()} for m in messages])
+
+
+def merges_system(messages: list[dict[str, str]]) -> list[Piece]:
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    pieces: list[Piece] = [("<s>", False)]
+    for place, m in enumerate(messages[1:] if system else messages):
+        role = "model" if m["role"] == "assistant" else m["role"]
+        content = (system + "\n\n" if system and not place else "") + m["content"].strip()
+        pieces += turn(f"<turn>{role}\n", content, "<end_turn>", "\n", m["role"] == "assistant")
+    return pieces
+
+
+def reasons_last(messages: list[dict[str, str]]) -> list[Piece]:
+    pieces = []
+    for place, m in enumerate(messages):
+        reason, said = "", m["content"]
+        if "</think>" in said:
+            reason = said.split("</think>")[0].split("<think>")[-1].strip()
+            said = said.split("</think>")[-1].lstrip("\n")
+        trained = m["role"] == "assistant"
+        header = f"<|im_start|>{m['role']}\n"
+        if trained and place == len(messages) - 1:
+            empty = None if not reason else True
+            pieces += [(header, None if not reason else False), ("<think>", None), ("\n", None), (reason, empty)]
+            pieces += [("\n", None), ("</think>", None), ("\n\n" + said[: len(said) - len(said.lstrip())], None)]
+            pieces += [(said.lstrip() + "<|im_end|>", True), ("\n", None)]
+        else:
+            pieces += turn(header, said, "<|im_end|>", "\n", trained)
+    return pieces
+
+
+_SPECIAL = ["<|im_end|>", "<|im_start|>assistant\n", "<|im_start|>", "</think>", "<think>", "<think>\nwhy\n</think>\n\n", "<end_turn>"]  # fmt: skip
+_TEXT = st.lists(
+    st.sampled_from(
+        ["ok", "a", "the answer", " ", "\n", "\t", "é", "猫", "👩‍👩‍👧", "\u0301", "\ue000", "\u2060", "\u200b", "\ufffd", "⟦", "⟧", "{{ x }}", "{% y %}", "0", "\\n", '"', "assistant", "user", "assistant\n", *_SPECIAL]
+    )
+    | st.text(max_size=4),
+    max_size=5,
+).map("".join)  # fmt: skip
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> list[dict[str, str]]:
+    turns = draw(st.integers(1, 3))
+    some = [draw(_TEXT) for _ in range(2)]  # contents that are the same text as another
+    content = st.sampled_from(some) | _TEXT
+    chat = [{"role": role, "content": draw(content)} for _ in range(turns) for role in ("user", "assistant")]
+    return ([{"role": "system", "content": draw(content)}] if draw(st.booleans()) else []) + chat
+
+
+@pytest.mark.parametrize("render", [plain, trims, merges_system, reasons_last])
+@settings(max_examples=150, deadline=None)
+@given(chat=chats())
+def test_any_text_in_a_chat(render: Any, chat: list[dict[str, str]]) -> None:
+    under = bed(render.__name__)
+    try:
+        ids, mask = under.encoder.answers(to_sample({"messages": chat}))
+    except (UserError, ValueError) as error:
+        assert "\n" not in str(error)
+        odd = any(mark in m["content"] for m in chat for mark in _SPECIAL)
+        assert odd or any(not m["content"].strip() for m in chat), error
+        return
+    text, trained = spelled(under.tokenizer, ids, mask)
+    pieces = render(chat)
+    assert text == "".join(piece for piece, _ in pieces)
+    start = 0
+    for piece, flag in pieces:
+        found = {*trained[start : start + len(piece)]}
+        start += len(piece)
+        assert flag is None or found <= {flag}, (piece, flag, text)
