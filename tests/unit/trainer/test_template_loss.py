@@ -6,9 +6,10 @@ import functools
 from typing import Any
 
 import pytest
+from chat_templates import REDUCTIONS, Template, situations, trl_templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from template_loss import REDUCTIONS, Bed, Template, situations, spelled, trl_templates
+from template_loss import Bed, spelled
 
 from trainer.data.shapes import to_sample
 from trainer.errors import UserError
