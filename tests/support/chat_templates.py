@@ -19,7 +19,7 @@ class Family:
     `header` comes before an answer and is not trained. `end` closes the answer and is trained. `not_said` is text inside an answer
     that the model does not write. `optional` may be trained or not: the template or the generation prompt writes it for the model.
     `chained`: a header that follows directly on an answer is written by the model. `no_end`: nothing ends an answer; `end` is the
-    marker of the next role. `own` is the family's own way to write reasoning into the content.
+    marker of the next role. `after`: text behind the end that may be trained or not. `own` is the family's own way to write reasoning into the content.
     """
 
     header: str
@@ -30,6 +30,7 @@ class Family:
     optional: str = r"\s+|<think>|</think>"
     chained: bool = False
     no_end: bool = False
+    after: str = r"\s*"
     own: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
 
 
@@ -281,6 +282,156 @@ REDUCTIONS = [
         "first_letter_decides",
         _chatml(
             "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.content and m.content[0] == 'a' %}\n(A){% endif %}<|im_end|>\n"
+        ),
+        CHATML,
+    ),
+]
+_ZEPHYR = Family(r"<\|assistant\|>\n", r"</s>", "</s>", "<s>")
+_ALPACA = Family(r"### Response:\n", r"(?=\n\n### )|</s>|$", "</s>", "<s>", no_end=True, after=r"(?:\n\n###)?\s*")
+REDUCTIONS += [
+    # The system message stands in the first question (as Llama 2).
+    Template(
+        "inst",
+        "{% set s = messages[0].content if messages[0].role == 'system' else '' %}{% for m in (messages[1:] if s else messages) %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+        "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + ('<<SYS>>\n' + s + '\n<</SYS>>\n\n' if s and loop.first else '') + m.content.strip() + ' [/INST]' }}"
+        "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+        INST,
+    ),
+    # Words are the headers, and EOS the only special token (as Vicuna).
+    Template(
+        "vicuna",
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %} USER: {{ m.content }}"
+        "{% elif m.role == 'assistant' %} ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}",
+        Family(r" ASSISTANT:", r"</s>", "</s>", "<s>"),
+    ),
+    Template(
+        "zephyr",
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        _ZEPHYR,
+    ),
+    Template(
+        "eos_last",
+        "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% elif m.role == 'assistant' %}</s>\n{% else %}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        _ZEPHYR,
+    ),
+    # No special tokens at all: a heading of plain text ends an answer.
+    Template(
+        "alpaca",
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n{% elif m.role == 'user' %}### Instruction:\n{{ m.content }}\n\n"
+        "{% else %}### Response:\n{{ m.content }}\n\n{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}",
+        _ALPACA,
+    ),
+    Template(
+        "granite",
+        "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
+        Family(r"<\|start_of_role\|>assistant<\|end_of_role\|>", r"<\|end_of_text\|>", "<|end_of_text|>"),
+    ),
+    Template(
+        "phi4",
+        "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}",
+        Family(r"<\|im_start\|>assistant<\|im_sep\|>", r"<\|im_end\|>", "<|im_end|>"),
+    ),
+    Template(
+        "rounds",
+        "{% for m in messages %}{% if m.role == 'user' %}[Round {{ loop.index0 // 2 + 1 }}]\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        + _PROMPT,
+        CHATML,
+    ),
+    Template(
+        "default_system",
+        _chatml(before="{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"),
+        CHATML,
+    ),
+    Template(
+        "merges_answers",
+        "{% for m in messages %}{% if loop.first or m.role != loop.previtem.role %}<|im_start|>{{ m.role }}\n{% endif %}{{ m.content }}{% if loop.last or m.role != loop.nextitem.role %}<|im_end|>\n{% else %}\n\n{% endif %}{% endfor %}"
+        + _PROMPT,
+        CHATML,
+    ),
+    Template(
+        "truncates_answers",
+        _chatml("<|im_start|>{{ m.role }}\n{{ m.content[:4] if m.role == 'assistant' else m.content }}<|im_end|>\n"),
+        CHATML,
+    ),
+    Template(
+        "truncates_questions",
+        _chatml("<|im_start|>{{ m.role }}\n{{ m.content[:4] if m.role == 'user' else m.content }}<|im_end|>\n"),
+        CHATML,
+    ),
+    Template("escapes_html", _chatml("<|im_start|>{{ m.role }}\n{{ m.content | e }}<|im_end|>\n"), CHATML),
+    Template("json_content", _chatml("<|im_start|>{{ m.role }}\n{{ m.content | tojson }}<|im_end|>\n"), CHATML),
+    Template(
+        "drops_line_ends", _chatml("<|im_start|>{{ m.role }}\n{{ m.content | replace('\n', ' ') }}<|im_end|>\n"), CHATML
+    ),
+    Template(
+        "drops_all_reasoning",
+        _chatml(
+            "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n"
+        ),
+        CHATML,
+    ),
+    Template(
+        "drops_earlier_answers",
+        _chatml("{% if m.role != 'assistant' or loop.index0 >= loop.length - 2 %}" + _PLAIN + "{% endif %}", _DEFINE),
+        CHATML,
+    ),
+    Template("drops_empty", _chatml("{% if m.content %}" + _PLAIN + "{% endif %}", _DEFINE), CHATML),
+    # Two marks end an answer, and only the last of them is the end token.
+    Template(
+        "two_ends",
+        _chatml(_PLAIN.replace("<|im_end|>", "{% if m.role == 'assistant' %}</answer>{% endif %}<|im_end|>"), _DEFINE),
+        CHATML,
+    ),
+    Template(
+        "parts_only",
+        _chatml("<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n"),
+        CHATML,
+    ),
+    Template(
+        "calls_without_name",
+        _chatml(_PLAIN.replace(_JSON_CALL, "{{ c.function.arguments | tojson }}"), _DEFINE),
+        CHATML,
+    ),
+    Template(
+        "first_call_only",
+        _chatml(_PLAIN.replace("for c in m.tool_calls or []", "for c in (m.tool_calls or [])[:1]"), _DEFINE),
+        CHATML,
+    ),
+    Template(
+        "flat_calls",
+        _chatml(_PLAIN.replace(_JSON_CALL, "{{ {'name': c['name'], 'arguments': c['arguments']} | tojson }}"), _DEFINE),
+        CHATML,
+    ),
+    Template(
+        "sorted_arguments",
+        _chatml(
+            _PLAIN.replace(
+                _JSON_CALL,
+                "{{ c.function.name }}{% for k, v in c.function.arguments | dictsort %} {{ k }}={{ v }}{% endfor %}",
+            ),
+            _DEFINE,
+        ),
+        CHATML,
+    ),
+    Template(
+        "escaped_arguments",
+        _chatml(
+            _PLAIN.replace(
+                _JSON_CALL,
+                "{{ c.function.name }}{% for k, v in c.function.arguments.items() %} {{ k }}={{ v | string | e }}{% endfor %}",
+            ),
+            _DEFINE,
+        ),
+        CHATML,
+    ),
+    Template(
+        "calls_of_last_turn",
+        _chatml(
+            _PLAIN.replace(
+                "for c in m.tool_calls or []", "for c in (m.tool_calls or [] if loop.index0 > loop.length - 4 else [])"
+            ),
+            _DEFINE,
         ),
         CHATML,
     ),

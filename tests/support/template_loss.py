@@ -103,6 +103,11 @@ class Words:
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+def _words_in(text: str) -> set[str]:
+    """Return the words of a rendering: a template can change their case, and write line ends as JSON does."""
+    return {*_WORD.findall(re.sub(r"\\[nt]", " ", text.lower()))}
+
+
 def words_of(row: Row) -> Words:
     found = Words()
     for place, message in enumerate(row["messages"]):
@@ -226,15 +231,14 @@ class Bed:
         every = words.said | words.given
         described = json.dumps(row.get("tools") or [])
         whole = any(
-            every <= {*_WORD.findall(text.lower())}
-            and all(text.count(name) > described.count(name) for name in words.names)
+            every <= _words_in(text) and all(text.count(name) > described.count(name) for name in words.names)
             for text in renderings(self.tokenizer, row)
         )
         return Verdict("REFUSED" if whole else "refused", error)
 
     def _lost(self, row: Row, text: str, words: Words) -> Iterator[str]:
         """Yield the words that the template left out without a report."""
-        here = {*_WORD.findall(text.lower())}
+        here = _words_in(text)
         for word in sorted((words.said | words.given) - here):
             if word in words.reasons and self._later_turns_hide(row, word, words.reasons[word]):
                 continue
@@ -284,7 +288,7 @@ class Bed:
             for inner in re.finditer(family.optional, text[match.end() : stop]):
                 a, b = match.end() + inner.start(), match.end() + inner.end()
                 may[a:b] = [True] * (b - a)
-            after = re.compile(r"\s*").match(text, stop)
+            after = re.compile(family.after).match(text, stop)
             may[stop : after.end()] = [True] * (after.end() - stop)
             last_end = stop
             # The marker that ends an answer without an end of its own is a part of the next header.

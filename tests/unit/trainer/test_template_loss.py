@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import unicodedata
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from chat_templates import REDUCTIONS, Template, situations, trl_templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_loss import Bed, spelled
+from tokenizer_kinds import KINDS
 
+from trainer.data.encode import Encoder
 from trainer.data.shapes import to_sample
 from trainer.errors import UserError
 
@@ -136,3 +140,34 @@ def test_any_text_in_a_chat(render: Any, chat: list[dict[str, str]]) -> None:
         found = {*trained[start : start + len(piece)]}
         start += len(piece)
         assert flag is None or found <= {flag}, (piece, flag, text)
+
+
+_WITH_TOOL_CALLS = next(template.text for template in REDUCTIONS if template.name == "plain")
+
+
+@pytest.mark.parametrize("name", [*KINDS])
+@pytest.mark.parametrize("situation", ["single", "multi", "tools", "spaces", "same_text", "long_lines", "bytes"])
+def test_any_kind_of_tokenizer(name: str, situation: str) -> None:
+    tokenizer = KINDS[name]()
+    tokenizer.chat_template = _WITH_TOOL_CALLS
+    row = situations()[situation]
+    try:
+        ids, mask = Encoder(tokenizer, seq_length=4096, train_on="answer").answers(to_sample(row))
+    except UserError as error:
+        assert name == "python", error  # no offsets: it cannot be proved
+        return
+    answers = [m for m in row["messages"] if m["role"] == "assistant"]
+    runs = [[*group] for flag, group in itertools.groupby(zip(ids, mask, strict=True), lambda pair: pair[1]) if flag]
+    assert len(runs) == len(answers)
+    for run, answer in zip(runs, answers, strict=True):
+        said = tokenizer.decode([token for token, _ in run])
+        assert "<|im_end|>" in said and "<|im_start|>" not in said and "user" not in said and "assistant" not in said
+        expected = answer["content"] or '"argvalue1a"}}</tool_call>'
+        assert "".join(said.replace("<|im_end|>", "").split()).endswith(tail(expected, name))
+    assert len(ids) - len(answers) < 600 and ids.count(tokenizer.bos_token_id or -1) <= 1
+
+
+def tail(text: str, name: str) -> str:
+    """Return what a tokenizer keeps of the last words of an answer, without white space."""
+    text = "".join(text.split())
+    return unicodedata.normalize("NFKC", text).lower() if name == "normalizing" else text
