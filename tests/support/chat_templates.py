@@ -287,7 +287,7 @@ REDUCTIONS = [
     ),
 ]
 _ZEPHYR = Family(r"<\|assistant\|>\n", r"</s>", "</s>", "<s>")
-_ALPACA = Family(r"### Response:\n", r"(?=\n\n### )|</s>|$", "</s>", "<s>", no_end=True, after=r"(?:\n\n###)?\s*")
+_ALPACA = Family(r"### Response:\n", r"(?=\n\n### )|</s>|$", "</s>", "<s>", no_end=True, after=r"(?:\n\n### \w+:)?\s*")
 REDUCTIONS += [
     # The system message stands in the first question (as Llama 2).
     Template(
@@ -318,7 +318,7 @@ REDUCTIONS += [
     # No special tokens at all: a heading of plain text ends an answer.
     Template(
         "alpaca",
-        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n{% elif m.role == 'user' %}### Instruction:\n{{ m.content }}\n\n"
+        "{% for m in messages %}{% if m.role == 'system' %}### System:\n{{ m.content }}\n\n{% elif m.role == 'user' %}### Instruction:\n{{ m.content }}\n\n"
         "{% else %}### Response:\n{{ m.content }}\n\n{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}",
         _ALPACA,
     ),

@@ -100,6 +100,7 @@ class Words:
     names: set[str] = field(default_factory=set)  # of calls: they stand in the descriptions and results of tools too
 
 
+_PARTS = re.compile(r"\[['\"]text['\"]\]|\.text\b")  # a template that reads contents as lists of parts
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -125,7 +126,8 @@ def words_of(row: Row) -> Words:
         beside = {word for key in _REASONING for word in _WORD.findall(message.get(key) or "")}
         found.names |= called
         found.said |= words | called | arguments | beside
-        found.reasons |= {word: place for word in words | beside if word.startswith("r")}
+        # A template can take the text beside a call as reasoning (as gpt-oss).
+        found.reasons |= {word: place for word in words | beside if word.startswith("r") or calls}
     described = {*_WORD.findall(json.dumps(row.get("tools") or []))}
     found.given |= {word for word in described if not word.startswith("arg")}
     found.given -= found.said
@@ -141,7 +143,7 @@ def renderings(tokenizer: Any, row: Row) -> Iterator[str]:
     forms = itertools.product(
         ("object", "text") if calls else ("object",),
         ("", None, "absent") if calls else ("",),
-        (False, True),
+        (False, True) if _PARTS.search(tokenizer.chat_template) else (False,),
         ((), *((name,) for name in _REASONING), _REASONING) if thinks else ((),),
         (False, True) if calls else (False,),
     )
@@ -209,18 +211,23 @@ class Bed:
     def verdict(self, row: Row) -> Verdict:
         try:
             sample = to_sample(copy.deepcopy(row))
-            ids, mask = self.encoder.answers(sample)
+            encoded = self.encoder.encode(sample)
         except (UserError, ValueError) as error:
             return self._refusal(row, str(error))
         except Exception as error:
             return Verdict("WRONG", f"{type(error).__name__}: {error}")
+        ids, mask = encoded.ids, encoded.answered
         if len(ids) != len(mask):
             return Verdict("WRONG", f"{len(ids)} tokens and {len(mask)} flags")
         text, trained = spelled(self.tokenizer, ids, mask)
         if not any(text in (one, one + self.family.eos) for one in renderings(self.tokenizer, row)):
             return Verdict("WRONG", f"the tokens are no rendering of the chat: {text!r}")
         words = words_of(row)
-        faults = [*self._lost(row, text, words), *self._flags(text, trained), *self._words(text, trained, words)]
+        faults = [
+            *self._lost(row, text, words, " ".join(encoded.notes)),
+            *self._flags(text, trained),
+            *self._words(text, trained, words),
+        ]
         return Verdict("WRONG", "; ".join(dict.fromkeys(faults))) if faults else Verdict("ok")
 
     def _refusal(self, row: Row, error: str) -> Verdict:
@@ -236,11 +243,13 @@ class Bed:
         )
         return Verdict("REFUSED" if whole else "refused", error)
 
-    def _lost(self, row: Row, text: str, words: Words) -> Iterator[str]:
-        """Yield the words that the template left out without a report."""
+    def _lost(self, row: Row, text: str, words: Words, notes: str) -> Iterator[str]:
+        """Yield the words that the template left out without a report. Only earlier reasoning may be left out at all."""
         here = _words_in(text)
         for word in sorted((words.said | words.given) - here):
             if word in words.reasons and self._later_turns_hide(row, word, words.reasons[word]):
+                if not notes:
+                    yield f"{word} is left out, and not counted"
                 continue
             yield f"{word} is silently left out"
 
