@@ -75,7 +75,7 @@ LLAMA3 = Family(
     r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n", r"<\|eo[tm]_id\|>", "<|eot_id|>", "<|begin_of_text|>"
 )
 # An answer without a question before it has no header.
-_BARE = r"\[/INST\](?!\[INST\])|(?:(?<=</s>)|^(?:<s>)?)(?= +[^\s\[])"
+_BARE = r"\[/INST\](?!\[INST\])|(?:(?<=</s>)|^(?:<s>)?)(?= +[^\s\[<])"
 INST = Family(_BARE, r"</s>", "</s>", "<s>")
 PHI = Family(r"<\|assistant\|>\n", r"<\|end\|>", "<|endoftext|>")
 TURN = Family(r"<turn>(?:assistant|model)\n?", r"<end_turn>", "<end_turn>", "<s>")

@@ -272,7 +272,8 @@ class Bed:
                     piece = text[start:stop]
                     yield f"{label}: {piece if stop - start < 80 else piece[:60] + '...' + piece[-15:]!r}"
                 start = stop
-        if self.family.no_end and must and must[-1] and not text.endswith(self.family.eos):
+        closed = re.search(rf"(?:{self.family.end})\Z", text)
+        if self.family.no_end and must and must[-1] and not (closed and closed[0]):
             yield "nothing ends the last answer"
 
     def _zones(self, text: str) -> tuple[list[bool], list[bool]]:
