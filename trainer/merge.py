@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import RunSpec, read_spec
-from trainer.data.encode import Corpus, Encoder, encoded_dataset, split
+from trainer.data.encode import Corpus, encoded_dataset, split
 from trainer.data.order import held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line
@@ -281,9 +281,8 @@ def vote(request: MergeRequest) -> dict[str, Any]:
         (`logprob`), and `from`, the run that gave it. They are also written to answers.jsonl of the run folder.
     """
     tokenizer = load_tokenizer(str(request.parts[0].weights))
-    encoder = Encoder(tokenizer, seq_length=request.parts[0].spec.seq_length, train_on="answer")
     prompts = [
-        encoder.tokenizer.apply_chat_template(list(chat), tokenize=True, add_generation_prompt=True, return_dict=False)
+        tokenizer.apply_chat_template(list(chat), tokenize=True, add_generation_prompt=True, return_dict=False)
         for chat in request.prompts
     ]
     answers: list[list[list[int]]] = [[] for _ in prompts]

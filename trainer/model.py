@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer import unsloth_backend
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
+from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.distillation.loss import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, user_path
@@ -25,7 +26,7 @@ _MAMBA_UNUSED = {"conv1d", "out_proj"}
 
 
 def load_tokenizer(name: str, setting: str = "model") -> Any:
-    """Load the tokenizer of a model; the end token is the default padding token.
+    """Load the tokenizer of a model; the end token is the default padding token, the plain template the default one.
 
     Args:
         setting: the field of the run spec that names the model.
@@ -43,6 +44,8 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
         raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from trainer.config.fields import Words
 from trainer.config.yaml_text import parse_yaml
 from trainer.formats import quoted
 
@@ -14,8 +15,8 @@ from trainer.formats import quoted
 SHAPES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("messages",), ("system", "tools")),
     (("conversations",), ("system", "tools")),
-    (("instruction", "output"), ("input", "system")),
-    (("prompt", "completion"), ("tools",)),
+    (("instruction", "output"), ("input", "system", "history", "tools")),
+    (("prompt", "completion"), ("system", "tools")),
     (("text",), ()),
 )
 MESSAGE_KEYS = ("role", "content")  # of a message in `messages` or `conversations`
@@ -67,6 +68,7 @@ class DatasetSource(BaseModel):
         weight: how many times an epoch uses each sample: 2 uses each twice, 0.3 uses 30 % of the samples.
         split, config: of a hub dataset or a folder; empty: `dataset_split` and `dataset_config` of the run.
         columns: names of a shape and the columns that have these meanings; empty: `columns` of the run.
+        ignore_keys: keys of records and messages that the run ignores; empty: `ignore_keys` of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -76,6 +78,7 @@ class DatasetSource(BaseModel):
     split: str = ""
     config: str = ""
     columns: Columns = {}
+    ignore_keys: Words = ()
 
 
 _Path = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
@@ -83,7 +86,7 @@ Datasets = Annotated[_Path | Annotated[tuple[DatasetSource, ...], Field(min_leng
 
 
 def resolve(dataset: str | tuple[DatasetSource, ...], **defaults: Any) -> tuple[DatasetSource, ...]:
-    """Return the sources of a run; `defaults` (split, config, columns) replace what a source leaves empty."""
+    """Return the sources of a run; `defaults` (split, config, columns, ignore_keys) replace what a source leaves empty."""
     listed = (DatasetSource.model_validate({"path": dataset}),) if isinstance(dataset, str) else dataset
     return tuple(
         source.model_copy(update={name: getattr(source, name) or value for name, value in defaults.items()})

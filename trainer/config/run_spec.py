@@ -80,6 +80,16 @@ class RunSpec(BaseModel):
         aliases=["column_mapping", "dataset_columns", "field_mapping", "dataset_text_field"],
         expected=EXPECTED["columns"],
     )
+    ignore_keys: Words = declare(
+        (),
+        "keys of records and messages that the run ignores, such as score or weight: other keys that change what is learned "
+        "are used or refused",
+    )
+    system: Literal["keep", "prepend"] = declare(
+        "keep",
+        "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
+        "for templates without a system role",
+    )
     fake_data: bool = declare(
         False, "train on random tokens instead of the dataset, to measure speed", aliases=["dummy_data"]
     )
@@ -445,7 +455,13 @@ class RunSpec(BaseModel):
     @property
     def sources(self) -> tuple[DatasetSource, ...]:
         """The datasets of the run, at least one, each with its own split, configuration and columns."""
-        return resolve(self.dataset, split=self.dataset_split, config=self.dataset_config, columns=self.columns)
+        return resolve(
+            self.dataset,
+            split=self.dataset_split,
+            config=self.dataset_config,
+            columns=self.columns,
+            ignore_keys=self.ignore_keys,
+        )
 
     @property
     def needs_logprobs(self) -> bool:

@@ -1,15 +1,16 @@
 """Encode samples as tokens: chat template, loss mask, truncation at seq_length, and a cache on disk for fast restarts."""
 
+import datetime
 import hashlib
 import io
 import itertools
 import json
-import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,57 @@ import numpy as np
 
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
+from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.files import dataset_digest
+from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.logprobs import COLUMN, TOP, Targets, Vocabulary, join_targets
-from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.samples import read_source
-from trainer.data.shapes import Sample
-from trainer.errors import UserError, first_line
+from trainer.data.shapes import Sample, with_system_in_first_question
+from trainer.data.text_tokenizer import TextTokenizer
+from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.inputs import path_kind
 
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
-_FORMAT = 2  # version of the cached encoding: increment it when the encoding of a sample changes
+_FORMAT = 3  # version of the cached encoding: increment it when the encoding of a sample changes
 
 
 _NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the samples of a dataset.
+
+    Attributes:
+        samples: all samples that were read.
+        answers: answers with loss; a text counts as one.
+        tokens: tokens with loss.
+        truncated: samples that were cut at seq_length, whether or not they were dropped.
+        dropped: the number of samples that were left out, by reason.
+        notes: the number of samples that the chat template changes, by what it changes.
+    """
+
+    samples: int = 0
+    answers: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> int:
+        """The number of samples that were left out."""
+        return sum(self.dropped.values())
+
+    def __add__(self, other: "DataReport") -> "DataReport":
+        return DataReport(
+            self.samples + other.samples,
+            self.answers + other.answers,
+            self.tokens + other.tokens,
+            self.truncated + other.truncated,
+            dict(Counter(self.dropped) + Counter(other.dropped)),
+            dict(Counter(self.notes) + Counter(other.notes)),
+        )
 
 
 @dataclass(frozen=True)
@@ -38,19 +76,27 @@ class Corpus:
     """Encoded samples, concatenated.
 
     `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
-    [samples + 1]: where each sample starts, followed by the total. `dropped`, `cut`: the number of samples that were left
-    out because they have no token with loss, and of those that were truncated. `sources`, int32 [samples]: the number of
-    the dataset of every sample; None if there is one dataset. `targets`: the teacher's distributions, if the run uses those of
-    the dataset.
+    [samples + 1]: where each sample starts, followed by the total. `report`: what became of all samples. `sources`, int32
+    [samples]: the number of the dataset of every sample; None if there is one dataset. `targets`: the teacher's distributions,
+    if the run uses those of the dataset.
     """
 
     tokens: np.ndarray
     trained: np.ndarray
     starts: np.ndarray
-    dropped: int = 0
-    cut: int = 0
+    report: DataReport = DataReport()
     sources: np.ndarray | None = None
     targets: Targets | None = None
+
+    @property
+    def dropped(self) -> int:
+        """The number of samples that were left out."""
+        return self.report.lost
+
+    @property
+    def cut(self) -> int:
+        """The number of samples that were truncated."""
+        return self.report.truncated
 
     @property
     def lengths(self) -> np.ndarray:
@@ -72,50 +118,83 @@ class Corpus:
         return len(self.starts) - 1
 
 
-def _prefix_mask(render: Callable[..., Any], messages: Sequence[Any], ids: list[int]) -> list[bool]:
-    """Return the loss mask of a chat for a template without ``{% generation %}``: [tokens], True in assistant answers.
+@dataclass(frozen=True)
+class Encoded:
+    """An encoded sample, not truncated.
 
-    An answer spans the tokens between the encoded prompt for it and the encoded chat up to it.
+    Attributes:
+        ids: its tokens.
+        answered: which of them belong to an answer with loss, of equal length.
+        text: its text, with the tokens that the encoding adds.
+        spans: the characters [start, end) of each answer in the text.
+        notes: what the chat template changes.
     """
-    mask = [False] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        # Templates reject an empty chat: for an answer in first place the loss includes its header.
-        prompt: list[int] = []
-        if index:
-            prompt = render(list(messages[:index]), add_generation_prompt=True, return_dict=False)
-        answered = render(list(messages[: index + 1]), return_dict=False)
-        start, end = _common_prefix(prompt, ids), _common_prefix(answered, ids)
-        mask[start:end] = [True] * (end - start)
-    return mask
 
+    ids: list[int]
+    answered: list[bool]
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...] = ()
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the index of the first difference, or the length of `one`."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+    def count_answers(self, mask: Sequence[bool]) -> int:
+        """Return the number of answers that have a token with loss. `mask`: the loss mask of the tokens that are kept."""
+        kept = [flag for flag, answered in zip(mask, self.answered, strict=False) if answered or flag]
+        if not any(kept):
+            return 0
+        # Answers are runs of flags; two answers without a token between them count as one.
+        runs = [list(group) for flag, group in itertools.groupby(range(len(mask)), lambda i: self.answered[i]) if flag]
+        return max(1, sum(any(mask[i] for i in run) for run in runs))
 
 
 class Encoder:
     """Encodes samples as (token ids, loss mask) with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, *, seq_length: int, train_on: str, logprobs: bool = False) -> None:
-        """`logprobs`: also match the log-probabilities of the teacher."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        seq_length: int,
+        train_on: str,
+        logprobs: bool = False,
+        system: str = "keep",
+        today: datetime.datetime | None = None,
+    ) -> None:
+        """Args:
+        tokenizer: one of transformers, or a `TextTokenizer`.
+        logprobs: also match the log-probabilities of the teacher.
+        system: the field of the run spec.
+        today: the date of the run, for templates that print one; None for now.
+
+        Raises:
+            UserError: the chat template is not valid.
+        """
         self.vocabulary = Vocabulary(tokenizer) if logprobs else None
-        self.tokenizer, self.seq_length, self.train_on = tokenizer, seq_length, train_on
-        if not tokenizer.chat_template:
-            tokenizer.chat_template = PLAIN_TEMPLATE
-        # A model can have several named templates: this selects the default one.
-        self._template = tokenizer.get_chat_template()
-        self._has_tool_calls = "tool_calls" in self._template
-        self._has_generation_tag = bool(_GENERATION_TAG.search(self._template))
+        self.seq_length, self.train_on, self._system = seq_length, train_on, system
+        self._text = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer.of(tokenizer)
+        self._today = today or datetime.datetime.now()
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises UserError if it is not valid."""
+        return ChatTemplate(self._text.template, self._text.tokens, self._today)
+
+    @cached_property
+    def _finder(self) -> AnswerFinder:
+        return AnswerFinder(self.template, self._text.added)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 (hex) of everything that the encoding of a sample depends on."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        vocabulary = backend.to_str() if backend else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
-        special = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id}"
-        parts = [vocabulary, special, self._template, str(self.seq_length), self.train_on, str(_FORMAT)]
+        text = self._text
+        parts = [
+            text.vocabulary,
+            f"{text.bos} {text.eos}",
+            text.template,
+            str(self.seq_length),
+            self.train_on,
+            str(_FORMAT),
+        ]
+        parts += [json.dumps(dict(text.tokens), sort_keys=True), self._system]
+        parts += [self._today.isoformat()] if self.template.has_date else []
         parts += [COLUMN] if self.vocabulary else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -123,7 +202,7 @@ class Encoder:
         """Return the token ids and the loss mask of one sample, of equal length and not truncated.
 
         Raises:
-            UserError: the chat template rejects the sample.
+            UserError: the chat template rejects the sample, or leaves out a part of it.
         """
         ids, answered = self.answers(sample)
         return ids, self.mask(answered)
@@ -134,38 +213,78 @@ class Encoder:
 
     def answers(self, sample: Sample) -> tuple[list[int], list[bool]]:
         """Return the token ids of one sample, and which belong to an answer. Raises UserError as `__call__`."""
-        if sample.messages:
-            ids, mask = self._chat(sample)
-        else:
-            ids, mask = [], []
-            start = self.tokenizer.bos_token_id
-            if start is not None:
-                ids, mask = [start], [False]
-            for text, trained in sample.pieces:
-                piece = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-                ids += piece
-                mask += [trained] * len(piece)
-            if self.tokenizer.eos_token_id is not None:
-                ids, mask = ids + [self.tokenizer.eos_token_id], mask + [True]
-        return ids, mask
+        encoded = self.encode(sample)
+        return encoded.ids, encoded.answered
 
-    def _chat(self, sample: Sample) -> tuple[list[int], list[bool]]:
-        messages = list(sample.messages)
-        if not self._has_tool_calls and any("tool_calls" in message for message in messages):
-            raise UserError(
-                "dataset: a sample has tool calls, and the chat template of the model has none: use a model that calls tools"
-            )
-        # Templates without tools ignore their descriptions.
-        render = partial(self.tokenizer.apply_chat_template, tools=list(sample.tools) or None, tokenize=True)
+    def encode(self, sample: Sample) -> Encoded:
+        """Return the encoding of one sample. Raises UserError as `__call__`."""
+        return self._chat(sample) if sample.messages else self._raw(sample)
+
+    def check(self, sample: Sample) -> Answers | None:
+        """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `__call__`."""
+        if not sample.messages:
+            return None
+        prepend = self._system == "prepend"
+        messages = with_system_in_first_question(sample.messages) if prepend else sample.messages
+        silent = {index - (len(sample.messages) - len(messages)) for index in sample.silent}
         try:
-            if self._has_generation_tag:
-                out = render(messages, return_dict=True, return_assistant_tokens_mask=True)
-                return list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
-            ids = list(render(messages, return_dict=False))
-            return ids, _prefix_mask(render, messages, ids)
-        except Exception as error:
-            # Templates are programs that belong to the model and can raise anything (for example on repeated roles).
-            raise UserError(f"dataset: the chat template of the model rejects a sample: {first_line(error)}") from None
+            return self._finder(messages, sample.tools, sample.variables, silent)
+        except TemplateError as error:
+            raise UserError(f"{sample.where or 'dataset'}: {self._problem(error, messages)}") from None
+
+    def _chat(self, sample: Sample) -> Encoded:
+        found = self.check(sample)
+        assert found is not None
+        ids, answered = self._text.encode(found.text, found.spans)
+        text, spans = found.text, found.spans
+        if found.open_end and self._text.eos is not None and ids[-1:] != [self._text.eos]:
+            ids, answered = [*ids, self._text.eos], [*answered, True]
+            text += self._text.tokens.get("eos_token", "")
+            spans = (*spans[:-1], (spans[-1][0], len(text)))
+        notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
+        return Encoded(ids, answered, text, spans, tuple(notes))
+
+    def _raw(self, sample: Sample) -> Encoded:
+        """Encode prompt and completion, or a text, as one string. It has one BOS and one EOS, also if the text has them."""
+        text = "".join(piece for piece, _ in sample.pieces)
+        ends = list(itertools.accumulate((len(piece) for piece, _ in sample.pieces), initial=0))
+        spans = [(ends[i], ends[i + 1]) for i, (piece, trained) in enumerate(sample.pieces) if trained and piece]
+        ids, answered = self._text.encode(text, spans)
+        begin, end = (self._text.tokens.get(name, "") for name in ("bos_token", "eos_token"))
+        if self._text.bos is not None and ids[:1] != [self._text.bos]:
+            ids, answered, text = [self._text.bos, *ids], [False, *answered], begin + text
+            spans = [(first + len(begin), last + len(begin)) for first, last in spans]
+        if self._text.eos is not None and not (end and text.rstrip().endswith(end) and len(ids) > 1):
+            ids, answered = [*ids, self._text.eos], [*answered, bool(sample.pieces[-1][1])]
+            if spans:
+                spans[-1] = (spans[-1][0], len(text) + len(end))
+            text += end
+        return Encoded(ids, answered, text, tuple(spans))
+
+    def _problem(self, error: TemplateError, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return what the chat template does not accept, and what to do."""
+        reason = str(error)
+        if "rejects a conversation" not in reason:
+            return reason.replace("chat template: it ", "the chat template of the model ").replace(
+                "chat template:", "the chat template of the model:"
+            )
+        said = reason.partition("rejects a conversation: ")[2]
+        if messages[0]["role"] == "system" and self._renders(messages[1:]):
+            return f"the chat template of the model has no system role ({said}): remove it, or set system=prepend"
+        roles = [message["role"] for message in messages if message["role"] != "system"]
+        if any(first == second for first, second in itertools.pairwise(roles)) or roles[:1] != ["user"]:
+            return (
+                f"the chat template of the model rejects the order of the roles {', '.join(roles[:8])} ({said}): "
+                "join the messages of one role that follow each other, and begin with user"
+            )
+        return f"the chat template of the model rejects the sample: {said}"
+
+    def _renders(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            self.template.render(messages, False)
+        except TemplateError:
+            return False
+        return True
 
 
 def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
@@ -179,25 +298,27 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     all_ids: list[list[int]] = []
     all_masks: list[list[bool]] = []
     matched = _Matched()
-    dropped = cut = 0
+    dropped: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    report = DataReport()
     for sample in samples:
-        ids, answered = encoder.answers(sample)
-        mask = encoder.mask(answered)
-        cut += len(ids) > encoder.seq_length
-        whole = ids
-        ids, mask = ids[: encoder.seq_length], mask[: encoder.seq_length]
-        if mask:
-            mask[0] = False
+        encoded = encoder.encode(sample)
+        mask = kept_mask(encoded, encoder)
+        cut = len(encoded.ids) > encoder.seq_length
+        report = replace(report, samples=report.samples + 1, truncated=report.truncated + cut)
+        notes.update(encoded.notes)
         if not any(mask):
-            dropped += 1
+            dropped[drop_reason(encoded)] += 1
             continue
-        all_ids.append(ids)
+        report = replace(report, answers=report.answers + encoded.count_answers(mask), tokens=report.tokens + sum(mask))
+        all_ids.append(encoded.ids[: encoder.seq_length])
         all_masks.append(mask)
         if encoder.vocabulary:
-            matched.add(encoder.vocabulary, sample, whole, answered, mask)
+            matched.add(encoder.vocabulary, sample, encoded.ids, encoded.answered, mask)
+    report = replace(report, dropped=dict(dropped), notes=dict(notes))
     if not all_ids:
         raise UserError(
-            f"dataset: none of {dropped} samples has a token with loss within seq_length {encoder.seq_length}: "
+            f"dataset: none of {report.samples} samples has a token with loss within seq_length {encoder.seq_length}: "
             "increase seq_length, or set train_on=all"
         )
     starts = np.array(list(itertools.accumulate(map(len, all_ids), initial=0)), dtype=np.int64)
@@ -205,10 +326,20 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         np.fromiter(itertools.chain.from_iterable(all_ids), np.int32, starts[-1]),
         np.fromiter(itertools.chain.from_iterable(all_masks), np.bool_, starts[-1]),
         starts,
-        dropped,
-        cut,
+        report,
         targets=matched.targets() if encoder.vocabulary else None,
     )
+
+
+def kept_mask(encoded: Encoded, encoder: Encoder) -> list[bool]:
+    """Return the loss mask of the tokens of a sample that a row can hold. The first one is never predicted."""
+    mask = encoder.mask(encoded.answered)[: encoder.seq_length]
+    return [False, *mask[1:]] if mask else mask
+
+
+def drop_reason(encoded: Encoded) -> str:
+    """Return why a sample without a token that carries loss has none."""
+    return "its answers lie beyond seq_length" if any(encoded.answered[1:]) else "it has no answer with loss"
 
 
 class _Matched:
@@ -254,7 +385,9 @@ def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
     tokens = np.random.default_rng(spec.seed).integers(0, vocabulary, total, dtype=np.int32)
     trained: np.ndarray = np.ones(total, dtype=np.bool_)
     trained[:: spec.seq_length] = False
-    return Corpus(tokens, trained, np.arange(0, total + 1, spec.seq_length, dtype=np.int64))
+    starts: np.ndarray = np.arange(0, total + 1, spec.seq_length, dtype=np.int64)
+    rows = len(starts) - 1
+    return Corpus(tokens, trained, starts, DataReport(rows, rows, int(trained.sum())))
 
 
 def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
@@ -266,7 +399,13 @@ def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
     """
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
-    encoder = Encoder(tokenizer, seq_length=spec.seq_length, train_on=spec.train_on, logprobs=spec.needs_logprobs)
+    encoder = Encoder(
+        tokenizer,
+        seq_length=spec.seq_length,
+        train_on=spec.train_on,
+        logprobs=spec.needs_logprobs,
+        system=spec.system,
+    )
     corpus = joined([_encoded_source(source, encoder, store) for source in spec.sources])
     if corpus.targets:
         _check_targets(corpus.targets)
@@ -293,7 +432,11 @@ def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Cor
     is_local = path_kind(path) in ("file", "folder")
     digest = dataset_digest(path) if is_local else f"{source.path}-{source.split}".replace("/", "--")
     # The name of an entry is the digest of the contents alone where nothing else determines the samples.
-    selection = [source.columns, *((source.config, source.split) if path_kind(path) != "file" else ())]
+    selection = [
+        source.columns,
+        source.ignore_keys,
+        *((source.config, source.split) if path_kind(path) != "file" else ()),
+    ]
     if any(selection):
         digest = hashlib.sha256(json.dumps([digest, selection], sort_keys=True).encode()).hexdigest()
     cache = store / "cache" / f"{digest[:64]}-{encoder.fingerprint()[:16]}.npz"
@@ -315,8 +458,7 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         np.concatenate([corpus.tokens for corpus in corpora]),
         np.concatenate([corpus.trained for corpus in corpora]),
         np.concatenate([*starts, [ends[-1]]]).astype(np.int64),
-        sum(corpus.dropped for corpus in corpora),
-        sum(corpus.cut for corpus in corpora),
+        sum((corpus.report for corpus in corpora), DataReport()),
         np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
         join_targets([corpus.targets for corpus in corpora if corpus.targets]) if corpora[0].targets else None,
     )
@@ -325,8 +467,8 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
 def save_corpus(corpus: Corpus, path: Path) -> None:
     """Write a corpus to `path` atomically."""
     buffer = io.BytesIO()
-    counts = np.array([corpus.dropped, corpus.cut], dtype=np.int64)
-    arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "counts": counts}
+    report = np.array(json.dumps(asdict(corpus.report)))
+    arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "report": report}
     if found := corpus.targets:
         arrays |= {"taught": found.taught, "top_ids": found.ids, "top_values": found.values}
         arrays["matches"] = np.array([found.matched, found.unmatched], dtype=np.int64)
@@ -339,14 +481,14 @@ def load_corpus(path: Path) -> Corpus | None:
     """Return the corpus that `save_corpus` wrote, or None if the file is missing or unreadable."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            dropped, cut = arrays["counts"]
+            report = DataReport(**json.loads(str(arrays["report"])))
             targets = None
             if "taught" in arrays:
                 matched, unmatched = map(int, arrays["matches"])
                 targets = Targets(arrays["taught"], arrays["top_ids"], arrays["top_values"], matched, unmatched)
             tokens, trained, starts = (arrays[name] for name in ("tokens", "trained", "starts"))
-            return Corpus(tokens, trained, starts, int(dropped), int(cut), targets=targets)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            return Corpus(tokens, trained, starts, report, targets=targets)
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
 
@@ -361,8 +503,7 @@ def split(corpus: Corpus, held_out: Iterable[int]) -> tuple[Corpus, Corpus]:
             np.concatenate([corpus.tokens[:0], *(corpus.tokens[span] for span in spans)]),
             np.concatenate([corpus.trained[:0], *(corpus.trained[span] for span in spans)]),
             np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            corpus.dropped,
-            corpus.cut,
+            corpus.report,
             None if corpus.sources is None else corpus.sources[indices],
             corpus.targets.select(spans) if corpus.targets else None,
         )

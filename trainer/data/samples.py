@@ -65,7 +65,7 @@ def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sa
         read_logprobs = LogprobReader()
     for before, (where, record) in enumerate(read_records(source)):
         try:
-            sample = to_sample(record, source.columns)
+            sample = replace(to_sample(record, source.columns, source.ignore_keys), where=where)
             yield replace(sample, logprobs=read_logprobs(record)) if read_logprobs else sample
         except ValueError as error:
             raise UserError(f"{where}: {_problem(error, before)}") from None
@@ -95,7 +95,7 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
     elif kind == "file" and format_of(path) in TABLES and path.suffix.lower() != ".zst":
         for before, (number, record) in enumerate(csv_records(path)):
             try:
-                to_sample(record, source.columns)
+                to_sample(record, source.columns, source.ignore_keys)
             except ValueError as error:
                 raise UserError(f"{path}: record {number}: {_problem(error, before)}") from None
 

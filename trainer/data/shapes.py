@@ -1,15 +1,16 @@
 """The shapes of a record: messages, ShareGPT conversations, instruction and output, prompt and completion, text."""
 
-import contextlib
 import itertools
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
+from trainer.data.answer_spans import REASONING_KEYS
+from trainer.data.record_keys import LABEL, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
 from trainer.formats import printable, quoted
 
 if TYPE_CHECKING:
@@ -29,19 +30,21 @@ _ROLE_OF = {role: role for role in ROLES} | {
 }
 # Names of columns that mean what a name of a shape means, for the suggestion in an error message.
 _SYNONYMS = {
-    "messages": ("conversation", "dialog", "dialogue", "chat", "turns", "chosen"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "instruction": (),
     "output": ("response", "answer", "completion", "target"),
     "input": ("context", "passage"),
     "prompt": ("question", "query", "problem", "instruction", "input", "source", "user", "human", "request", "q"),
     "completion": (
-        *("answer", "response", "output", "solution", "reply", "target", "assistant", "chosen", "label", "gpt", "a"),
+        *("answer", "response", "output", "solution", "reply", "target", "assistant", "label", "gpt", "a"),
         *("answers", "summary"),
     ),
     "text": ("content", "body", "document", "article", "story", "code", "sentence", "raw"),
     "role": ("speaker", "author", "sender", "from"),
     "content": ("value", "text", "message", "utterance", "body"),
 }
+SILENT = "\0silent"  # key of a message that carries no loss, until its sample is made
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 _MAX_KEYS = 10  # keys of a record in an error message
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,40}")  # a key that a suggestion can name without quotes
 NO_COLUMNS: Mapping[str, str] = {}
@@ -59,45 +62,109 @@ class UnknownShapeError(ValueError):
 class Sample:
     """One sample: either a chat (`messages`), or pieces of raw text with a flag whether they carry loss (`pieces`).
 
-    Every message has `role` and `content`; an answer may have `tool_calls`, and the result of a tool `name` and
-    `tool_call_id`. `tools` are the descriptions of the tools of a chat. `logprobs` are those of a teacher for the last answer.
+    Every message has `role` and `content`; an answer may have `reasoning_content` and `tool_calls`, and the result of a tool
+    `name` and `tool_call_id`. `tools` are the descriptions of the tools of a chat, `variables` those of its chat template.
+    `silent` are the indices of the answers without loss. `logprobs` are those of a teacher for the last answer. `where` is the
+    record's place, such as ``file:line``.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
     pieces: tuple[tuple[str, bool], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    silent: frozenset[int] = frozenset()
     logprobs: "Logprobs | None" = None
+    where: str = field(default="", compare=False)
 
 
-def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS) -> Sample:
+def with_system_in_first_question(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return a chat whose system message, if it begins with one and a question follows, is the beginning of the question."""
+    if [message["role"] for message in messages[:2]] != ["system", "user"]:
+        return messages
+    system, question = messages[:2]
+    joined = "\n\n".join(filter(None, (system["content"], question["content"])))
+    return [{**question, "content": joined}, *messages[2:]]
+
+
+def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collection[str] = ()) -> Sample:
     """Convert one record of any of the supported shapes to a `Sample`.
 
     Args:
         row: the record.
         columns: names of a shape, and the names that the record and its messages use instead.
+        ignored: keys of records and messages that the user ignores.
 
     Raises:
-        ValueError: the record has none of these shapes; the message is one line.
+        ValueError: the record has none of these shapes, or a key whose meaning a run would ignore; the message is one line.
     """
     if not isinstance(row, dict):
         wrapped = ': write {"messages": [...]}' if isinstance(row, list) and row and isinstance(row[0], dict) else ""
         raise ValueError(f"is a {type(row).__name__}, expected an object with {SHAPE_NAMES}{wrapped}")
+    known = {*columns.values(), *ignored}
+    check_keys(row, RECORD_KEYS, known)
     record, shape = _shape_of(row, columns)
     name = shape[0]
+    if name != "text" or isinstance(row.get(LABEL[0]), bool):
+        check_keys(row, dict([LABEL]), known)
     if name in ("messages", "conversations"):
-        return _chat_sample(record, _messages(record[name], name, columns))
+        return _chat_sample(record, _messages(record[name], name, columns, ignored), known)
     if name == "instruction":
-        prompt = _text(record, "instruction")
-        if record.get("input"):
-            prompt = f"{prompt}\n\n{_text(record, 'input')}"
-        answer = _text(record, "output")
-        return _chat_sample(record, ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}))
+        return _chat_sample(record, _instruction(record), known)
     if name == "prompt":
-        if isinstance(record["prompt"], list):
-            messages = _messages(record["prompt"], "prompt", columns)
-            return _chat_sample(record, messages + _messages(record["completion"], "completion", columns))
+        if any(_are_messages(record[part]) for part in shape):
+            prompt = _part(record, "prompt", columns, ignored, "user")
+            completion = _part(record, "completion", columns, ignored, "assistant")
+            # Only the completion is an answer, whoever speaks in the prompt.
+            muted = [message | ({SILENT: True} if message["role"] == "assistant" else {}) for message in prompt]
+            return _chat_sample(record, (*muted, *completion), known)
+        _refuse_chat_keys(record, ignored)
         return Sample(pieces=((_text(record, "prompt"), False), (_text(record, "completion"), True)))
+    _refuse_chat_keys(record, ignored)
     return Sample(pieces=((_text(record, "text"), True),))
+
+
+def _instruction(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the messages of instruction, input and output, after the turns of `history`: pairs of question and answer."""
+    prompt = _text(record, "instruction")
+    if record.get("input"):
+        prompt = f"{prompt}\n\n{_text(record, 'input')}"
+    history = _from_json(record.get("history"), "'history'") or []
+    turns = [*history, (prompt, _text(record, "output"))] if isinstance(history, list) else [history]
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        pair = list(turn) if isinstance(turn, list | tuple) else []
+        if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError("'history' must be a list of pairs of question and answer")
+        texts = [_valid_unicode(text, "'history'") for text in pair]
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+    return tuple(messages)
+
+
+def _part(
+    record: Mapping[str, Any], name: str, columns: Mapping[str, str], ignored: Collection[str], role: str
+) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a prompt or a completion; one of them can be text beside the other's messages."""
+    if _are_messages(record[name]):
+        return _messages(record[name], name, columns, ignored)
+    return ({"role": role, "content": _text(record, name)},)
+
+
+def _are_messages(value: Any) -> bool:
+    """Return whether a prompt or a completion is a list of messages; formats of columns often hold a list as text."""
+    if isinstance(value, str):
+        return value.lstrip().startswith("[{") and bool(
+            re.match(r'\[\{\s*"(role|from|content|value)"\s*:', value.lstrip())
+        )
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _refuse_chat_keys(record: Mapping[str, Any], ignored: Collection[str]) -> None:
+    """Raise ValueError for a key that only a chat can have, in a record of texts."""
+    for name in ("system", "tools", "functions", "history", "chat_template_kwargs"):
+        if record.get(name) and name not in ignored:
+            raise ValueError(
+                f"has {name!r}, which a chat can have, but not a text: write the record as messages, or set ignore_keys={name}"
+            )
 
 
 def _shape_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
@@ -178,17 +245,32 @@ def _nearest_key(name: str, row: Mapping[Any, Any]) -> str | None:
     return plain[near[0]] if near else None
 
 
-def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...]) -> Sample:
-    """Return the sample of a chat, with the columns `system` and `tools` of its record."""
-    if record.get("system") and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": _text(record, "system")}, *messages)
+def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...], ignored: Collection[str]) -> Sample:
+    """Return the sample of a chat, with what its record says beside the messages."""
+    if (system := record.get("system")) and "system" not in ignored:
+        text = _text(record, "system")
+        if messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": text}, *messages)
+        elif messages[0]["content"] != text:
+            raise ValueError(f"has 'system' {quoted(system, 40)}, and another system message: remove one")
+    silent = frozenset(index for index, message in enumerate(messages) if message.pop(SILENT, False))
     tools = _from_json(record.get("tools"), "'tools'")
-    if tools is None:
-        return Sample(messages=messages)
+    functions = None if "functions" in ignored else _from_json(record.get("functions"), "'functions'")
+    if functions:
+        if tools or not isinstance(functions, list):
+            raise ValueError("'functions' must be a list of objects, without 'tools' beside it")
+        tools = [{"type": "function", "function": function} for function in functions]
+    variables = _from_json(record.get("chat_template_kwargs"), "'chat_template_kwargs'") or {}
+    if not isinstance(variables, dict) or any(name in _RESERVED for name in variables):
+        raise ValueError(f"'chat_template_kwargs' must be an object without {', '.join(sorted(_RESERVED))}")
+    if variables:
+        _check_values(variables, "'chat_template_kwargs'")
+    if tools is None or "tools" in ignored:
+        return Sample(messages=messages, variables=variables, silent=silent)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of objects")
     _check_values(tools, "'tools'")
-    return Sample(messages=messages, tools=tuple(tools))
+    return Sample(messages=messages, tools=tuple(tools), variables=variables, silent=silent)
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
@@ -227,17 +309,21 @@ def _from_json(value: Any, what: str) -> Any:
         raise ValueError(f"{what} is text that is not JSON: write it with double quotes, as json.dumps does") from None
 
 
-def _messages(value: Any, name: str, columns: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+def _messages(
+    value: Any, name: str, columns: Mapping[str, str], ignored: Collection[str]
+) -> tuple[dict[str, Any], ...]:
     value = _from_json(value, f"{name!r}")
     if isinstance(value, dict) and value and all(isinstance(entries, list) for entries in value.values()):
         # A list of objects as an object of lists, as older versions of `datasets` return it.
         value = [dict(zip(value, entries, strict=False)) for entries in zip(*value.values(), strict=False)]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name!r} must be a non-empty list of messages with role and content")
-    return tuple(_message(message, f"message {index} of {name!r}", columns) for index, message in enumerate(value))
+    return tuple(
+        _message(message, f"message {index} of {name!r}", columns, ignored) for index, message in enumerate(value)
+    )
 
 
-def _message(message: Any, where: str, columns: Mapping[str, str]) -> dict[str, Any]:
+def _message(message: Any, where: str, columns: Mapping[str, str], ignored: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{where} must have role and content, but is a {type(message).__name__}")
     role_key, content_key = _message_keys(message, where, columns)
@@ -245,17 +331,44 @@ def _message(message: Any, where: str, columns: Mapping[str, str]) -> dict[str, 
     if not isinstance(role, str) or role not in _ROLE_OF:
         known = ", ".join(SHAREGPT_ROLES if role_key == "from" else ROLES)
         raise ValueError(f"{where} has {printable(role_key, 40)} {quoted(role)}, expected one of {known}")
-    content, calls = message.get(content_key), message.get("tool_calls")
-    converted: dict[str, Any] = {"role": _ROLE_OF[role], "content": _content(content, where, optional=bool(calls))}
-    if role == "function_call" and (call := _called_function(converted["content"])):
-        converted |= {"content": "", "tool_calls": _tool_calls(call, where)}
+    check_keys(message, MESSAGE_KEYS_REFUSED, {role_key, content_key, *ignored}, where)
+    calls = _calls(message, where)
+    content = _content(message.get(content_key), where, optional=bool(calls))
+    converted: dict[str, Any] = {"role": _ROLE_OF[role], "content": content}
+    if role == "function_call":
+        converted |= {"content": "", "tool_calls": _tool_calls(_called_function(content, where), where)}
     elif calls:
-        converted["tool_calls"] = _tool_calls(_from_json(calls, f"'tool_calls' of {where}"), where)
-    if converted["role"] == "tool":
-        for key in ("name", "tool_call_id"):
-            if isinstance(message.get(key), str):
-                converted[key] = _valid_unicode(message[key], where)
+        converted["tool_calls"] = _tool_calls(calls, where)
+    if converted["role"] != "assistant":
+        if calls or _reasoning(message, where):
+            raise ValueError(f"{where} has a call or reasoning, and its role is {role}: only an assistant has them")
+    elif reasoning := _reasoning(message, where):
+        converted |= dict.fromkeys(REASONING_KEYS, reasoning)
+    if not has_loss(message, where, ignored) and converted["role"] == "assistant":
+        converted[SILENT] = True
+    for key in ("name", "tool_call_id") if converted["role"] == "tool" else ("name",):
+        if isinstance(message.get(key), str) and message[key] and key not in {role_key, content_key, *ignored}:
+            converted[key] = _valid_unicode(message[key], where)
     return converted
+
+
+def _calls(message: Mapping[Any, Any], where: str) -> Any:
+    """Return the calls of a message in any form; None if there are none. Raises ValueError."""
+    calls = _from_json(message.get("tool_calls"), f"'tool_calls' of {where}") or None
+    call = _from_json(message.get("function_call"), f"'function_call' of {where}") or None
+    if call and calls:
+        raise ValueError(f"{where} has both function_call and tool_calls: remove one")
+    return [call] if call else calls
+
+
+def _reasoning(message: Mapping[Any, Any], where: str) -> str:
+    """Return the reasoning of a message, under any of its names; empty if there is none. Raises ValueError."""
+    found = {name: message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name)}
+    if any(not isinstance(text, str) for text in found.values()):
+        raise ValueError(f"{where} has {next(iter(found))!r} that is not text")
+    if len({*found.values()}) > 1:
+        raise ValueError(f"{where} has {' and '.join(found)} that differ: keep one")
+    return _valid_unicode(next(iter(found.values())), where) if found else ""
 
 
 def _message_keys(message: Mapping[Any, Any], where: str, columns: Mapping[str, str]) -> tuple[str, str]:
@@ -265,7 +378,8 @@ def _message_keys(message: Mapping[Any, Any], where: str, columns: Mapping[str, 
         candidates = [columns[name]] if name in columns else [name, other]
         # Null stands for a name that the message does not have.
         keys[name] = next((key for key in candidates if message.get(key) is not None), None)
-    if keys["role"] is None or (keys["content"] is None and not message.get("tool_calls")):
+    has_more = message.get("tool_calls") or message.get("function_call") or message.get("reasoning_content")
+    if keys["role"] is None or (keys["content"] is None and not has_more):
         near = {name: keys[name] or _nearest_key(name, message) for name in MESSAGE_KEYS}
         use = ",".join(
             f"{name}={key}" for name, key in near.items() if key not in (name, {"role": "from"}.get(name, "value"))
@@ -299,18 +413,22 @@ def _content(value: Any, where: str, *, optional: bool) -> str:
     return "".join(texts)
 
 
-def _called_function(content: str) -> list[Any] | None:
-    """Return the calls that the text of a ``function_call`` of ShareGPT spells, or None."""
+def _called_function(content: str, where: str) -> list[Any]:
+    """Return the calls that the text of a ``function_call`` of ShareGPT spells. Raises ValueError."""
     try:
         calls = json.loads(content)
     except (ValueError, RecursionError):
-        return None
+        raise ValueError(
+            f'{where} is a function_call that is not JSON: write {{"name": ..., "arguments": ...}}'
+        ) from None
     calls = calls if isinstance(calls, list) else [calls]
-    return calls if calls and all(isinstance(call, dict) and "name" in call for call in calls) else None
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise ValueError(f'{where} is a function_call without name: write {{"name": ..., "arguments": ...}}')
+    return calls
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return tool calls in the form that chat templates expect: arguments as an object. Raises ValueError."""
+    """Return tool calls in the form that chat templates expect; arguments stay text or an object. Raises ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"'tool_calls' of {where} must be a list")
     calls = []
@@ -318,9 +436,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"'tool_calls' of {where} must be a list of objects with function: name and arguments")
-        arguments = function.get("arguments")
-        with contextlib.suppress(ValueError, RecursionError):  # text that is not JSON: templates print it as it is
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = function.get("arguments", function.get("parameters"))
         known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
         calls.append({**known, "type": "function", "function": function})

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
 from trainer.data.files import COLUMNAR, TABLES, all_files, format_of
 from trainer.data.json_files import MAX_LINE, unpacked
+from trainer.data.record_keys import MEANINGFUL
 from trainer.errors import UserError, first_line
 from trainer.formats import printable, quoted
 from trainer.inputs import open_regular
@@ -109,7 +110,7 @@ def _wanted(names: Iterable[str], columns: Mapping[str, str]) -> list[str]:
     known = {*names, *columns}
     if not any(known.issuperset(required) for required, _ in SHAPES):
         return names
-    used = {*COLUMNS, *columns.values()}.difference(MESSAGE_KEYS)
+    used = {*COLUMNS, *MEANINGFUL, *columns.values()}.difference(MESSAGE_KEYS)
     return [name for name in names if name in used]
 
 

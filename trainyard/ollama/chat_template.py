@@ -24,10 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.data import hf_template
+from trainer.data.hf_template import ChatTemplate, Message, TemplateError
 from trainer.files import write_atomic
 from trainer.formats import quoted
+from trainyard.ollama import go_template
 from trainyard.ollama.go_template import RANGE, go_string, render
-from trainyard.ollama.hf_template import HfTemplate, Message, TemplateError
 
 TURNS = 4  # turns of the longest conversation that a template is derived from
 PROOFS = 300  # conversations of the proof
@@ -66,7 +68,7 @@ class _Text:
     parts: tuple[str, ...]
 
 
-def derive(template: HfTemplate, added_bos: str = "") -> Derived:
+def derive(template: ChatTemplate, added_bos: str = "") -> Derived:
     """Return the Go template that renders conversations as the Hugging Face template does.
 
     Args:
@@ -91,7 +93,7 @@ def derive(template: HfTemplate, added_bos: str = "") -> Derived:
     return Derived(go, proofs, notes + _differences(template, go, added_bos))
 
 
-def prove(template: HfTemplate, go: str, added_bos: str = "", system: bool = True) -> int:
+def prove(template: ChatTemplate, go: str, added_bos: str = "", system: bool = True) -> int:
     """Render `PROOFS` conversations with both templates and return their number. Raises TemplateError at a difference."""
     rng = random.Random(0)
     for _ in range(PROOFS):
@@ -108,7 +110,7 @@ def prove(template: HfTemplate, go: str, added_bos: str = "", system: bool = Tru
     return PROOFS
 
 
-def _supports_system(template: HfTemplate) -> bool:
+def _supports_system(template: ChatTemplate) -> bool:
     try:
         return _MARKERS["system"] in template.render(_marked(1, True))
     except TemplateError:
@@ -124,7 +126,7 @@ def _marked(turns: int, system: bool) -> list[dict[str, str]]:
     return chat[:-1]
 
 
-def _cut(template: HfTemplate, turns: int, system: bool) -> list[_Text]:
+def _cut(template: ChatTemplate, turns: int, system: bool) -> list[_Text]:
     """Render a conversation of markers and return its texts. Raises TemplateError if they cannot be distinguished."""
     chat = _marked(turns, system)
     rest = template.render(chat)
@@ -229,7 +231,7 @@ def _content(rng: random.Random) -> str:
     return " ".join(rng.choices(_WORDS, k=rng.randint(1, 8)))
 
 
-def _differences(template: HfTemplate, go: str, added_bos: str) -> list[str]:
+def _differences(template: ChatTemplate, go: str, added_bos: str) -> list[str]:
     """Return a note for each kind of content on which the templates differ."""
 
     def differs(user: str, answer: str) -> bool:
@@ -256,7 +258,7 @@ def derive_apart(
     """Derive a template in a process of its own with limits, because the template is a program of the model.
 
     Args:
-        source, tokens, today: of HfTemplate.
+        source, tokens, today: of ChatTemplate.
         added_bos: the argument of `derive`.
         known: file of the last derivation, which is read if it was the same, and replaced.
 
@@ -289,7 +291,7 @@ def derive_apart(
 
 def _version() -> str:
     """Return the digest of the code that derives a template, and the version of jinja2."""
-    files = [Path(__file__).with_name(f"{name}.py") for name in ("chat_template", "go_template", "hf_template")]
+    files = [Path(name) for name in (__file__, go_template.__file__, hf_template.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() + importlib.metadata.version(
         "jinja2"
     )
@@ -301,7 +303,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(_TIME_LIMIT), int(_TIME_LIMIT)))
     request = json.loads(sys.stdin.read())
     try:
-        template = HfTemplate(request["source"], request["tokens"], datetime.datetime.fromisoformat(request["today"]))
+        template = ChatTemplate(request["source"], request["tokens"], datetime.datetime.fromisoformat(request["today"]))
         reply = dataclasses.asdict(derive(template, request["added_bos"]))
     except TemplateError as error:
         reply = {"error": str(error)}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.data.hf_template import read_template
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.errors import UserError
 from trainer.files import sha256_file
@@ -26,7 +27,6 @@ from trainer.gguf.fields import adds_bos
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.ollama.adapter_base import base_misfit, run_misfit, wanted_base
 from trainyard.ollama.chat_template import derive_apart
-from trainyard.ollama.hf_template import read_template
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.run_export import RunExport
 from trainyard.ollama.servers import shared_servers

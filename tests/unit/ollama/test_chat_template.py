@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import transformers.utils.chat_template_utils as reference
 
+from trainer.data.hf_template import ChatTemplate, TemplateError, read_template
 from trainyard.ollama import chat_template
 from trainyard.ollama.chat_template import derive, derive_apart, prove
 from trainyard.ollama.go_template import go_string, render
-from trainyard.ollama.hf_template import HfTemplate, TemplateError, read_template
 
 TODAY = datetime.datetime(2026, 3, 4, 5, 6)
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -67,7 +67,7 @@ CHAT = [
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_derived_template_renders_as_transformers_does(name: str) -> None:
-    template = HfTemplate(TEMPLATES[name], TOKENS, TODAY)
+    template = ChatTemplate(TEMPLATES[name], TOKENS, TODAY)
     derived = derive(template)
     assert derived.proofs == 300
     assert "\n" not in derived.text and '"""' not in derived.text
@@ -80,11 +80,11 @@ def test_derived_template_renders_as_transformers_does(name: str) -> None:
 
 
 def test_bos_token_that_the_server_adds_is_left_out() -> None:
-    template = HfTemplate(TEMPLATES["llama3"], TOKENS, TODAY)
+    template = ChatTemplate(TEMPLATES["llama3"], TOKENS, TODAY)
     with_bos, without = derive(template).text, derive(template, added_bos="<s>").text
     assert render(with_bos, CHAT) == "<s>" + render(without, CHAT)
     with pytest.raises(TemplateError, match="does not begin with '<s>'"):
-        derive(HfTemplate(PHI, TOKENS, TODAY), added_bos="<s>")
+        derive(ChatTemplate(PHI, TOKENS, TODAY), added_bos="<s>")
 
 
 @pytest.mark.parametrize(
@@ -104,18 +104,18 @@ def test_bos_token_that_the_server_adds_is_left_out() -> None:
 )
 def test_template_that_cannot_be_derived_is_refused(source: str, reason: str) -> None:
     with pytest.raises(TemplateError, match=reason) as error:
-        derive(HfTemplate(source, TOKENS, TODAY))
+        derive(ChatTemplate(source, TOKENS, TODAY))
     assert "\n" not in str(error.value)
 
 
 def test_differences_are_reported() -> None:
-    assert any("spaces" in note for note in derive(HfTemplate(LLAMA3, TOKENS, TODAY)).notes)
-    assert any("no place for a system message" in note for note in derive(HfTemplate(GEMMA, TOKENS, TODAY)).notes)
-    assert derive(HfTemplate(PHI, TOKENS, TODAY)).notes == []
+    assert any("spaces" in note for note in derive(ChatTemplate(LLAMA3, TOKENS, TODAY)).notes)
+    assert any("no place for a system message" in note for note in derive(ChatTemplate(GEMMA, TOKENS, TODAY)).notes)
+    assert derive(ChatTemplate(PHI, TOKENS, TODAY)).notes == []
 
 
 def test_proof_finds_one_wrong_newline() -> None:
-    template = HfTemplate(PHI, TOKENS, TODAY)
+    template = ChatTemplate(PHI, TOKENS, TODAY)
     go = derive(template).text
     with pytest.raises(TemplateError, match="differs at character"):
         prove(template, go.replace("<|assistant|>\\n", "<|assistant|>"))

@@ -59,6 +59,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         ),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
+        "ignore_keys": ("score, weight", ("score", "weight")),
         "deepspeed_stage": ("3", 3),
         "teacher_host": ("node3", "node3"),
         "script": ("worker.py", "worker.py"),
@@ -120,7 +121,7 @@ def invalid_values() -> list[tuple[str, Any]]:
         if get_origin(kind) is Literal:
             values = BAD["literal"]
         elif get_origin(kind) is tuple:
-            values = BAD["list"]
+            values = BAD["list"] if field.default else [7, None, {}]
         elif kind is str:
             values = BAD["str"]
         elif name == "dataset":

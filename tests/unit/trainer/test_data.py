@@ -28,7 +28,8 @@ USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "conte
             Sample(messages=({"role": "user", "content": "Q\n\nmore"}, ASSISTANT)),
         ),
         ({"messages": [USER, ASSISTANT]}, Sample(messages=(USER, ASSISTANT))),
-        ({"messages": [{**USER, "name": "x"}, ASSISTANT], "id": 7}, Sample(messages=(USER, ASSISTANT))),
+        ({"messages": [USER, ASSISTANT], "id": 7}, Sample(messages=(USER, ASSISTANT))),
+        ({"messages": [{**USER, "name": "x"}, ASSISTANT]}, Sample(messages=({**USER, "name": "x"}, ASSISTANT))),
         ({"prompt": "Q", "completion": "A"}, Sample(pieces=(("Q", False), ("A", True)))),
         ({"prompt": [USER], "completion": [ASSISTANT]}, Sample(messages=(USER, ASSISTANT))),
         ({"text": "T"}, Sample(pieces=(("T", True),))),
@@ -64,7 +65,7 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
                     {**CALLING, "tool_calls": [{"id": "7", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
                 ]
             },
-            ({**CALLING, "tool_calls": [{"id": "7", **CALL}]},),
+            ({**CALLING, "tool_calls": [{"id": "7", **CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}]},),
         ),
         (
             {"conversations": [{"from": "function_call", "value": json.dumps(CALL["function"])}]},

@@ -84,12 +84,12 @@ def test_only_marked_answers_carry_loss(tokenizer: Any, template: str) -> None:
     assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
-def test_without_generation_tags_the_prompt_prefix_delimits_the_answer(tokenizer: Any) -> None:
+def test_without_generation_tags_marks_delimit_the_answer(tokenizer: Any) -> None:
     _, trained = trained_text(tokenizer, TALK, template=UNMARKED)
-    assert trained == "a red tree<|end|>\n猫 sits 🚂<|end|>\n"
+    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["generation tags", "prefixes"])
+@pytest.mark.parametrize("marked", [True, False], ids=["generation tags", "marks"])
 def test_tool_calls_carry_loss_and_results_do_not(tokenizer: Any, marked: bool) -> None:
     template = WITH_TOOLS
     if marked:
@@ -105,11 +105,10 @@ def test_tool_calls_carry_loss_and_results_do_not(tokenizer: Any, marked: bool) 
 
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE, UNMARKED])
 def test_tool_calls_are_refused_by_a_template_without_them(tokenizer: Any, template: str) -> None:
-    with pytest.raises(UserError, match="a sample has tool calls, and the chat template of the model has none"):
-        encoder(tokenizer, template=template)(CALLS)
-    # The descriptions alone change nothing.
-    described = Sample(messages=TALK.messages, tools=CALLS.tools)
-    assert encoder(tokenizer, template=template)(described) == encoder(tokenizer, template=template)(TALK)
+    with pytest.raises(UserError, match="leaves out the tool call of an answer: use a model that calls tools"):
+        encoder(tokenizer, template=template)(Sample(messages=CALLS.messages))
+    with pytest.raises(UserError, match="the chat template of the model has no tools"):
+        encoder(tokenizer, template=template)(Sample(messages=TALK.messages, tools=CALLS.tools))
 
 
 def test_the_plain_template(tokenizer: Any) -> None:
@@ -125,7 +124,9 @@ def test_a_tokenizer_without_template_end_or_padding(tokenizer: Any) -> None:
     make = Encoder(bare, seq_length=64, train_on="answer")
     ids, mask = make(TALK)
     assert bare.decode(ids).endswith("### Response:\n猫 sits 🚂\n")
-    assert bare.decode([i for i, flag in zip(ids, mask, strict=True) if flag]) == "a red tree猫 sits 🚂"
+    # The template writes nothing after an answer here: the header of the next question ends it.
+    trained = bare.decode([i for i, flag in zip(ids, mask, strict=True) if flag])
+    assert trained == "a red tree\n### Instruction:猫 sits 🚂\n"
     ids, mask = make(Sample(pieces=(("the cat", True),)))
     assert bare.decode(ids) == "the cat" and all(mask)
 
@@ -134,7 +135,7 @@ def test_a_tokenizer_without_template_end_or_padding(tokenizer: Any) -> None:
 def test_an_answer_that_comes_first(tokenizer: Any, template: str) -> None:
     first = Sample(messages=TALK.messages[1:])
     _, trained = trained_text(tokenizer, first, template=template)
-    assert "a red tree<|end|>" in trained and "猫 sits 🚂<|end|>" in trained and "moon" not in trained
+    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
@@ -163,7 +164,9 @@ def test_a_template_error_is_one_line(tokenizer: Any) -> None:
     system = Sample(messages=({"role": "system", "content": "be brief"}, *TALK.messages))
     with pytest.raises(UserError) as caught:
         encoder(tokenizer, ALTERNATING)(system)
-    assert str(caught.value) == "dataset: the chat template of the model rejects a sample: System role not supported"
+    assert str(caught.value) == (
+        "dataset: the chat template of the model has no system role (System role not supported): remove it, or set system=prepend"
+    )
 
 
 def test_truncated_and_dropped_samples_are_counted(tokenizer: Any) -> None:

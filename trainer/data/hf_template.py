@@ -1,13 +1,15 @@
 """Render the chat template of a Hugging Face model as transformers does, without transformers.
 
-A chat template is a program that belongs to the model. It runs in jinja2's sandbox, and receives strings only.
+A chat template is a program that belongs to the model. It runs in jinja2's sandbox, and receives plain JSON values only.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from trainer.errors import UserError, first_line
 from trainer.formats import quoted
 
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, Any]  # role, content, and for some roles reasoning_content, tool_calls, name, tool_call_id
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SIZE_LIMIT = 4 << 20  # bytes of one file
+_BEGIN, _END = (
+    "\U0010fffe",
+    "\U0010ffff",
+)  # around a generation block while a chat is rendered; no character has these codes
+_EDGE = re.compile(f"[{_BEGIN}{_END}]")
 
 
 class TemplateError(UserError):
@@ -28,14 +35,19 @@ class TemplateError(UserError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Accepts ``{% generation %}``, which marks the text of an assistant for the loss, and renders its contents."""
+    """Accepts ``{% generation %}``, which marks the text of an assistant for the loss, and puts marks around its contents."""
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        nodes: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_marked")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _marked(caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -57,7 +69,26 @@ def _raise_exception(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
 
-class HfTemplate:
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered chat. `blocks`: where its generation blocks begin and end, in order."""
+
+    text: str
+    blocks: tuple[tuple[int, int], ...] = ()
+
+
+class _Dict:
+    """The function `dict` of Python without its attributes."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return a dictionary with these keys and one value."""
+        return dict.fromkeys(*args)
+
+
+class ChatTemplate:
     """The chat template of a model, ready to render."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], today: datetime.datetime) -> None:
@@ -65,7 +96,7 @@ class HfTemplate:
 
         Args:
             source: the text of the template.
-            tokens: the special tokens by the names of `SPECIAL_TOKENS`; a template may use them.
+            tokens: the special tokens by name, such as bos_token; a template may use them.
             today: the date that `strftime_now` formats.
 
         Raises:
@@ -75,7 +106,7 @@ class HfTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
+        environment.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace, "dict": _Dict()}
         environment.globals["strftime_now"] = lambda form: today.strftime(form)
         self.source, self.tokens = source, dict(tokens)
         try:
@@ -83,14 +114,66 @@ class HfTemplate:
         except (jinja2.exceptions.TemplateError, RecursionError, ValueError) as error:
             raise TemplateError(f"chat template: {first_line(error)}") from None
 
+    @property
+    def has_date(self) -> bool:
+        """Whether the template asks for the date."""
+        return "strftime_now" in self.source
+
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
         """Return the text of a conversation. Raises TemplateError if the template rejects it."""
+        return self.render_blocks(messages, generation_prompt=generation_prompt).text
+
+    def render_blocks(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        generation_prompt: bool = False,
+    ) -> Rendered:
+        """Return the text of a conversation and its generation blocks.
+
+        Args:
+            tools: the descriptions of the tools of the conversation.
+            variables: other variables of the template, such as `enable_thinking`.
+            generation_prompt: end the text with the header of an answer.
+
+        Raises:
+            TemplateError: the template rejects the conversation; the message is what the template says.
+        """
         chat = [dict(message) for message in messages]
-        values = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": generation_prompt}
+        values = {
+            **(variables or {}),
+            "messages": chat,
+            "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
+        }
         try:
-            return self._template.render(**self.tokens, **values)
+            text = self._template.render(**(self.tokens | values))
         except Exception as error:  # a template can raise anything
             raise TemplateError(f"chat template: it rejects a conversation: {first_line(error)}") from None
+        return _without_marks(text)
+
+
+def _without_marks(text: str) -> Rendered:
+    """Return the text without the marks of generation blocks, and where they were. A block within another counts as one."""
+    if _BEGIN not in text:
+        return Rendered(text)
+    pieces, blocks, depth, length, begin = [], [], 0, 0, 0
+    at = 0
+    for edge in _EDGE.finditer(text):
+        pieces.append(text[at : edge.start()])
+        length += edge.start() - at
+        at = edge.end()
+        if edge[0] == _BEGIN:
+            begin = length if depth == 0 else begin
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                blocks.append((begin, length))
+    return Rendered("".join([*pieces, text[at:]]), tuple(blocks))
 
 
 def read_template(folder: Path) -> tuple[str, dict[str, str]]:

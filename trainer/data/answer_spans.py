@@ -1,0 +1,533 @@
+"""Find what the assistant says in the rendering of a chat: the text that carries loss.
+
+A template can render a message differently when others follow, so the rendering of a part of a chat says little about the
+whole. Marks are put around the texts of all messages instead: contents, reasoning, names and arguments of calls. The marked
+chat is rendered, and must equal the plain rendering but for the marks. Then the places of the marks are the places of the texts.
+An answer begins where the header of its turn ends, and ends with what ends its turn; both are found next to the marks, by
+rendering the chat up to the answer with the header of an answer, and the chat up to and including the answer. What cannot be
+found raises TemplateError: nothing is trained in part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from trainer.data.hf_template import ChatTemplate, Rendered, TemplateError
+from trainer.formats import quoted
+
+Span = tuple[int, int]  # characters [start, end) of a rendering
+# Marks are characters of a private plane of Unicode that the chat itself does not use.
+_PLANES = ((0xF0000, re.compile("[\U000f0000-\U000ffffd]")), (0x100000, re.compile("[\U00100000-\U0010fffd]")))
+_MARKS = 0xFFFE  # of a plane
+# What begins and ends the reasoning inside of a content.
+_OPENING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>|◁think▷|\[THINK\]|<reasoning>)\s*")
+_CLOSING = re.compile(r"</(?:seed:)?think(?:ing)?>|◁/think▷|\[/THINK\]|</reasoning>")
+# What a template writes between the header of an answer and its reasoning, or in place of it.
+_REASONING_EDGES = re.compile(r"</?[^<>\s]*think[^<>\s]*>|◁/?think▷|\[/?THINK\]")
+_REASONING_EDGE = re.compile(rf"(?:\s|{_REASONING_EDGES.pattern})*")
+REASONING_KEYS = ("reasoning_content", "thinking")  # templates read one of them
+_CACHED = 4096  # tails that are kept
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A rendered chat. `spans`: the characters of each answer with loss, in order. `open_end`: nothing ends the last answer.
+
+    `left_out`: what the template does not render of earlier answers when later turns follow, such as "reasoning".
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    open_end: bool = False
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A marked text of a message: `what` names it in messages to users. `open`, `close`: its marks."""
+
+    message: int
+    what: str
+    open: str
+    close: str
+    text: str = ""
+
+
+@dataclass
+class _Marker:
+    """Puts marks around the texts of a chat."""
+
+    plane: int
+    middle: bool  # mark messages that are not answers in their middle: templates can look at how they begin and end
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def _next(self, message: int, what: str, text: str = "") -> _Piece:
+        first = self.plane + 2 * len(self.pieces)
+        if 2 * len(self.pieces) + 2 > _MARKS:
+            raise TemplateError("a chat has too many messages")
+        self.pieces.append(_Piece(message, what, chr(first), chr(first + 1), text))
+        return self.pieces[-1]
+
+    def text(self, message: int, what: str, text: str, *, middle: bool = False) -> str:
+        """Return a text with marks inside of the spaces around it, which templates remove; a blank text unchanged."""
+        core = text.strip()
+        if not core:
+            return text
+        piece = self._next(message, what, core)
+        start = text.index(core)
+        if middle:
+            at = start + len(core) // 2
+            return f"{text[:at]}{piece.open}{piece.close}{text[at:]}"
+        end = start + len(core)
+        return f"{text[:start]}{piece.open}{core}{piece.close}{text[end:]}"
+
+    def content(self, message: int, text: str) -> str:
+        """Return the content of an answer with marks around its reasoning and around the rest."""
+        closing = _CLOSING.search(text)
+        if not closing:
+            return self.text(message, "content", text)
+        opening = _OPENING.match(text)
+        start = opening.end() if opening else 0
+        last = [*_CLOSING.finditer(text)][-1].end()
+        inside, between = text[start : closing.start()], text[closing.start() : last]
+        head = text[:start] + self.text(message, "reasoning", inside)
+        return head + between + self.text(message, "content", text[last:])
+
+    def arguments(self, message: int, value: Any) -> Any:
+        """Return the arguments of a call with marks: around a text, or around the names of an object."""
+        if isinstance(value, str):
+            return self.text(message, "arguments", value)
+        if isinstance(value, dict):
+            return {self.text(message, "arguments", name): each for name, each in value.items()}
+        return value
+
+    def message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with marks."""
+        marked = dict(message)
+        role, content = message["role"], message.get("content")
+        if role != "assistant":
+            if isinstance(content, str):
+                marked["content"] = self.text(index, f"{role} message", content, middle=self.middle)
+            if role != "tool" and isinstance(name := message.get("name"), str):
+                marked["name"] = self.text(index, "name", name)
+            return marked
+        if isinstance(reasoning := message.get(REASONING_KEYS[0]), str):
+            marked |= dict.fromkeys(REASONING_KEYS, self.text(index, "reasoning", reasoning))
+        if isinstance(content, str):
+            marked["content"] = self.content(index, content)
+        if isinstance(name := message.get("name"), str):
+            marked["name"] = self.text(index, "name", name)
+        if calls := message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(index, call) for call in calls]
+        return marked
+
+    def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        name = self.text(index, "tool call", function["name"])
+        return {
+            **call,
+            "function": {**function, "name": name, "arguments": self.arguments(index, function["arguments"])},
+        }
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return the descriptions of tools with marks around their names."""
+        return [self._tool(tool) for tool in tools]
+
+    def _tool(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return tool
+        named = {**function, "name": self.text(-1, "tools", function["name"])}
+        return {**tool, "function": named} if "function" in tool else named
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A rendering of a marked chat without its marks. `places`: where each mark stood first; `order`: the marks in this order."""
+
+    text: str
+    places: Mapping[str, int]
+    order: Sequence[str]
+    repeated: frozenset[str]
+    blocks: Sequence[Span]
+
+    @classmethod
+    def of(cls, rendered: Rendered, marks: re.Pattern[str]) -> _Reading:
+        pieces: list[str] = []
+        places: dict[str, int] = {}
+        repeated: set[str] = set()
+        cuts: list[int] = []
+        at = 0
+        for count, match in enumerate(marks.finditer(rendered.text)):
+            pieces.append(rendered.text[at : match.start()])
+            at = match.end()
+            if match[0] in places:
+                repeated.add(match[0])
+            else:
+                places[match[0]] = match.start() - count
+            cuts.append(match.start())
+        pieces.append(rendered.text[at:])
+        blocks = [(begin - bisect_left(cuts, begin), end - bisect_left(cuts, end)) for begin, end in rendered.blocks]
+        return cls("".join(pieces), places, [*places], frozenset(repeated), blocks)
+
+    def after(self, mark: str) -> str:
+        """Return the text from a mark to the next one."""
+        index = self.order.index(mark) + 1
+        end = self.places[self.order[index]] if index < len(self.order) else len(self.text)
+        return self.text[self.places[mark] : end]
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A chat in the form in which the template renders all of it, with its marks."""
+
+    messages: Sequence[Mapping[str, Any]]
+    marked: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    pieces: Sequence[_Piece]
+    marks: re.Pattern[str]
+    reading: _Reading
+    key: tuple[Any, ...]  # the structure of each message, and of the chat
+
+    def key_of(self, count: int) -> tuple[Any, ...]:
+        """Return the structure of the first messages: with few exceptions, it determines the texts around the contents."""
+        return (count, *self.key[:count], *self.key[len(self.messages) :])
+
+    def rendered_pieces(self, message: int) -> list[_Piece]:
+        """Return the texts of a message that are in the rendering."""
+        return [piece for piece in self.pieces if piece.message == message and piece.open in self.reading.places]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Where an answer stands: the text between the mark before it and the mark after it, and the marks of its own texts.
+
+    `before`: the mark before the answer, empty for none. `begin`, `limit`: the places of the marks around it. `first`, `last`:
+    where its own texts begin and end; None for an empty answer. `last_mark`: the mark at `last`, empty for an empty answer.
+    """
+
+    before: str
+    begin: int
+    limit: int
+    first: int | None
+    last: int | None
+    last_mark: str
+
+
+class AnswerFinder:
+    """Finds the answers in chats that one template renders."""
+
+    def __init__(self, template: ChatTemplate, special: Iterable[str] = ()) -> None:
+        """`special`: the texts of the tokens that are never split, such as ``<|im_end|>``."""
+        self.template = template
+        longest = sorted(filter(None, special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest)) or r"(?!)")
+        self._tails: dict[tuple[Any, ...], str] = {}
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        silent: Collection[int] = (),
+    ) -> Answers:
+        """Return a chat's text and where its answers are.
+
+        Args:
+            messages: role and content of each; an assistant can have `reasoning_content` and `tool_calls`.
+            tools: the descriptions of its tools.
+            variables: other variables of the template.
+            silent: the indices of answers without loss.
+
+        Raises:
+            TemplateError: the template rejects the chat, leaves out a part of it, or the answers cannot be located.
+        """
+        problems: list[TemplateError] = []
+        for form in _forms(messages):
+            try:
+                chat = self._prove(form, tools, variables or {})
+                return self._locate(chat, silent)
+            except TemplateError as error:
+                problems.append(error)
+        raise problems[0]
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """What ends an answer at the end of a chat, such as ``<|im_end|>``; empty if the template writes nothing there."""
+        question, answer = "zquserzq", "zqanswerzq"
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        try:
+            return self.template.render(chat, False).rpartition(answer)[2].rstrip()
+        except TemplateError:
+            return ""
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """The header of an answer; empty if the template has none."""
+        chat = [{"role": "user", "content": "zquserzq"}]
+        try:
+            without, header = self.template.render(chat, False), self.template.render(chat, True)
+        except TemplateError:
+            return ""
+        return header.removeprefix(without) if header.startswith(without) else ""
+
+    # Proof --------------------------------------------------------------------------------------------------------------
+
+    def _prove(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> _Chat:
+        """Return the chat with its marks after the proof that they change nothing. Raises TemplateError."""
+        plain = self.template.render_blocks(messages, tools=tools, variables=variables)
+        plane, marks = next((plane for plane in _PLANES if not plane[1].search(plain.text)), _PLANES[0])
+        for middle in (False, True):
+            marker = _Marker(plane, middle)
+            marked = [marker.message(index, message) for index, message in enumerate(messages)]
+            marked_tools = marker.tools(tools)
+            try:
+                rendered = self.template.render_blocks(marked, tools=marked_tools, variables=variables)
+            except TemplateError:
+                continue
+            reading = _Reading.of(rendered, marks)
+            if reading.text == plain.text:
+                variables_key = json.dumps(variables, sort_keys=True) if variables else ""
+                key = (*map(_structure, messages), bool(tools), variables_key, middle)
+                return _Chat(messages, marked, marked_tools, variables, marker.pieces, marks, reading, key)
+        raise TemplateError("chat template: it changes the texts of messages so that the answers cannot be located")
+
+    def _read(self, chat: _Chat, count: int, *, generation_prompt: bool = False) -> _Reading | None:
+        """Return the reading of the first `count` messages, or None if the template rejects them."""
+        try:
+            rendered = self.template.render_blocks(
+                chat.marked[:count], tools=chat.tools, variables=chat.variables, generation_prompt=generation_prompt
+            )
+        except TemplateError:
+            return None
+        return _Reading.of(rendered, chat.marks)
+
+    def _left_out(self, chat: _Chat) -> Iterator[str]:
+        """Yield what the template leaves out of earlier answers because of later turns. Raises TemplateError for other texts."""
+        for piece in chat.pieces:
+            is_answer = piece.message >= 0 and chat.messages[piece.message]["role"] == "assistant"
+            if piece.open in chat.reading.places:
+                if is_answer and piece.what in ("content", "reasoning") and piece.open in chat.reading.repeated:
+                    raise TemplateError(f"chat template: it writes the {piece.what} of an answer twice")
+                _check_arguments(piece, chat.reading)
+                continue
+            own = self._read(chat, piece.message + 1) if is_answer else None
+            if own is None or piece.open not in own.places:
+                raise TemplateError(_missing(piece, is_answer=is_answer))
+            yield piece.what
+
+    # Places -------------------------------------------------------------------------------------------------------------
+
+    def _locate(self, chat: _Chat, silent: Collection[int]) -> Answers:
+        left_out = tuple(self._left_out(chat))
+        spans: list[Span] = []
+        open_end = False
+        for index, message in enumerate(chat.messages):
+            if message["role"] == "assistant":
+                found, is_open = self._spans(chat, index)
+                _check_calls(message, chat.reading.text[found[0][0] : found[-1][1]])
+                if index not in silent:
+                    spans += found
+                    open_end = is_open and index == len(chat.messages) - 1
+        if any(second[0] < first[1] for first, second in pairwise(spans)):
+            raise TemplateError("chat template: it writes the answers of a chat out of order")
+        return Answers(chat.reading.text, tuple(spans), open_end, left_out)
+
+    def _spans(self, chat: _Chat, index: int) -> tuple[list[Span], bool]:
+        """Return where the answer with this index stands, and whether nothing ends it. Raises TemplateError."""
+        turn = _turn(chat, index)
+        blocks = [
+            (max(begin, turn.begin), min(end, turn.limit))
+            for begin, end in chat.reading.blocks
+            if begin < turn.limit and end > turn.begin
+        ]
+        if chat.reading.blocks:
+            for piece in chat.rendered_pieces(index):
+                first, last = chat.reading.places[piece.open], chat.reading.places[piece.close]
+                if not any(begin <= first and last <= end for begin, end in blocks):
+                    raise TemplateError(f"chat template: its generation blocks leave out the {piece.what} of an answer")
+        start = blocks[0][0] if blocks else turn.begin + self._header(chat, index, turn)
+        anchor = start if turn.last is None else turn.last
+        size, is_open = self._ending(chat, index, turn, anchor)
+        end = anchor + size
+        if not blocks:
+            return [(start, end)], is_open
+        return [*blocks[:-1], (blocks[-1][0], max(blocks[-1][1], end))], is_open
+
+    def _header(self, chat: _Chat, index: int, turn: _Turn) -> int:
+        """Return the number of characters between the mark before an answer and the answer. Raises TemplateError."""
+        gap = chat.reading.text[turn.begin : turn.limit if turn.first is None else turn.first]
+        key = ("prompt", chat.key_of(index))
+        tail = self._tails.get(key)
+        if tail is None or not gap.startswith(tail):
+            prompt = self._read(chat, index, generation_prompt=True) if turn.before else None
+            tail = None
+            if prompt and prompt.order and prompt.order[-1] == turn.before:
+                tail = self._keep(key, prompt.after(turn.before))
+        if tail is not None:
+            size = self._common(gap, tail)
+            rest = tail[size:]
+            if not rest or not gap[size:].strip() or _REASONING_EDGE.fullmatch(rest):
+                return size
+        header = self._generation_prompt
+        for text in (
+            header,
+            header.rstrip(),
+            _REASONING_EDGES.sub("", header),
+            _REASONING_EDGES.sub("", header).rstrip(),
+        ):
+            at = gap.find(text) if turn.first is None else gap.rfind(text)
+            if text and at >= 0:
+                return at + len(text)
+        if not header.strip():
+            return len(gap) if turn.first is not None else 0
+        raise TemplateError(f"chat template: the beginning of the answer in message {index} cannot be located")
+
+    def _ending(self, chat: _Chat, index: int, turn: _Turn, anchor: int) -> tuple[int, bool]:
+        """Return the number of characters after the last text of an answer that belong to it, and whether nothing ends it."""
+        tail = chat.reading.text[anchor : turn.limit]
+        is_last = index == len(chat.messages) - 1
+        own = tail if is_last else self._own_tail(chat, index, turn, anchor, tail)
+        body = own.rstrip()
+        common = self._common(tail, body)
+        if body and common == len(body) and self.end_of_turn:
+            return common, False
+        if is_last:
+            return len(tail), True
+        # Nothing ends an answer, or something else than at the end of a chat: then the next role's marker does.
+        marker = self._special.search(tail, common)
+        return (marker.end() if marker else len(tail.rstrip())), False
+
+    def _own_tail(self, chat: _Chat, index: int, turn: _Turn, anchor: int, tail: str) -> str:
+        """Return what follows the last text of an answer if the chat ends with it."""
+        key = ("answer", chat.key_of(index + 1))
+        own = self._tails.get(key)
+        if own is not None and tail.startswith(own.rstrip()):
+            return own
+        reading = self._read(chat, index + 1)
+        mark = turn.last_mark or turn.before
+        if reading is None or mark not in reading.places:
+            return self.end_of_turn
+        own = reading.after(mark)
+        return self._keep(key, own if turn.last_mark else own[anchor - turn.begin :])
+
+    def _common(self, one: str, other: str) -> int:
+        """Return the number of characters at the beginning of both, without a part of a special token."""
+        size = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        for match in self._special.finditer(one):
+            if match.start() < size < match.end():
+                return match.start()
+        return size
+
+    def _keep(self, key: tuple[Any, ...], tail: str) -> str:
+        if len(self._tails) >= _CACHED:
+            self._tails.clear()
+        self._tails[key] = tail
+        return tail
+
+
+def _turn(chat: _Chat, index: int) -> _Turn:
+    """Return where an answer stands among the marks of a chat."""
+    order, places = chat.reading.order, chat.reading.places
+    message = {mark: piece.message for piece in chat.pieces for mark in (piece.open, piece.close)}
+    own = [at for at, mark in enumerate(order) if message[mark] == index]
+    earlier = [at for at, mark in enumerate(order) if message[mark] < index]
+    at, next_at = (own[0], own[-1] + 1) if own else (earlier[-1] + 1, earlier[-1] + 1) if earlier else (0, 0)
+    before = order[at - 1] if at else ""
+    limit = places[order[next_at]] if next_at < len(order) else len(chat.reading.text)
+    if not own:
+        return _Turn(before, places[before] if before else 0, limit, None, None, "")
+    last_mark = order[own[-1]]
+    return _Turn(before, places[before] if before else 0, limit, places[order[own[0]]], places[last_mark], last_mark)
+
+
+def _structure(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    calls = message.get("tool_calls")
+    return message["role"], bool(message.get("content")), REASONING_KEYS[0] in message, len(calls) if calls else 0
+
+
+def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Yield the forms in which a template can expect a chat with calls; the chat as it is first.
+
+    Templates test by different values whether an answer with calls has no content (empty text here, null there), and print the
+    arguments of a call as text, or as JSON of an object.
+    """
+    yield messages
+    if not any(message.get("tool_calls") for message in messages):
+        return
+    for other_content, other_arguments in ((True, False), (False, True), (True, True)):
+        yield [_form(message, other_content, other_arguments) for message in messages]
+
+
+def _form(message: Mapping[str, Any], other_content: bool, other_arguments: bool) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    changed = dict(message)
+    if other_content and not message.get("content"):
+        changed["content"] = None
+    if other_arguments:
+        changed["tool_calls"] = [_other_arguments(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _other_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call with its arguments as text instead of as an object, or as an object instead of as text."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+    else:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _check_arguments(piece: _Piece, reading: _Reading) -> None:
+    """Check that a template writes the text of arguments as it is, not as a JSON string. Raises TemplateError."""
+    if piece.what != "arguments" or not piece.text.startswith(("{", "[")):
+        return
+    first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
+    if (
+        reading.text[first:last] != piece.text
+        or reading.text[first - 1 : first] == reading.text[last : last + 1] == '"'
+    ):
+        raise TemplateError("chat template: it writes the arguments of a call, which are text, in quotes")
+
+
+def _check_calls(message: Mapping[str, Any], text: str) -> None:
+    """Check that a template does not write the arguments of calls as Python does. Raises TemplateError."""
+    for call in message.get("tool_calls") or ():
+        for value in _containers(call["function"]["arguments"]):
+            if repr(value) in text and repr(value) != json.dumps(value, ensure_ascii=False):
+                raise TemplateError("chat template: it writes the arguments of a call as Python does, not as JSON")
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list) and value:
+        yield value
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _containers(each)
+
+
+def _missing(piece: _Piece, *, is_answer: bool) -> str:
+    if piece.what == "tools":
+        return "chat template: it has no tools: use a model that calls tools, or remove 'tools'"
+    of = "an answer" if is_answer else f"message {piece.message}"
+    if piece.what == "name":
+        return f"chat template: it does not write the name of {of}: remove 'name'"
+    remedy = "use a model that calls tools" if piece.what in ("tool call", "arguments") else "remove it"
+    if piece.what == "system message":
+        return f"chat template: it leaves out the system message: {remedy}, or set system=prepend"
+    what = f"the {piece.what} of {of}" if is_answer else f"the {piece.what} {quoted(piece.text, 40)}"
+    return f"chat template: it leaves out {what}: {remedy}"

@@ -1,0 +1,138 @@
+"""What the encoding of samples needs of a tokenizer: ids with their places in the text, special tokens, the chat template.
+
+It comes from a tokenizer of transformers on the hosts, and from the files of a model on the controller, which has no
+transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.data.hf_template import read_template
+from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.errors import UserError, first_line
+
+Offsets = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer of text.
+
+    Attributes:
+        tokenize: returns the token ids of a text, without tokens that the text does not name, and the characters [start, end)
+            of each; None instead of the characters if the tokenizer does not know them.
+        template: the chat template.
+        tokens: the special tokens by name, such as bos_token.
+        bos, eos: the ids of these two; None if there is none.
+        added: the texts of all tokens that are never split.
+        vocabulary: a digest of the vocabulary.
+    """
+
+    tokenize: Callable[[str], tuple[list[int], Offsets | None]]
+    template: str
+    tokens: Mapping[str, str]
+    bos: int | None
+    eos: int | None
+    added: frozenset[str]
+    vocabulary: str
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TextTokenizer:
+        """Return the one of a tokenizer of transformers, whose default template is the plain one."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+
+        def tokenize(text: str) -> tuple[list[int], Offsets | None]:
+            out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
+            return list(out["input_ids"]), out["offset_mapping"] if tokenizer.is_fast else None
+
+        return cls(
+            tokenize,
+            # A model can have several named templates: this selects the default one.
+            tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE,
+            {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            frozenset(tokenizer.get_added_vocab()) | frozenset(tokenizer.all_special_tokens),
+            hashlib.sha256(vocabulary.encode()).hexdigest(),
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> TextTokenizer | None:
+        """Return the one of a model folder, or None if the folder has no tokenizer.json.
+
+        Raises:
+            UserError: its files are damaged.
+        """
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            core = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(f"model: cannot read {path}: {first_line(error)}") from None
+        core.no_truncation()
+        core.no_padding()
+        template, tokens = read_template(folder)
+
+        def tokenize(text: str) -> tuple[list[int], Offsets | None]:
+            out = core.encode(text, add_special_tokens=False)
+            return out.ids, out.offsets
+
+        added = {token.content for token in core.get_added_tokens_decoder().values()}
+        return cls(
+            tokenize,
+            template or PLAIN_TEMPLATE,
+            tokens,
+            core.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None,
+            core.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None,
+            frozenset(added) | frozenset(tokens.values()),
+            hashlib.sha256(core.to_str().encode()).hexdigest(),
+        )
+
+    def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Return the ids of a text, and which of them have a character within one of the spans.
+
+        Args:
+            spans: characters [start, end), in order.
+
+        Raises:
+            UserError: the tokenizer does not say where its tokens stand, and a span begins or ends within a token.
+        """
+        ids, offsets = self.tokenize(text)
+        if offsets is None:
+            return ids, self._prefix_flags(text, ids, spans)
+        flags = [False] * len(ids)
+        at = before = 0
+        for index, (start, end) in enumerate(offsets):
+            # A token's characters begin where those of the token before it end: some tokenizers leave out the spaces.
+            begin, end = (before if end > before else min(start, before)), max(end, before)
+            before = end
+            while at < len(spans) and spans[at][1] <= begin:
+                at += 1
+            flags[index] = at < len(spans) and spans[at][0] < max(end, begin + 1) and begin < spans[at][1]
+        return ids, flags
+
+    def _prefix_flags(self, text: str, ids: list[int], spans: Sequence[tuple[int, int]]) -> list[bool]:
+        flags = [False] * len(ids)
+        for span in spans:
+            first, last = (len(self._prefix(text, ids, place)) for place in span)
+            flags[first:last] = [True] * (last - first)
+        return flags
+
+    def _prefix(self, text: str, ids: list[int], place: int) -> list[int]:
+        """Return the ids of the characters before a place. Raises UserError if a token spans the place."""
+        prefix = self.tokenize(text[:place])[0]
+        if ids[: len(prefix)] != prefix:
+            raise UserError(
+                "the tokenizer of the model does not tell where an answer begins: use a model with tokenizer.json"
+            )
+        return prefix
