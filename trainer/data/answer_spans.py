@@ -95,8 +95,11 @@ class _Marker:
             return self.text(message, "content", text)
         opening = _OPENING.match(text)
         start = opening.end() if opening else 0
-        last = [*_CLOSING.finditer(text)][-1].end()
-        inside, between = text[start : closing.start()], text[closing.start() : last]
+        final = [*_CLOSING.finditer(text)][-1]
+        last = final.end()
+        inside, between = text[start : closing.start()], closing[0]
+        if final.start() > closing.start():
+            between += self.text(message, "content", text[closing.end() : final.start()]) + final[0]
         head = text[:start] + self.text(message, "reasoning", inside)
         return head + between + self.text(message, "content", text[last:])
 
@@ -270,6 +273,22 @@ class AnswerFinder:
             return ""
 
     @cached_property
+    def _end_within(self) -> str:
+        """What ends an answer also where other turns follow, such as ``<|end|>`` without an EOS behind it; empty for nothing."""
+        answer = "zqanswerzq"
+        chat = [
+            {"role": "user", "content": "zquserzq"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "zqotherzq"},
+        ]
+        try:
+            tail = self.template.render(chat, False).rpartition(answer)[2].partition("zqotherzq")[0]
+        except TemplateError:
+            return ""
+        common = tail[: self._common(tail, self.end_of_turn)].rstrip()
+        return common if self._special.search(common) else ""
+
+    @cached_property
     def _generation_prompt(self) -> str:
         """The header of an answer; empty if the template has none."""
         chat = [{"role": "user", "content": "zquserzq"}]
@@ -286,7 +305,9 @@ class AnswerFinder:
     ) -> _Chat:
         """Return the chat with its marks after the proof that they change nothing. Raises TemplateError."""
         plain = self.template.render_blocks(messages, tools=tools, variables=variables)
-        plane, marks = next((plane for plane in _PLANES if not plane[1].search(plain.text)), _PLANES[0])
+        plane, marks = next((plane for plane in _PLANES if not plane[1].search(plain.text)), (0, None))
+        if marks is None:
+            raise TemplateError("a chat has characters of both private planes of Unicode: remove them")
         for middle in (False, True):
             marker = _Marker(plane, middle)
             marked = [marker.message(index, message) for index, message in enumerate(messages)]
@@ -319,9 +340,16 @@ class AnswerFinder:
             if piece.open in chat.reading.places:
                 if is_answer and piece.what in ("content", "reasoning") and piece.open in chat.reading.repeated:
                     raise TemplateError(f"chat template: it writes the {piece.what} of an answer twice")
+                if is_answer:
+                    _check_whole(piece, chat.reading)
                 _check_arguments(piece, chat.reading)
                 continue
-            own = self._read(chat, piece.message + 1) if is_answer else None
+            # A template can leave out reasoning, and a text beside a call, which some take as reasoning; nothing else.
+            may_miss = is_answer and (
+                piece.what == "reasoning"
+                or (piece.what == "content" and chat.messages[piece.message].get("tool_calls"))
+            )
+            own = self._read(chat, piece.message + 1) if may_miss else None
             if own is None or piece.open not in own.places:
                 raise TemplateError(_missing(piece, is_answer=is_answer))
             yield piece.what
@@ -346,10 +374,12 @@ class AnswerFinder:
     def _spans(self, chat: _Chat, index: int) -> tuple[list[Span], bool]:
         """Return where the answer with this index stands, and whether nothing ends it. Raises TemplateError."""
         turn = _turn(chat, index)
+        # The block of the answer before ends behind its last mark, and that of the next one begins before its first.
+        low, high = (turn.begin, turn.limit) if turn.first is None else (turn.first, turn.last)
         blocks = [
             (max(begin, turn.begin), min(end, turn.limit))
             for begin, end in chat.reading.blocks
-            if begin < turn.limit and end > turn.begin
+            if begin < turn.limit and end > turn.begin and (turn.first is None or (begin <= high and end >= low))
         ]
         if chat.reading.blocks:
             for piece in chat.rendered_pieces(index):
@@ -377,6 +407,10 @@ class AnswerFinder:
         if tail is not None:
             size = self._common(gap, tail)
             rest = tail[size:]
+            missing = self._generation_prompt.strip()
+            if not rest and missing and turn.first is not None and (at := gap.find(missing, size)) >= 0:
+                # The prompt for an answer after the result of a tool can lack the header that the rendering has.
+                return len(gap) - len(gap[at + len(missing) :].lstrip())
             if not rest or not gap[size:].strip() or _REASONING_EDGE.fullmatch(rest):
                 return size
         header = self._generation_prompt
@@ -404,6 +438,8 @@ class AnswerFinder:
             return common, False
         if is_last:
             return len(tail), True
+        if self._end_within and (at := own.find(self._end_within)) >= 0 and at + len(self._end_within) <= common:
+            return at + len(self._end_within), False
         # Nothing ends an answer, or something else than at the end of a chat: then the next role's marker does.
         marker = self._special.search(tail, common)
         return (marker.end() if marker else len(tail.rstrip())), False
@@ -444,6 +480,10 @@ def _turn(chat: _Chat, index: int) -> _Turn:
     earlier = [at for at, mark in enumerate(order) if message[mark] < index]
     at, next_at = (own[0], own[-1] + 1) if own else (earlier[-1] + 1, earlier[-1] + 1) if earlier else (0, 0)
     before = order[at - 1] if at else ""
+    if any(message[mark] != index for mark in order[at:next_at]):
+        raise TemplateError(
+            "chat template: it writes other messages into an answer: give its text and its calls in messages of their own"
+        )
     limit = places[order[next_at]] if next_at < len(order) else len(chat.reading.text)
     if not own:
         return _Turn(before, places[before] if before else 0, limit, None, None, "")
@@ -491,6 +531,14 @@ def _other_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     else:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _check_whole(piece: _Piece, reading: _Reading) -> None:
+    """Check that a template writes the content and the reasoning of an answer as they are. Raises TemplateError."""
+    if piece.what in ("content", "reasoning"):
+        first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
+        if reading.text[first:last] != piece.text:
+            raise TemplateError(f"chat template: it changes the {piece.what} of an answer")
 
 
 def _check_arguments(piece: _Piece, reading: _Reading) -> None:
