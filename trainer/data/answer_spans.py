@@ -375,11 +375,12 @@ class AnswerFinder:
         """Return where the answer with this index stands, and whether nothing ends it. Raises TemplateError."""
         turn = _turn(chat, index)
         # The block of the answer before ends behind its last mark, and that of the next one begins before its first.
-        low, high = (turn.begin, turn.limit) if turn.first is None else (turn.first, turn.last)
+        low = turn.begin + 1 if turn.first is None else turn.first
+        high = turn.limit - 1 if turn.last is None else turn.last
         blocks = [
             (max(begin, turn.begin), min(end, turn.limit))
             for begin, end in chat.reading.blocks
-            if begin < turn.limit and end > turn.begin and (turn.first is None or (begin <= high and end >= low))
+            if begin <= high and end >= low
         ]
         if chat.reading.blocks:
             for piece in chat.rendered_pieces(index):
