@@ -33,6 +33,7 @@ _CLOSING = re.compile(r"</(?:seed:)?think(?:ing)?>|◁/think▷|\[/THINK\]|</rea
 _REASONING_EDGES = re.compile(r"</?[^<>\s]*think[^<>\s]*>|◁/?think▷|\[/?THINK\]")
 _REASONING_EDGE = re.compile(rf"(?:\s|{_REASONING_EDGES.pattern})*")
 REASONING_KEYS = ("reasoning_content", "thinking")  # templates read one of them
+_FIELDS = {"reasoning": "reasoning (reasoning_content)", "tool call": "tool call (tool_calls)"}
 _CACHED = 4096  # tails that are kept
 
 
@@ -572,11 +573,11 @@ def _containers(value: Any) -> Iterator[Any]:
 def _missing(piece: _Piece, *, is_answer: bool) -> str:
     if piece.what == "tools":
         return "chat template: it has no tools: use a model that calls tools, or remove 'tools'"
-    of = "an answer" if is_answer else f"message {piece.message}"
-    if piece.what == "name":
-        return f"chat template: it does not write the name of {of}: remove 'name'"
-    remedy = "use a model that calls tools" if piece.what in ("tool call", "arguments") else "remove it"
     if piece.what == "system message":
-        return f"chat template: it leaves out the system message: {remedy}, or set system=prepend"
-    what = f"the {piece.what} of {of}" if is_answer else f"the {piece.what} {quoted(piece.text, 40)}"
-    return f"chat template: it leaves out {what}: {remedy}"
+        return "chat template: it leaves out the system message: remove it, or set system=prepend"
+    if not is_answer:
+        return f"chat template: it leaves out the {piece.what} {quoted(piece.text, 40)} (message {piece.message}): remove it"
+    remedy = "use a model that calls tools" if piece.what in ("tool call", "arguments") else "remove it"
+    return (
+        f"chat template: it leaves out the {_FIELDS.get(piece.what, piece.what)} of message {piece.message}: {remedy}"
+    )

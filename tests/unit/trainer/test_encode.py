@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer_runs import chat, records, write_jsonl
 from trainer.config import make_spec
 from trainer.data.encode import (
     Corpus,
+    DataReport,
     Encoder,
     encode_all,
     encoded_dataset,
@@ -25,6 +27,7 @@ from trainer.data.encode import (
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.samples import Sample, to_sample
+from trainer.data.text_tokenizer import TextTokenizer
 from trainer.data.tiny import TEMPLATE
 from trainer.errors import UserError
 
@@ -105,7 +108,9 @@ def test_tool_calls_carry_loss_and_results_do_not(tokenizer: Any, marked: bool) 
 
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE, UNMARKED])
 def test_tool_calls_are_refused_by_a_template_without_them(tokenizer: Any, template: str) -> None:
-    with pytest.raises(UserError, match="leaves out the tool call of an answer: use a model that calls tools"):
+    with pytest.raises(
+        UserError, match=r"leaves out the tool call \(tool_calls\) of message 1: use a model that calls tools"
+    ):
         encoder(tokenizer, template=template)(Sample(messages=CALLS.messages))
     with pytest.raises(UserError, match="the chat template of the model has no tools"):
         encoder(tokenizer, template=template)(Sample(messages=TALK.messages, tools=CALLS.tools))
@@ -315,3 +320,64 @@ def test_the_cache_distinguishes_columns_and_the_files_of_a_folder(tokenizer: An
     assert text(folder) == text(file) == "<|begin|>a tree<|end|>"
     write_jsonl(folder / "test.jsonl", [{"text": "a moon"}])
     assert text(folder, dataset_split="test") == "<|begin|>a moon<|end|>"
+
+
+@pytest.mark.parametrize(
+    "text", ["the cat", "<|begin|>the cat", "the cat<|end|>", "<|begin|>the cat<|end|>", "<|begin|>the cat<|end|>\n"]
+)
+def test_begin_and_end_stand_once_whoever_writes_them(tokenizer: Any, text: str) -> None:
+    for pieces in (((text, True),), ((text[:-4], False), (text[-4:], True))):
+        ids, _ = encoder(tokenizer)(Sample(pieces=pieces))
+        assert tokenizer.decode(ids).rstrip() == "<|begin|>the cat<|end|>"
+
+
+def test_prompt_and_completion_are_one_text(tokenizer: Any) -> None:
+    """A tokenizer joins characters across their border: both apart would be other tokens than the model sees later."""
+    for prompt, completion in (("the c", "at"), ("the ", "cat"), ("the cat", ""), ("the", " cat")):
+        ids, mask = encoder(tokenizer)(Sample(pieces=((prompt, False), (completion, True))))
+        assert ids[1:-1] == tokenizer("the cat", add_special_tokens=False)["input_ids"]
+        shown = tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag])
+        assert shown.endswith(f"{completion.strip()}<|end|>")
+
+
+def test_the_system_message_can_join_the_first_question(tokenizer: Any) -> None:
+    chosen = copy.deepcopy(tokenizer)
+    chosen.chat_template = ALTERNATING
+    system = Sample(messages=({"role": "system", "content": "be brief"}, *TALK.messages), silent=frozenset({2}))
+    ids, mask = Encoder(chosen, seq_length=512, train_on="answer", system="prepend")(system)
+    assert tokenizer.decode(ids).startswith("<|begin|><|user|>be brief\n\nthe cat runs<|assistant|>")
+    assert tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag]) == "猫 sits 🚂<|end|>"
+
+
+def test_the_controller_encodes_as_the_hosts_do(tokenizer: Any, tmp_path: Path) -> None:
+    for template in (TEMPLATE, UNMARKED, PLAIN_TEMPLATE):
+        saved = copy.deepcopy(tokenizer)
+        saved.chat_template = template
+        saved.save_pretrained(tmp_path)
+        read = TextTokenizer.read(tmp_path)
+        assert read is not None
+        there, here = (Encoder(each, seq_length=512, train_on="answer") for each in (saved, read))
+        for sample in (TALK, Sample(pieces=(("the 猫 cat", False), (" runs 🚂", True)))):
+            assert here.encode(sample) == there.encode(sample)
+
+
+def test_a_tokenizer_that_does_not_know_places(tokenizer: Any) -> None:
+    whole = TextTokenizer.of(tokenizer)
+    blind = dataclasses.replace(whole, tokenize=lambda text: (whole.tokenize(text)[0], None))
+    for sample in (TALK, Sample(pieces=(("the cat", False), (" runs", True)))):
+        assert Encoder(blind, seq_length=64, train_on="answer")(sample) == encoder(tokenizer, TEMPLATE)(sample)
+    with pytest.raises(UserError, match="does not tell where an answer begins"):
+        Encoder(blind, seq_length=64, train_on="answer")(Sample(pieces=(("the c", False), ("at", True))))
+
+
+def test_the_report_says_what_became_of_the_samples(tokenizer: Any, tmp_path: Path) -> None:
+    long = chat("the cat", " ".join(["runs"] * 100))
+    unseen = chat(" ".join(["runs"] * 100), "a tree")
+    asked = Sample(messages=TALK.messages[:1])
+    corpus = encode_all([TALK, long, unseen, asked], encoder(tokenizer, seq_length=48))
+    dropped = {"its answers lie beyond seq_length": 1, "it has no answer with loss": 1}
+    assert corpus.report == DataReport(4, 3, int(corpus.trained.sum()), 2, dropped, {})
+    save_corpus(corpus, tmp_path / "c.npz")
+    loaded = load_corpus(tmp_path / "c.npz")
+    assert loaded is not None and loaded.report == corpus.report
+    assert (corpus.report + corpus.report).dropped == {name: 2 * count for name, count in dropped.items()}
