@@ -515,6 +515,13 @@ def situations(family: Family = CHATML) -> dict[str, Row]:
                 ],
             )
         ),
+        "tools_list_value": _tool_chat(
+            _said(
+                "",
+                tool_calls=[_call("call1name", {"arg1name": ["argvalue1", "argvalue2"], "flag": True, "none": None})],
+            )
+        ),
+        "tools_undescribed": _chat(_user("u1word"), _said(None, tool_calls=call), _result("t1word"), _said("a2word")),
         "tools_no_arguments": _tool_chat(_said("", tool_calls=[_call("call1name", {})])),
         "tools_chain": _tool_chat(
             _said("", tool_calls=call),

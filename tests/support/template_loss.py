@@ -134,6 +134,11 @@ def words_of(row: Row) -> Words:
     return found
 
 
+# transformers leaves out keys that are null, and other servers do not: the template takes the chat from another variable.
+_NOBODY = [{"role": "user", "content": "nobody"}]
+_KEEP_NULL = "{%- set messages = chat +%}"
+
+
 def renderings(tokenizer: Any, row: Row) -> Iterator[str]:
     """Yield every way to render a record: forms of arguments, empty contents, lists of parts and names of reasoning."""
     tools = row.get("tools")
@@ -151,7 +156,9 @@ def renderings(tokenizer: Any, row: Row) -> Iterator[str]:
     for arguments, empty, parts, names, kept in forms:
         chat = [_formed(message, arguments, empty, parts, names, kept) for message in messages]
         try:
-            text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                _NOBODY, tools=tools, tokenize=False, chat=chat, chat_template=_KEEP_NULL + tokenizer.chat_template
+            )
         except Exception:  # any error of the template: this form is not for it
             continue
         if text not in seen:

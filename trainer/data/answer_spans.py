@@ -255,13 +255,16 @@ class AnswerFinder:
             TemplateError: the template rejects the chat, leaves out a part of it, or the answers cannot be located.
         """
         problems: list[TemplateError] = []
-        for form in _forms(messages):
-            try:
-                chat = self._prove(form, tools, variables or {})
-                return self._locate(chat, silent)
-            except TemplateError as error:
-                problems.append(error)
-        raise problems[0]
+        # Calls as Python writes them are the format of few templates, and a form that another template does not expect.
+        for python in (False, True) if any(message.get("tool_calls") for message in messages) else (False,):
+            for form in _forms(messages):
+                try:
+                    chat = self._prove(form, tools, variables or {})
+                    return self._locate(chat, silent, python)
+                except TemplateError as error:
+                    problems.append(error)
+        # A form that the template renders says more about the chat than one that it rejects.
+        raise next((error for error in problems if "rejects" not in str(error)), problems[0])
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -357,14 +360,15 @@ class AnswerFinder:
 
     # Places -------------------------------------------------------------------------------------------------------------
 
-    def _locate(self, chat: _Chat, silent: Collection[int]) -> Answers:
+    def _locate(self, chat: _Chat, silent: Collection[int], python: bool) -> Answers:
         left_out = tuple(self._left_out(chat))
         spans: list[Span] = []
         open_end = False
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 found, is_open = self._spans(chat, index)
-                _check_calls(message, chat.reading.text[found[0][0] : found[-1][1]])
+                if not python:
+                    _check_calls(message, chat.reading.text[found[0][0] : found[-1][1]])
                 if index not in silent:
                     spans += found
                     open_end = is_open and index == len(chat.messages) - 1

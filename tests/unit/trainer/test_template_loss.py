@@ -19,8 +19,26 @@ from trainer.data.shapes import to_sample
 from trainer.errors import UserError
 
 TRL = trl_templates()
-# Chats that a template can render whole and that are refused all the same: (template, situation).
-REFUSED: set[tuple[str, str]] = set()
+# Chats that a template can render whole and that are refused all the same, as it changes or repeats texts: where the answers
+# stand cannot be proved.
+REFUSED = {
+    "upper_case_answers": None,
+    "repeats_content": None,
+    "first_letter_decides": None,
+    "generation_without_calls": None,
+    "length_decides": {"spaces", "bytes"},
+    "truncates_answers": {"same_text"},
+    "truncates_questions": {"same_text"},
+    "json_content": {"long_lines"},
+    "drops_line_ends": {"long_lines"},
+    "drops_earlier_answers": {"same_text", "empty_answer"},
+    "drops_empty": {"empty_answer"},
+    # Calls, their results and the text of the answer stand in this order in one turn.
+    **dict.fromkeys(
+        ("diffusion_gemma", "diffusion_gemma_training", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"),
+        {"tools_text_beside"},
+    ),
+}
 
 
 def check(template: Template) -> None:
@@ -28,7 +46,8 @@ def check(template: Template) -> None:
     wrong = []
     for name, row in situations(template.family).items():
         verdict = bed.verdict(row)
-        if verdict.kind == "WRONG" or (verdict.kind == "REFUSED" and (template.name, name) not in REFUSED):
+        known = REFUSED.get(template.name, ())
+        if verdict.kind == "WRONG" or (verdict.kind == "REFUSED" and known is not None and name not in known):
             wrong.append(f"{name}: {verdict}")
     assert not wrong, "\n".join(wrong)
 
