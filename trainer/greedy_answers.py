@@ -4,6 +4,7 @@
 in one process writes it when it ends. For other runs, the first deployment computes the answers.
 """
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -85,10 +86,15 @@ def _file(run_dir: Path) -> Path:
 
 def _samples(spec: "RunSpec") -> "Iterable[Sample]":
     """Yield the first samples of every dataset."""
-    from trainer.data.samples import iter_source  # its imports take longer than all else where the answers are known
+    # These imports take longer than all else where the answers are known.
+    from trainer.data.samples import iter_source
+    from trainer.data.shapes import with_system_in_first_question
 
     for source in spec.sources:
-        yield from itertools.islice(iter_source(source), MAX_SAMPLES)
+        for sample in itertools.islice(iter_source(source), MAX_SAMPLES):
+            prepend = spec.system == "prepend"
+            messages = with_system_in_first_question(sample.messages) if prepend else sample.messages
+            yield dataclasses.replace(sample, messages=tuple(messages))
 
 
 def _write(
@@ -130,7 +136,11 @@ def _prompt(sample: "Sample") -> dict[str, Any]:
         messages: list[Mapping[str, str]] = list(sample.messages)
         while messages and messages[-1]["role"] != "user":
             messages.pop()
-        known = all(message["role"] in _ROLES and message["content"].strip() for message in messages)
+        # A server gets the role and the content of each message, and no more.
+        known = all(
+            message["role"] in _ROLES and message["content"].strip() and message.keys() <= {"role", "content"}
+            for message in messages
+        )
         size = sum(len(message["content"]) for message in messages)
         return {"messages": [dict(m) for m in messages]} if messages and known and size <= MAX_PROMPT else {}
     text = sample.pieces[0][0] if sample.pieces else ""

@@ -99,6 +99,10 @@ MESSAGE_KEYS_REFUSED: Mapping[str, tuple[Test, str]] = {
     "tools": (_is_set, "describes tools: give them as tools of the record"),
     "thinking_blocks": (_is_set, "is reasoning in blocks: write it as reasoning_content"),
 }
+# Keys that say something of an answer, which a dataset of prompts alone does not need.
+ABOUT_ANSWERS = frozenset(
+    {name for keys in (RECORD_KEYS, MESSAGE_KEYS_REFUSED) for name, (_, why) in keys.items() if why != _MEDIA} | {LABEL[0]}
+)
 # A message with one of these that is false, or 0, carries no loss.
 LOSS_KEYS = ("weight", "train", "loss", "training")
 MEANINGFUL = frozenset({*RECORD_KEYS, LABEL[0], "history", "functions", "chat_template_kwargs"})

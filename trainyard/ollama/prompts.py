@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.files import is_hub_id
+from trainer.data.record_keys import ABOUT_ANSWERS
 from trainer.data.samples import read_records, source_of
 from trainer.data.shapes import to_sample
 from trainer.errors import UserError
@@ -63,9 +64,12 @@ def _chat(record: Any, columns: Mapping[str, str]) -> list[dict[str, str]]:
     row = record
     if isinstance(record, dict):
         given = {name: value for name, value in record.items() if value is not None}  # tables have null for no answer
-        listed = isinstance(given.get("prompt"), list)
-        row = {"messages": given["prompt"]} if listed else {"output": "", "completion": "", **given}
-    sample = to_sample(row, columns)
+        prompt = given.get("prompt")
+        if isinstance(prompt, str) and not {"messages", "conversations"} & given.keys():
+            prompt = [{"role": "user", "content": prompt}]
+        is_chat = isinstance(prompt, list)
+        row = {**given, "messages": prompt} if is_chat else {"output": "", "completion": "", **given}
+    sample = to_sample(row, columns, ABOUT_ANSWERS)
     if not sample.messages:
         text, trained = sample.pieces[0]
         if trained:

@@ -245,3 +245,23 @@ def test_mistakes_in_a_merge(values: dict[str, str], message: str) -> None:
 def test_options_of_a_merge() -> None:
     options = make_merge_options({"runs": "a, b", "weights": "0.25,0.75", "lr": 1})
     assert options == MergeOptions(runs=("a", "b"), weights=(0.25, 0.75))
+
+
+def test_prompts_of_other_formats(tmp_path: Path) -> None:
+    """What a record says of its answers does not matter to the teachers; its system message does."""
+    file = tmp_path / "p.jsonl"
+    rows = [
+        {"prompt": "Q", "system": "S", "score": 1, "rejected": "R"},
+        {"prompt": [{"role": "user", "content": "P", "weight": 0}], "system": "S"},
+        {"messages": [{"role": "user", "content": "M"}], "prompt": "another"},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    system = {"role": "system", "content": "S"}
+    assert read_prompts(file) == [
+        [system, {"role": "user", "content": "Q"}],
+        [system, {"role": "user", "content": "P"}],
+        [{"role": "user", "content": "M"}],
+    ]
+    file.write_text(json.dumps({"prompt": "Q", "images": ["a.png"]}))
+    with pytest.raises(UserError, match=r"p.jsonl:1: has 'images', which is not text"):
+        read_prompts(file)

@@ -55,3 +55,16 @@ def test_prompts(tmp_path: Path) -> None:
     assert {"prompt": "alone"} in prompts and all(len(json.dumps(prompt)) < 2100 for prompt in prompts)
     assert {tuple(m["role"] for m in prompt["messages"]) for prompt in prompts[2:-1]} == {("user",)}
     assert len(greedy_answers.choose_prompts(read_samples(tmp_path / "d.jsonl"), 7)) == 7
+
+
+def test_prompts_are_what_a_server_can_be_asked(tmp_path: Path) -> None:
+    chat = [{"role": role, "content": f"the {role}"} for role in ("system", "user", "assistant", "user", "assistant")]
+    thought = [*chat[:2], {**chat[2], "reasoning_content": "hm"}, *chat[3:]]
+    file = write_jsonl(tmp_path / "d.jsonl", [{"messages": chat}, {"messages": thought}])
+    for system, roles in (
+        ("keep", ["system", "user", "assistant", "user"]),
+        ("prepend", ["user", "assistant", "user"]),
+    ):
+        spec = make_spec({"dataset": str(file), "system": system}, "-e")
+        prompts = greedy_answers.choose_prompts(greedy_answers._samples(spec))
+        assert [[message["role"] for message in prompt["messages"]] for prompt in prompts] == [roles]
