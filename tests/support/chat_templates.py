@@ -19,7 +19,7 @@ class Family:
     `header` comes before an answer and is not trained. `end` closes the answer and is trained. `not_said` is text inside an answer
     that the model does not write. `optional` may be trained or not: the template or the generation prompt writes it for the model.
     `chained`: a header that follows directly on an answer is written by the model. `no_end`: nothing ends an answer; `end` is the
-    marker of the next role. `after`: text behind the end that may be trained or not. `own` is the family's own way to write reasoning into the content.
+    marker of the next role. `after`: text behind the end that may be trained or not. `never`: what no rendering may hold. `own` is the family's own way to write reasoning into the content.
     """
 
     header: str
@@ -31,6 +31,7 @@ class Family:
     chained: bool = False
     no_end: bool = False
     after: str = r"\s*"
+    never: str = ""
     own: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
 
 
@@ -57,6 +58,7 @@ GEMMA4 = Family(
     "<bos>",
     not_said=r"<\|tool_response>.*?<tool_response\|>",
     optional=r"\s+|<\|tool_response>",
+    never=r"call:\w+\{\{",  # arguments in JSON
     own=("<|channel>thought\n", "\n<channel|>"),
 )
 GLM = Family(
@@ -520,6 +522,15 @@ def situations(family: Family = CHATML) -> dict[str, Row]:
                 "",
                 tool_calls=[_call("call1name", {"arg1name": ["argvalue1", "argvalue2"], "flag": True, "none": None})],
             )
+        ),
+        "tools_unsorted": _tool_chat(
+            _said("", tool_calls=[_call("call1name", {"z1name": "<b1> & 'c1'", "arg1name": 5})])
+        ),
+        "tools_empty_value": _tool_chat(
+            _said("", tool_calls=[_call("call1name", {"arg1name": "", "b1name": " ", "c1name": []})])
+        ),
+        "tools_text_of_others": _tool_chat(
+            _said("", tool_calls=[_call("call1name", {"arg1name": "call1name", "u1word": "t1word"})])
         ),
         "tools_undescribed": _chat(_user("u1word"), _said(None, tool_calls=call), _result("t1word"), _said("a2word")),
         "tools_no_arguments": _tool_chat(_said("", tool_calls=[_call("call1name", {})])),

@@ -229,6 +229,8 @@ class Bed:
         text, trained = spelled(self.tokenizer, ids, mask)
         if not any(text in (one, one + self.family.eos) for one in renderings(self.tokenizer, row)):
             return Verdict("WRONG", f"the tokens are no rendering of the chat: {text!r}")
+        if self.family.never and (bad := re.search(self.family.never, text)):
+            return Verdict("WRONG", f"it has {bad[0]!r}: {text!r}")
         words = words_of(row)
         faults = [
             *self._lost(row, text, words, " ".join(encoded.notes)),

@@ -10,13 +10,13 @@ found raises TemplateError: nothing is trained in part.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from trainer.data.hf_template import ChatTemplate, Rendered, TemplateError
@@ -67,6 +67,7 @@ class _Marker:
 
     plane: int
     middle: bool  # mark messages that are not answers in their middle: templates can look at how they begin and end
+    in_arguments: bool  # mark the arguments of calls: templates can sort them
     pieces: list[_Piece] = field(default_factory=list)
 
     def _next(self, message: int, what: str, text: str = "") -> _Piece:
@@ -106,6 +107,8 @@ class _Marker:
 
     def arguments(self, message: int, value: Any) -> Any:
         """Return the arguments of a call with marks: around a text, or around the names of an object."""
+        if not self.in_arguments:
+            return value
         if isinstance(value, str):
             return self.text(message, "arguments", value)
         if isinstance(value, dict):
@@ -312,8 +315,9 @@ class AnswerFinder:
         plane, marks = next((plane for plane in _PLANES if not plane[1].search(plain.text)), (0, None))
         if marks is None:
             raise TemplateError("a chat has characters of both private planes of Unicode: remove them")
-        for middle in (False, True):
-            marker = _Marker(plane, middle)
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for in_arguments, middle in itertools.product((True, False) if has_calls else (True,), (False, True)):
+            marker = _Marker(plane, middle, in_arguments)
             marked = [marker.message(index, message) for index, message in enumerate(messages)]
             marked_tools = marker.tools(tools)
             try:
@@ -323,7 +327,7 @@ class AnswerFinder:
             reading = _Reading.of(rendered, marks)
             if reading.text == plain.text:
                 variables_key = json.dumps(variables, sort_keys=True) if variables else ""
-                key = (*map(_structure, messages), bool(tools), variables_key, middle)
+                key = (*map(_structure, messages), bool(tools), variables_key, middle, in_arguments)
                 return _Chat(messages, marked, marked_tools, variables, marker.pieces, marks, reading, key)
         raise TemplateError("chat template: it changes the texts of messages so that the answers cannot be located")
 
@@ -367,12 +371,13 @@ class AnswerFinder:
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 found, is_open = self._spans(chat, index)
+                _check_values(message, chat.reading.text[found[0][0] : found[-1][1]])
                 if not python:
                     _check_calls(message, chat.reading.text[found[0][0] : found[-1][1]])
                 if index not in silent:
                     spans += found
                     open_end = is_open and index == len(chat.messages) - 1
-        if any(second[0] < first[1] for first, second in pairwise(spans)):
+        if any(second[0] < first[1] for first, second in itertools.pairwise(spans)):
             raise TemplateError("chat template: it writes the answers of a chat out of order")
         return Answers(chat.reading.text, tuple(spans), open_end, left_out)
 
@@ -552,11 +557,39 @@ def _check_arguments(piece: _Piece, reading: _Reading) -> None:
     if piece.what != "arguments" or not piece.text.startswith(("{", "[")):
         return
     first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
-    if (
-        reading.text[first:last] != piece.text
-        or reading.text[first - 1 : first] == reading.text[last : last + 1] == '"'
-    ):
-        raise TemplateError("chat template: it writes the arguments of a call, which are text, in quotes")
+    around = reading.text[first - 1 : first] + reading.text[last : last + 1]
+    if reading.text[first:last] != piece.text or around in ('""', "{}"):
+        raise TemplateError("chat template: it writes the arguments of a call, which are text, in quotes or braces")
+
+
+def _check_values(message: Mapping[str, Any], text: str) -> None:
+    """Check that a template writes all arguments of calls. Raises TemplateError."""
+    bare = text.replace("\\", "")  # quotes are escaped in several ways
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, dict):
+            for value in _leaves(arguments):
+                if not any(spelled.replace("\\", "") in bare for spelled in _spellings(value)):
+                    what = quoted(value, 40) if isinstance(value, str) else json.dumps(value)
+                    raise TemplateError(f"chat template: it leaves out or changes {what} in the arguments of a call")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the names and values of arguments."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _spellings(value: Any) -> Iterator[str]:
+    """Yield what templates write for a name or a value: text, JSON, or Python."""
+    yield str(value).strip()
+    for spelled in (json.dumps(value, ensure_ascii=False), json.dumps(value), repr(value)):
+        yield spelled[1:-1] if isinstance(value, str) else spelled
 
 
 def _check_calls(message: Mapping[str, Any], text: str) -> None:

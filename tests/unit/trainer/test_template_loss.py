@@ -49,6 +49,9 @@ REFUSED = {
     "drops_line_ends": {"long_lines"},
     "drops_earlier_answers": {"same_text", "empty_answer"},
     "drops_empty": {"empty_answer"},
+    "drops_tool_results": {"tools_text_of_others"},
+    "calls_without_name": {"tools_text_of_others"},
+    "escaped_arguments": {"tools_nested", "tools_unsorted"},
     # Calls, their results and the text of the answer stand in this order in one turn.
     **{
         name: {"tools_text_beside"}
