@@ -526,6 +526,15 @@ def situations(family: Family = CHATML) -> dict[str, Row]:
         "tools_unsorted": _tool_chat(
             _said("", tool_calls=[_call("call1name", {"z1name": "<b1> & 'c1'", "arg1name": 5})])
         ),
+        "tools_mixed": _chat(
+            _user("u1word"),
+            _said("", tool_calls=[_call("call1name", {"z1name": "y1value", "b1name": 3})]),
+            _result("t1word"),
+            _said("", tool_calls=[_call("call1name", json.dumps({"arg1name": "argvalue2"}), 2)]),
+            _result("t2word", number=2),
+            _said("a3word"),
+            tools=_TOOLS,
+        ),
         "tools_empty_value": _tool_chat(
             _said("", tool_calls=[_call("call1name", {"arg1name": "", "b1name": " ", "c1name": []})])
         ),

@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -67,7 +67,7 @@ class _Marker:
 
     plane: int
     middle: bool  # mark messages that are not answers in their middle: templates can look at how they begin and end
-    in_arguments: bool  # mark the arguments of calls: templates can sort them
+    in_arguments: bool  # mark the names of arguments: templates can sort them
     pieces: list[_Piece] = field(default_factory=list)
 
     def _next(self, message: int, what: str, text: str = "") -> _Piece:
@@ -107,11 +107,9 @@ class _Marker:
 
     def arguments(self, message: int, value: Any) -> Any:
         """Return the arguments of a call with marks: around a text, or around the names of an object."""
-        if not self.in_arguments:
-            return value
         if isinstance(value, str):
             return self.text(message, "arguments", value)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and self.in_arguments:
             return {self.text(message, "arguments", name): each for name, each in value.items()}
         return value
 
@@ -513,35 +511,40 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[s
     Templates test by different values whether an answer with calls has no content (empty text here, null there), and print the
     arguments of a call as text, or as JSON of an object.
     """
-    yield messages
-    if not any(message.get("tool_calls") for message in messages):
-        return
-    for other_content, other_arguments in ((True, False), (False, True), (True, True)):
-        yield [_form(message, other_content, other_arguments) for message in messages]
+    tried: list[Sequence[Mapping[str, Any]]] = []
+    for arguments in (None, _as_object, _as_text):
+        for is_null in (False, True):
+            form = [_form(message, arguments, is_null) for message in messages]
+            if form not in tried:
+                tried.append(form)
+                yield form
 
 
-def _form(message: Mapping[str, Any], other_content: bool, other_arguments: bool) -> Mapping[str, Any]:
+def _form(message: Mapping[str, Any], arguments: Callable[[Any], Any] | None, is_null: bool) -> Mapping[str, Any]:
+    """Return a message with calls in a form. `arguments` changes those of calls; `is_null`: null stands for no content."""
     if not message.get("tool_calls"):
         return message
     changed = dict(message)
-    if other_content and not message.get("content"):
+    if is_null and not message.get("content"):
         changed["content"] = None
-    if other_arguments:
-        changed["tool_calls"] = [_other_arguments(call) for call in message["tool_calls"]]
+    if arguments:
+        changed["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
     return changed
 
 
-def _other_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call with its arguments as text instead of as an object, or as an object instead of as text."""
-    arguments = call["function"]["arguments"]
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-    else:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+def _as_object(arguments: Any) -> Any:
+    """Return the arguments of a call as an object, or a text that is no JSON as it is."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _check_whole(piece: _Piece, reading: _Reading) -> None:
@@ -557,7 +560,7 @@ def _check_arguments(piece: _Piece, reading: _Reading) -> None:
     if piece.what != "arguments" or not piece.text.startswith(("{", "[")):
         return
     first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
-    around = reading.text[first - 1 : first] + reading.text[last : last + 1]
+    around = reading.text[first - 1 : first] + reading.text[last : last + 3].lstrip("\\")[:1]
     if reading.text[first:last] != piece.text or around in ('""', "{}"):
         raise TemplateError("chat template: it writes the arguments of a call, which are text, in quotes or braces")
 
