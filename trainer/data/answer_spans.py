@@ -264,8 +264,8 @@ class AnswerFinder:
                     return self._locate(chat, silent, python)
                 except TemplateError as error:
                     problems.append(error)
-        # A form that the template renders says more about the chat than one that it rejects.
-        raise next((error for error in problems if "rejects" not in str(error)), problems[0])
+        # What is left out of a rendering says more about the chat than a form that the template rejects.
+        raise min(problems, key=lambda error: ("leaves out" not in str(error), "rejects" in str(error)))
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -417,9 +417,10 @@ class AnswerFinder:
             size = self._common(gap, tail)
             rest = tail[size:]
             missing = self._generation_prompt.strip()
-            if not rest and missing and turn.first is not None and (at := gap.find(missing, size)) >= 0:
+            after = gap[size:].lstrip()
+            if not rest and missing and after.startswith(missing):
                 # The prompt for an answer after the result of a tool can lack the header that the rendering has.
-                return len(gap) - len(gap[at + len(missing) :].lstrip())
+                return len(gap) - len(after.removeprefix(missing).lstrip())
             if not rest or not gap[size:].strip() or _REASONING_EDGE.fullmatch(rest):
                 return size
         header = self._generation_prompt
