@@ -91,8 +91,10 @@ def write_questions(folder: Path) -> None:
         for person, (thing, colour) in itertools.product(PEOPLE, COLOURS.items())
         for values in [{"person": person, "thing": thing, "colour": colour}]
     ]
-    (folder / "facts.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": pair["instruction"]}) + "\n" for pair in pairs))
+    (folder / "facts.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": pair["instruction"]}) + "\n" for pair in pairs), encoding="utf-8"
+    )
 
 
 def free_port() -> int:
@@ -114,7 +116,10 @@ def ollama_server(program: str, folder: Path, port: int) -> Iterator[None]:
             deadline = time.monotonic() + SERVER_LIMIT
             while not _answers(port):
                 if server.poll() is not None or time.monotonic() > deadline:
-                    last = ((folder / "ollama/log").read_text(errors="replace").strip().splitlines() or [""])[-1]
+                    last = (
+                        (folder / "ollama/log").read_text(errors="replace", encoding="utf-8").strip().splitlines()
+                        or [""]
+                    )[-1]
                     raise StepError(f"ollama serve does not answer on 127.0.0.1:{port}: {last}")
                 time.sleep(0.1)
             yield
@@ -140,9 +145,9 @@ class Circle:
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
         self.environment = os.environ | {"OLLAMA_HOST": f"127.0.0.1:{port}", "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")}
-        (folder / "hosts.yml").write_text(INVENTORY.substitute(ollama=port, rendezvous=free_port()))
-        (folder / "ollama.yml").write_text(DISCOVERY % port)
-        (folder / "small.yml").write_text(SPEC)
+        (folder / "hosts.yml").write_text(INVENTORY.substitute(ollama=port, rendezvous=free_port()), encoding="utf-8")
+        (folder / "ollama.yml").write_text(DISCOVERY % port, encoding="utf-8")
+        (folder / "small.yml").write_text(SPEC, encoding="utf-8")
         write_questions(folder)
 
     def run(self, *words: str) -> str:
@@ -178,7 +183,9 @@ class Circle:
 
     def result(self, run: str) -> dict[str, float]:
         """Return result.json of a run."""
-        loaded: dict[str, float] = json.loads((self.folder / "node1/runs" / run / "result.json").read_text())
+        loaded: dict[str, float] = json.loads(
+            (self.folder / "node1/runs" / run / "result.json").read_text(encoding="utf-8")
+        )
         return loaded
 
     def walk(self) -> list[str]:

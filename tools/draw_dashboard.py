@@ -56,13 +56,13 @@ def write_inventory(folder: Path) -> str:
     variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
     variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
     path = folder / "inventory.yml"
-    path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
+    path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}), encoding="utf-8")
     return str(path)
 
 
 def wait_for_step(metrics: Path, training: subprocess.Popen) -> None:
     deadline = time.monotonic() + LIMIT
-    while not metrics.exists() or metrics.read_text().count("\n") < STEP:
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < STEP:
         if training.poll() is not None or time.monotonic() > deadline:
             sys.exit("error: the run did not reach the step of the picture: see the lines above")
         time.sleep(0.5)

@@ -13,8 +13,8 @@ def main(run_dir: Path) -> str:
     Args:
         run_dir: the run folder, with metrics.jsonl and result.json.
     """
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    result = json.loads((run_dir / "result.json").read_text())
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
     losses = [row["loss"] for row in rows]
     low, high = int(min(losses)), int(max(losses)) + 1
 

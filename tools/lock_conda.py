@@ -99,7 +99,7 @@ def main() -> int:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         sys.exit(f"error: {options.channel}: cannot solve python {options.python}: {lines[0]}")
     head = ["# Explicit lock for linux-64. 'make lock-conda' writes this file.", installer_line(options.installer)]
-    options.lock.write_text("\n".join([*head, "@EXPLICIT", *lock_lines(records)]) + "\n")
+    options.lock.write_text("\n".join([*head, "@EXPLICIT", *lock_lines(records)]) + "\n", encoding="utf-8")
     print(f"wrote {options.lock}: {len(records)} packages")
     return 0
 

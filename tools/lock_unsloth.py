@@ -25,21 +25,23 @@ HEADER = """\
 
 def requirements() -> list[str]:
     """Return the requirements of a node with a GPU and of the extra unsloth."""
-    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     return [*project["dependencies"], *extras["node"], *extras["unsloth"], *extras["nvml"]]
 
 
 def compile_lock(uv: Path, folder: Path, python: str, pinned: dict[str, str]) -> dict[str, tuple[str, set[str]]]:
     """Return version and digests of every package by name, for one version of Python. `pinned`: versions to keep."""
-    (folder / "requirements.in").write_text("\n".join(requirements()))
-    (folder / "pinned.txt").write_text("\n".join(f"{name}=={version}" for name, version in pinned.items()))
+    (folder / "requirements.in").write_text("\n".join(requirements()), encoding="utf-8")
+    (folder / "pinned.txt").write_text(
+        "\n".join(f"{name}=={version}" for name, version in pinned.items()), encoding="utf-8"
+    )
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
     command = [uv, "pip", "compile", "--quiet", "--only-binary=:all:", "--default-index", index, "--format=pylock.toml"]
     command += [f"--python-version={python}", f"--python-platform={PLATFORM}", "--constraints", folder / "pinned.txt"]
     command += ["--no-config", "--output-file", folder / "pylock.toml", folder / "requirements.in"]
     subprocess.run(command, check=True, env=os.environ | {"UV_CACHE_DIR": str(folder / "cache")})
-    packages = tomllib.loads((folder / "pylock.toml").read_text())["packages"]
+    packages = tomllib.loads((folder / "pylock.toml").read_text(encoding="utf-8"))["packages"]
     (folder / "pylock.toml").unlink()
     return {
         package["name"]: (package["version"], {wheel["hashes"]["sha256"] for wheel in package["wheels"]})
@@ -64,7 +66,7 @@ def main() -> int:
         for name in sorted(versions)
     ]
     assert all(re.fullmatch(r"[a-z0-9-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
-    LOCK.write_text(HEADER + "\n".join(lines) + "\n")
+    LOCK.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
     print(f"wrote {LOCK.name}: {len(lines)} packages")
     return 0
 

@@ -138,6 +138,9 @@ def names_of_other_tools() -> str:
 Files, flags and `-e` also accept names of OpenDiLoCo, transformers, TRL, torchtune, axolotl and LLaMA-Factory, with dashes or
 underscores. Two names of one field with different values are an error.
 
+YAML reads the words no, off, yes and on as false and true. A field with one of these words, or with `none`, takes each of them: `eval_strategy: no`,
+`quantize: no` and `report_to: off` mean what they say. -1 means no limit where the table of the fields says so.
+
 {other_names()}
 
 {", ".join(f"`{name}`" for name in sorted(ACCUMULATION))} count the micro-batches of one rank. The trainer multiplies them by the number
@@ -223,7 +226,7 @@ def paragraphs(description: str | list[str], separator: str) -> str:
 
 def role_text(role: Path, level: int) -> str:
     """Return the description, variables and notes of a role below a heading of `level`."""
-    spec = yaml.safe_load((role / "meta" / "argument_specs.yml").read_text())["argument_specs"]["main"]
+    spec = yaml.safe_load((role / "meta" / "argument_specs.yml").read_text(encoding="utf-8"))["argument_specs"]["main"]
     options = variables(spec["options"]) if spec.get("options") else ["This role has no variables."]
     lines = [
         f"{'#' * level} {role.name}",
@@ -237,7 +240,7 @@ def role_text(role: Path, level: int) -> str:
     notes = role / "NOTES.md"
     if notes.exists():
         deeper = "#" * (level - 1)
-        lines += ["", re.sub(r"^(#+ )", rf"{deeper}\1", notes.read_text().rstrip(), flags=re.MULTILINE)]
+        lines += ["", re.sub(r"^(#+ )", rf"{deeper}\1", notes.read_text(encoding="utf-8").rstrip(), flags=re.MULTILINE)]
     return "\n".join(lines) + "\n"
 
 
@@ -306,11 +309,11 @@ def pages() -> dict[Path, str]:
     return {
         docs / "run-spec.md": run_spec(),
         docs / "launch-options.md": launch_options(),
-        docs / "strategies.md": strategies((docs / "strategies.md").read_text()),
-        docs / "command-line.md": command_line((docs / "command-line.md").read_text()),
-        docs / "dashboard.md": dashboard((docs / "dashboard.md").read_text()),
-        docs / "distill.md": distill((docs / "distill.md").read_text()),
-        docs / "queue.md": queue((docs / "queue.md").read_text()),
+        docs / "strategies.md": strategies((docs / "strategies.md").read_text(encoding="utf-8")),
+        docs / "command-line.md": command_line((docs / "command-line.md").read_text(encoding="utf-8")),
+        docs / "dashboard.md": dashboard((docs / "dashboard.md").read_text(encoding="utf-8")),
+        docs / "distill.md": distill((docs / "distill.md").read_text(encoding="utf-8")),
+        docs / "queue.md": queue((docs / "queue.md").read_text(encoding="utf-8")),
         docs / "roles.md": roles_page(roles),
         **{role / "README.md": role_readme(role) for role in roles},
     }
@@ -318,13 +321,15 @@ def pages() -> dict[Path, str]:
 
 def main() -> int:
     """Write the pages, or with ``--check`` name those that are not current."""
-    outdated = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    outdated = {
+        path: text for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
     if "--check" in sys.argv:
         for path in outdated:
             print(f"error: {path.relative_to(TOP)} is not current: run make docs", file=sys.stderr)
         return 1 if outdated else 0
     for path, text in outdated.items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(TOP)}")
     return 0
 

@@ -27,6 +27,7 @@ from trainer.inputs import path_kind, user_path
 from trainer.script import ScriptError, run_script
 from trainer.strategy import AUTO, plan_of, summaries
 from trainer.telemetry import Heartbeat
+from trainer.utf8 import require_utf8
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
                        [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
@@ -372,6 +373,7 @@ def dispatch(arguments: list[str]) -> int:
         return show_help()
     name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
     try:
+        require_utf8()
         return COMMANDS[name](arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

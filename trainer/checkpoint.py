@@ -47,7 +47,7 @@ def write_checkpoint(
     with _clean_up_on_error(folder, step):
         aside = _make_temporary(folder, step)
         save(aside)
-        (aside / STATE).write_text(to_json({"step": step} | state))
+        (aside / STATE).write_text(to_json({"step": step} | state), encoding="utf-8")
         files = _describe_files(aside)
         if not (verified or checkpoint_finite(aside, files)):
             raise UserError(
@@ -101,7 +101,7 @@ def _describe_files(folder: Path) -> Files:
 def _commit(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
     """Turn the temporary folder into the checkpoint of `step`. Its weights are known to be finite."""
     final, aside = folder / f"step-{step:08d}", _temporary(folder, step)
-    (aside / MANIFEST).write_text(to_json({"step": step, "finite": True} | manifest))
+    (aside / MANIFEST).write_text(to_json({"step": step, "finite": True} | manifest), encoding="utf-8")
     sync_files(aside)
     if final.exists():
         shutil.rmtree(final)
@@ -166,7 +166,7 @@ class Saver:
             writing.finish()
             here: Files = {}
             if world.is_host_leader:
-                (aside / STATE).write_text(to_json(state))
+                (aside / STATE).write_text(to_json(state), encoding="utf-8")
                 here = _describe_files(aside)
             all_hosts = world.gather((world.node_rank, here))
             if world.is_host_leader:
@@ -183,7 +183,7 @@ class Saver:
 def find_defect(path: Path, *, verify: bool = True) -> str:
     """Return the defect of a checkpoint folder, or an empty string. `verify`: compare digests, not only sizes."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for name, expected in manifest["files"].items():
             file = path / name
             if not file.exists():
@@ -233,7 +233,7 @@ def _reason_to_ignore(path: Path, *, verify: bool = True) -> str:
     if not verify:
         return ""
     # Older versions wrote checkpoints without a check, and manifests without `finite`.
-    manifest = json.loads((path / MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     return "" if manifest.get("finite") or checkpoint_finite(path, manifest["files"]) else _NOT_FINITE
 
 
@@ -253,7 +253,7 @@ class HostCheckpoint:
     @classmethod
     def read(cls, path: Path, per_host_files: Collection[str] = ()) -> "HostCheckpoint":
         """Read the manifest of the checkpoint folder `path`."""
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         ranks = tuple(manifest.get("ranks", ()))
         return cls(manifest["files"], manifest.get("elsewhere", {}), ranks, frozenset(per_host_files))
 
@@ -394,7 +394,7 @@ def _receive(path: Path, holders: Sequence[HostCheckpoint | None], world: World)
     world.barrier()
     if incomplete:
         step = int(path.name.rpartition("-")[2])
-        (aside / MANIFEST).write_text(to_json({"step": step, "finite": True, "files": all_files}))
+        (aside / MANIFEST).write_text(to_json({"step": step, "finite": True, "files": all_files}), encoding="utf-8")
         sync_files(aside)
         shutil.rmtree(path, ignore_errors=True)
         aside.rename(path)

@@ -2,6 +2,7 @@
 
 import collections
 import importlib.metadata
+import itertools
 import json
 import platform
 import socket
@@ -113,6 +114,8 @@ def export_weights(
     Raises:
         DiskError: the disk is full or not writable.
     """
+    from trainer.tokenizer_output import add_end_token, save_tokenizer
+
     spec = job.spec
     kind = "adapter" if spec.lora_r else "model"
     final = run_dir / kind
@@ -121,12 +124,16 @@ def export_weights(
         options: dict[str, Any] = {"save_embedding_layers": False} if spec.lora_r else {}
         # transformers would otherwise write only on rank 0, as if all hosts shared a disk.
         model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
+        ends = getattr(model, "generation_config", None)
+        if ends is not None and add_end_token(ends, job.tokenizer) and spec.lora_r:
+            aside.mkdir(parents=True)
+            ends.save_pretrained(aside)
         if weights is None or spec.lora_r:
             options |= {"state_dict": dict(weights)} if weights else {}
             model.save_pretrained(aside, **options)  # type: ignore[operator]
         else:
             save_in_parts(model, weights, aside)
-        job.tokenizer.save_pretrained(aside)
+        save_tokenizer(job.tokenizer, aside)
     files = sorted(file.name for file in final.glob("*.safetensors"))
     digest = sha256_file(final / files[0]) if len(files) == 1 else sha256_tree(final)
     return {kind: str(final), f"{kind}_sha256": digest}
@@ -166,7 +173,7 @@ def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", fol
         places |= dict.fromkeys(header, name)
         total += sum(header.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=2))
+    (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def safetensors_header(path: Path) -> dict[str, int]:
@@ -180,38 +187,46 @@ def safetensors_header(path: Path) -> dict[str, int]:
 def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     """Merge the adapter into the base model, write the result to `run_dir/merged` and return that folder.
 
-    Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization. After a run of a
-    pipeline, only one file of the result is in memory at a time.
+    Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization. Only one file of
+    the result is in memory at a time. The result is read again, and answers as the base model with the adapter does.
 
     Raises:
-        UserError: the merged weights are not finite, or this host lacks files of the base model of a pipeline.
+        UserError: the merged weights are not finite or wrong, or this host lacks files of the base model of a pipeline.
         DiskError: the disk is full or not writable.
     """
+    import torch
     from transformers import AutoTokenizer
 
-    with atomic_folder(run_dir / "merged", "merge") as aside:
-        if plan_of(spec).pipeline_field(spec):
-            from trainer.merge_stored import stored_merge
+    from trainer.adapter_merge import LogitCheck, adapted_model, check_saved, merged_dtype, merged_weights, weightless
+    from trainer.tokenizer_output import add_end_token, save_tokenizer
 
-            model, weights = stored_merge(spec, run_dir / "adapter")
-            save_in_parts(model, _finite(spec, weights), aside)
-        else:
-            model = _merged_in_memory(spec, run_dir)
-            for _ in _finite(spec, model.named_parameters()):
-                pass
-            model.save_pretrained(aside)
-        AutoTokenizer.from_pretrained(run_dir / "adapter").save_pretrained(aside)
+    dtype, pipeline = merged_dtype(spec), bool(plan_of(spec).pipeline_field(spec))
+    if pipeline:
+        _require_files(spec)
+    # What no host holds in memory stays on the disk; float32 logits of a 16-bit base would be those of rounding.
+    mapped = pipeline or dtype != torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "adapter")
+    with atomic_folder(run_dir / "merged", "merge") as aside:
+        adapted = adapted_model(spec, run_dir / "adapter", "auto" if mapped else dtype)
+        check = LogitCheck(adapted, dtype)
+        weights = merged_weights(adapted, dtype)
+        first = next(weights)  # the configuration says whether weights are tied once the first one is there
+        model = weightless(adapted, dtype)
+        add_end_token(model.generation_config, tokenizer)
+        save_in_parts(model, _finite(spec, itertools.chain([first], weights)), aside)
+        del adapted, weights, first
+        check_saved(check, aside)
+        save_tokenizer(tokenizer, aside)
     return run_dir / "merged"
 
 
-def _merged_in_memory(spec: RunSpec, run_dir: Path) -> Any:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def _require_files(spec: RunSpec) -> None:
+    from trainer.distributed.pipeline_weights import WeightFiles
 
-    dtype = torch.float32 if spec.precision == "32-true" else torch.bfloat16
-    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
-    return PeftModel.from_pretrained(base, str(run_dir / "adapter")).merge_and_unload()
+    if not WeightFiles(spec.model).complete:
+        raise UserError(
+            f"merge: this host lacks weight files of {spec.model}: copy them to the first host and start the run again, or set merge=false"
+        )
 
 
 def _finite(spec: RunSpec, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
@@ -233,7 +248,7 @@ def read_origin(run_dir: Path) -> dict[str, str]:
     It is empty for a run that train.yml did not start.
     """
     file = run_dir / "origin.json"
-    origin: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    origin: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return origin
 
 

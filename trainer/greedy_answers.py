@@ -40,8 +40,9 @@ def greedy_answers(spec: "RunSpec", run_dir: Path, weights: str, count: int = CO
         count: maximum number of prompts, if they are missing.
 
     Returns:
-        `weights`; `created`, the date; `max_tokens`; `bos`, text of the token before a raw prompt; `prompts`, each with
-        `messages` or `prompt`; `answers`, one text for each.
+        `weights`; `created`, the date; `max_tokens`; `bos`, text of the token before a raw prompt; `stop`, text of the token that
+        ends an answer where it is not the tokenizer's own end, or empty; `prompts`, each with `messages` or `prompt`; `answers`,
+        one text for each.
 
     Raises:
         UserError: the dataset cannot be read.
@@ -55,8 +56,9 @@ def greedy_answers(spec: "RunSpec", run_dir: Path, weights: str, count: int = CO
 def known_answers(run_dir: Path, weights: str) -> dict[str, Any] | None:
     """Return the answers that a run keeps; None if it has none of these weights."""
     try:
-        known = json.loads(_file(run_dir).read_text())
-        return dict(known) if known["weights"] == weights else None
+        known = json.loads(_file(run_dir).read_text(encoding="utf-8"))
+        # The answers of earlier versions did not stop at the end of a turn.
+        return dict(known) if known["weights"] == weights and "stop" in known else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -105,11 +107,14 @@ def _write(
     tokenizer: Any,
     deadline: float = float("inf"),
 ) -> dict[str, Any]:
+    from trainer.tokenizer_output import other_end
+
     record = {
         "weights": weights,
         "created": datetime.datetime.now().replace(microsecond=0).isoformat(),
         "max_tokens": MAX_TOKENS,
         "bos": tokenizer.bos_token or "" if prompts else "",
+        "stop": other_end(tokenizer) if prompts else "",
         "prompts": prompts,
         "answers": answer(model, tokenizer, prompts, deadline) if prompts else [],
     }
@@ -151,18 +156,21 @@ def _prompt(sample: "Sample") -> dict[str, Any]:
 
 
 def _load(spec: "RunSpec", run_dir: Path) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a finished run, on the CPU."""
+    """Return the model and the tokenizer of a finished run, on the CPU.
+
+    An adapter is not merged: the answers of a merged model are compared with these.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from trainer.adapter_merge import adapted_model
+    from trainer.base_weights import load_causal_model
 
     folder = run_dir / ("adapter" if spec.lora_r else "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(spec.model if spec.lora_r else folder, dtype=torch.float32)
     if spec.lora_r:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    return model, tokenizer
+        return adapted_model(spec, folder).get_base_model(), tokenizer
+    return load_causal_model(str(folder), dtype=torch.float32), tokenizer
 
 
 def answer(
@@ -178,12 +186,14 @@ def answer(
     import torch
     from transformers import GenerationConfig
 
+    from trainer.tokenizer_output import end_ids
+
     model.eval()
-    ends = model.generation_config.eos_token_id
+    ends = end_ids(tokenizer, model.generation_config)
     model.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=MAX_TOKENS,
-        eos_token_id=tokenizer.eos_token_id if ends is None else ends,
+        eos_token_id=ends or None,
         pad_token_id=tokenizer.pad_token_id or 0,
     )
     rows = [_encode(tokenizer, prompt) for prompt in prompts]
@@ -196,7 +206,8 @@ def answer(
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in some])
         with torch.inference_mode():
             out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))
-        return [str(text) for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
+        answered = (list(itertools.takewhile(lambda token: token not in ends, row)) for row in out[:, width:].tolist())
+        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in answered]
 
     together = texts(rows)
     shortest = min(range(len(rows)), key=lambda row: len(rows[row]))

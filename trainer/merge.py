@@ -5,6 +5,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trainer.adapter_merge import LogitCheck, adapted_model, check_saved, merge_into_base, untie_different
+from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec, read_spec
 from trainer.data.encode import Corpus, encoded_dataset, split
 from trainer.data.order import held_out
@@ -22,7 +25,8 @@ from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line
 from trainer.files import atomic_folder, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
-from trainer.model import TokenLoss, load_tokenizer
+from trainer.model import TokenLoss, load_tokenizer, read_causal_model
+from trainer.tokenizer_output import add_end_token, end_ids, save_tokenizer
 
 MERGED = "merged"  # name of the merged adapter in memory
 
@@ -149,12 +153,18 @@ def merge(request: MergeRequest) -> dict[str, Any]:
     if not all_finite(model.parameters()):
         raise UserError("merge: the merged weights are not finite: use other weights, or leave a run out")
     rank = int(model.peft_config[MERGED].r)
+    check = LogitCheck(model, torch.float32)  # MERGED is the active adapter
     with atomic_folder(request.target / "adapter", "merge") as aside:
         model.save_pretrained(aside, selected_adapters=[MERGED], save_embedding_layers=False)
         for file in list((aside / MERGED).iterdir()):  # peft writes a named adapter into a folder of its own
             file.rename(aside / file.name)
         (aside / MERGED).rmdir()
-        load_tokenizer(str(first.weights)).save_pretrained(aside)
+        save_tokenizer(load_tokenizer(str(first.weights)), aside)
+        if (ends := first.weights / "generation_config.json").is_file():
+            shutil.copy(ends, aside)
+        model.load_adapter(str(aside), "saved")
+        model.set_adapter("saved")
+        check(model)
     spec = first.spec.model_copy(
         update={"run": request.target.name, "lora_r": rank, "lora_alpha": float(rank)} if rank else {}
     )
@@ -175,13 +185,17 @@ def _soup(request: MergeRequest) -> dict[str, Any]:
                 continue
             share = value.detach().float().cpu() * weight
             total[name] = total[name] + share if name in total else share
+    untie_different(model, total)
     model.load_state_dict(total, strict=False)
     if not all_finite(model.parameters()):
         raise UserError("merge: the merged weights are not finite: use other weights, or leave a run out")
     losses.append(evaluate(_loss_of(model, request), corpus, first.spec))
     with atomic_folder(request.target / "model", "merge") as aside:
+        tokenizer = load_tokenizer(str(first.weights))
+        add_end_token(model.generation_config, tokenizer)
         model.save_pretrained(aside)
-        load_tokenizer(str(first.weights)).save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
+        check_saved(LogitCheck(model, torch.float32), aside)
     spec = first.spec.model_copy(update={"run": request.target.name, "lora_r": 0})
     return _finish(request, spec, "model", losses, base_loss)
 
@@ -211,9 +225,7 @@ def _finish(
 
 
 def _base(part: Part) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(part.spec.model, dtype=torch.float32)
+    return read_causal_model(part.spec, "model", part.spec.model, dtype=torch.float32)
 
 
 def _adapted(request: MergeRequest) -> Any:
@@ -223,17 +235,14 @@ def _adapted(request: MergeRequest) -> Any:
     model = PeftModel.from_pretrained(_base(request.parts[0]), str(request.parts[0].weights), adapter_name="part0")
     for number, part in enumerate(request.parts[1:], 1):
         model.load_adapter(str(part.weights), adapter_name=f"part{number}")
-    return model
+    return model.eval()
 
 
 def _full_model(part: Part) -> Any:
     """Return the model of a part, with its adapter merged into the weights."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     if not part.spec.lora_r:
-        return AutoModelForCausalLM.from_pretrained(str(part.weights), dtype=torch.float32)
-    return PeftModel.from_pretrained(_base(part), str(part.weights)).merge_and_unload()
+        return load_causal_model(str(part.weights), dtype=torch.float32)
+    return merge_into_base(adapted_model(part.spec, part.weights))
 
 
 # Evaluation -------------------------------------------------------------------------------------------------------------
@@ -328,7 +337,7 @@ def _greedy(model: Any, prompt: list[int], limit: int, tokenizer: Any) -> list[i
         max_new_tokens=limit,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=end_ids(tokenizer, model.generation_config) or None,
     )
     return [int(token) for token in out[0, len(prompt) :]]
 

@@ -2,21 +2,26 @@
 
 import importlib.util
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 
 from trainer import unsloth_backend
+from trainer.base_weights import embedding_rows, load_causal_model
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.token_ids import set_padding
 from trainer.distillation.loss import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, user_path
+from trainer.planner.model_shape import target_error, unknown_targets
 from trainer.quantized import nf4_config, prepare_quantized
 from trainer.strategy import plan_of
 
@@ -42,8 +47,7 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
     except Exception as error:
         offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    set_padding(tokenizer, embedding_rows(name))
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
@@ -111,13 +115,9 @@ def read_causal_model(spec: RunSpec, setting: str, name: str, **options: Any) ->
         options: options of `from_pretrained`.
 
     Raises:
-        UserError: it cannot be loaded, or has too few positions.
+        UserError: it cannot be loaded, its files do not match its config.json, or it has too few positions.
     """
-    shown = getattr(spec, setting)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
-    except Exception as error:
-        raise UserError(f"{setting}: cannot load {shown}: {first_line(error)}") from None
+    model = load_causal_model(name, setting, getattr(spec, setting), **options)
     check_positions(spec, setting, model.config)
     return model
 
@@ -181,21 +181,56 @@ def lora_config(spec: RunSpec) -> LoraConfig:
     )
 
 
-def add_lora(spec: RunSpec, model: Any) -> nn.Module:
-    """Return the model with the adapters of the spec. Raises UserError if a target is not a layer of the model."""
+def add_lora(spec: RunSpec, model: Any, *, partial: bool = False) -> nn.Module:
+    """Return the model with the adapters of the spec.
+
+    Args:
+        partial: the model lacks layers of the spec's model, so that a target may match none of its layers.
+
+    Raises:
+        UserError: a target is not a layer of the model, or of a kind that cannot have an adapter.
+    """
     config = lora_config(spec)
     unused = _MAMBA_UNUSED if getattr(model.config, "model_type", "") in _MAMBA else set()
     if config.target_modules == "all-linear" and unused:
         config.exclude_modules = unused
+    layers = sorted(target_names(model) - unused)
     try:
-        adapted: nn.Module = get_peft_model(model, config)
+        adapted: Any = get_peft_model(model, config)
     except ValueError as error:
-        names = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-        layers = sorted(names - unused)
-        raise UserError(
-            f"lora_targets: {first_line(error)}: set all-linear, or linear layers of this model: {', '.join(layers)}"
-        ) from None
+        raise target_error(first_line(error), layers) from None
+    if not partial:
+        require_targets(spec, adapted.base_model.targeted_module_names, config.target_modules, layers)
     return adapted
+
+
+def target_names(model: Any) -> set[str]:
+    """Return the names of the layers that can have an adapter, without their places."""
+    kinds = (nn.Linear, nn.Embedding, Conv1D)
+    return {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, kinds)}
+
+
+def require_targets(spec: RunSpec, adapted: Iterable[str], targets: Any, layers: Sequence[str]) -> None:
+    """Check that every one of `lora_targets` gave an adapter to some layer: peft only requires that one of them does.
+
+    Args:
+        adapted: names of the layers with an adapter.
+        targets: those of the spec as peft reads them, which replaces names of experts that transformers has fused.
+        layers: what a target can be, for the message.
+
+    Raises:
+        UserError: a target gave none.
+    """
+    if spec.lora_targets == ("all-linear",):
+        return
+    ends = {name[place:] for name in adapted for place in _starts(name)}
+    if lost := [target for target in spec.lora_targets if target in targets and target not in ends]:
+        raise unknown_targets(spec, lost, layers)
+
+
+def _starts(name: str) -> list[int]:
+    """Return where the parts of a module's name start: those of ``a.b.c`` end in ``a.b.c``, ``b.c`` and ``c``."""
+    return [0, *(place + 1 for place, char in enumerate(name) if char == ".")]
 
 
 class TokenLoss(nn.Module):

@@ -73,7 +73,7 @@ def proof_key(spec: RunSpec, model: nn.Module, device: torch.device) -> str:
 def _read(file: Path) -> bool | None:
     """Return the proof in a file, or None if there is none."""
     try:
-        found = json.loads(file.read_text())["isolated"]
+        found = json.loads(file.read_text(encoding="utf-8"))["isolated"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, bool) else None

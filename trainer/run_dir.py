@@ -37,7 +37,7 @@ class StopRequest:
 def finished_result(run_dir: Path) -> dict[str, Any] | None:
     """Return the result of a run that has finished in this folder, or None."""
     try:
-        result = json.loads((run_dir / "result.json").read_text(), parse_constant=_reject_constant)
+        result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"), parse_constant=_reject_constant)
     except (OSError, ValueError):
         return None
     return result if result.get("status") == "finished" else None

@@ -77,7 +77,8 @@ class RunState:
     """The progress of a run: steps, totals and starts.
 
     `step` counts the steps that this rank has finished; `synced_step` is the newest step after which all ranks had the same
-    model. `data` is the digest of the encoded dataset; `packing` says whether rows are packed.
+    model. `data` is the digest of the encoded dataset; `packing` says whether rows are packed; `template_date` is the date that the chat
+    template prints, empty if it prints none.
     """
 
     steps: int
@@ -85,6 +86,7 @@ class RunState:
     data: str
     packing: bool = True
     backend: str = "peft"
+    template_date: str = ""
     step: int = 0
     synced_step: int = 0
     totals: dict[str, Any] = field(default_factory=_no_totals)
@@ -97,7 +99,7 @@ class RunState:
         Raises:
             UserError: the run started with other data, or with another packing or backend.
         """
-        stored = json.loads((checkpoint / "state.json").read_text())
+        stored = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         if stored.get("data") != self.data:
             raise UserError(
                 f"dataset: {spec.dataset_name} or its encoding has changed since run {spec.run} started: "
@@ -127,6 +129,7 @@ class RunState:
             "data": self.data,
             "packing": self.packing,
             "backend": self.backend,
+            **({"template_date": self.template_date} if self.template_date else {}),
         }
 
     def begin(self, start: dict[str, str]) -> None:

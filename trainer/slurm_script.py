@@ -14,17 +14,31 @@ MEMORY = re.compile(r"\d{1,9}[KMGT]?")
 # Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
 TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}")
 # Every host uses the NIC on its route to the head; the head uses that of its own address. Variables that are set win.
+# The head may resolve its own name to 127.0.1.1: then the NIC on its route to another node, or on its default route.
 INTERFACE = r"""
-address=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }')
-nic=$(ip -o -4 address show to "$address" | awk 'NR == 1 { print $2 }')
-[ -n "$nic" ] || nic=$(ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
+not_loopback() { awk '$1 !~ /^127[.]/ && !found++ { print $1 }'; }
+device() { sed -n '1s/.* dev \([^ ]*\).*/\1/p'; }
+address=$(getent ahostsv4 "$HEAD" | not_loopback) nic=
+case $HEAD in 127.*|localhost) nic=lo ;; esac
+[ -n "$address$nic" ] || address=$(getent ahostsv4 "${PEER:-$HEAD}" | not_loopback)
+if [ -n "$address" ]; then
+    nic=$(ip -o -4 address show to "$address" | awk 'NR == 1 { print $2 }')
+    [ -n "$nic" ] || nic=$(ip -o route get "$address" | device)
+elif [ -z "$nic" ]; then
+    nic=$(ip -o -4 route show default | device)
+fi
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$nic}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$nic}"
 """.strip()
-# Slurm's own address of the first node: a host often resolves its own name to 127.0.1.1. No `head`, which ends scontrol by SIGPIPE.
+# Slurm's own address of the first node, and of the second as PEER: a host often resolves its own name to 127.0.1.1. No `head`, which
+# ends scontrol by SIGPIPE.
 HEAD = r"""
+address_of() { scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-address=$(scontrol show node "$HEAD" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+PEER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 2p)
+address=$(address_of "$HEAD")
 export HEAD="${address:-$HEAD}"
+[ -z "$PEER" ] || address=$(address_of "$PEER")
+export PEER="${PEER:+${address:-$PEER}}"
 """.strip()
 
 

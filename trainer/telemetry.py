@@ -73,7 +73,7 @@ class Heartbeat:
             self._has_reserve = True
         aside = self._path.with_suffix(".tmp")
         try:
-            aside.write_text(to_json(self._state))
+            aside.write_text(to_json(self._state), encoding="utf-8")
             aside.replace(self._path)
         except OSError:
             aside.unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def gpu_usage(device: "torch.device") -> dict[str, float]:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except ValueError:
@@ -132,10 +132,10 @@ def replicate_metrics(run_dir: Path, world: "World", step: int) -> None:
     if all(all_complete) or not any(all_complete):
         return
     owner = all_complete.index(True)
-    text = world.gather(path.read_text() if world.rank == owner else "")[owner]
+    text = world.gather(path.read_text(encoding="utf-8") if world.rank == owner else "")[owner]
     if world.is_host_leader and not complete:
         try:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise _not_writable(run_dir, error) from None
 
@@ -156,14 +156,14 @@ class Recorder:
         self._logged = 0.0
         try:
             (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-            self._samples = (run_dir / "samples" / f"rank{world.global_rank}.jsonl").open("a")
+            self._samples = (run_dir / "samples" / f"rank{world.global_rank}.jsonl").open("a", encoding="utf-8")
             self._metrics: TextIO | None = None
             self._evals: TextIO | None = None
             self._tensorboard: Any = None
             self._wandb: Any = None
             if world.is_host_leader:
-                self._metrics = (run_dir / "metrics.jsonl").open("a")
-                self._evals = (run_dir / "evals.jsonl").open("a")
+                self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+                self._evals = (run_dir / "evals.jsonl").open("a", encoding="utf-8")
             if (
                 history.head_moved
             ):  # the event files of the previous head are on another host; those here may be incomplete

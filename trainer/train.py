@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from trainer import unsloth_backend
+from trainer.adapter_folder import refuse_adapter
+from trainer.base_weights import embedding_rows
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
 from trainer.data.encode import Corpus, encoded_dataset, split
@@ -22,6 +24,7 @@ from trainer.data.order import Order, held_out
 from trainer.data.packing import collate
 from trainer.data.shares import micro_batches
 from trainer.data.tiny import with_tiny_model
+from trainer.data.token_ids import check_token_ids, usable_tokens
 from trainer.distillation.loss import TopProbabilities
 from trainer.distillation.on_policy import Writer, is_on_policy
 from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
@@ -38,13 +41,15 @@ from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy, plan_of
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
+from trainer.template_date import prints_date, run_date
 
 
 @dataclass(frozen=True)
 class Job:
     """What a run trains and on which data, loaded on this rank.
 
-    `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one.
+    `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one; `template_date`: the
+    date that the chat template prints, empty if it prints none.
     """
 
     spec: RunSpec
@@ -55,6 +60,7 @@ class Job:
     eval_set: Corpus
     data: str
     teacher: TeacherModel | RemoteTeacher | None = None
+    template_date: str = ""
 
     @cached_property
     def order(self) -> Order:
@@ -87,8 +93,11 @@ class Job:
         return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
 
 
-def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> Job:
+def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, checkpoints: Path) -> Job:
     """Load tokenizer, data and model. Every rank calls it.
+
+    Args:
+        checkpoints: those of the run, whose date its chat template prints again.
 
     Raises:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
@@ -100,13 +109,20 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat) -> 
     spec = world.once_per_host(lambda: with_tiny_model(requested, store))
     if spec.torch_compile:
         require_compiler(world.device)
+    refuse_adapter(spec.model)
     tokenizer = load_tokenizer(spec.model)
-    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store))
+    date = run_date(spec, tokenizer, checkpoints, world)
+    rows = embedding_rows(spec.model)
+    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date))
+    if spec.fake_data:
+        corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     data = common_digest(corpus, world)
+    check_token_ids(spec.model, tokenizer, corpus, rows)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
     module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
-    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher)
+    shown_date = date.isoformat() if prints_date(tokenizer) else ""
+    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher, shown_date)
 
 
 def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job:
@@ -117,7 +133,8 @@ def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job
     """
     name = "this model"
     with strategy.autocast():
-        packing = resolve_packing(job.spec, job.module.model, len(job.tokenizer), world, store)
+        vocabulary = usable_tokens(job.tokenizer, embedding_rows(job.spec.model))
+        packing = resolve_packing(job.spec, job.module.model, vocabulary, world, store)
         if packing and job.teacher:
             name, packing = "the teacher", isolates_samples(job.spec, job.teacher, world, store)
     if job.spec.packing and not packing and world.rank == 0:
@@ -380,15 +397,15 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     """
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
-    job = load_job(spec, data_dir / "store", world, heartbeat)
+    checkpoints = run_dir / "checkpoints"
+    job = load_job(spec, data_dir / "store", world, heartbeat, checkpoints)
     strategy = make_strategy(job.spec, world, job.module)
     job = with_packing(job, strategy, world, data_dir / "store")
     spec, steps = job.spec, job.steps
     strategy.count_tokens = job.count_tokens
     all_ranks, world = world, strategy.world
     batches = Batches(job, world, strategy, heartbeat)
-    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend)
-    checkpoints = run_dir / "checkpoints"
+    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend, job.template_date)
 
     def waiting() -> bool:
         status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")

@@ -85,18 +85,27 @@ def load(spec: RunSpec, dtype: Any) -> Any:
     """Return the model with LoRA, as unsloth loads it on the current CUDA device in `dtype`. Raises UserError."""
     from unsloth import FastLanguageModel
 
+    from trainer.base_weights import load_causal_model
+    from trainer.model import require_targets, target_names
+
+    # unsloth does not say which weights it drew at random. The files are mapped into memory, and hardly read.
+    load_causal_model(spec.model, dtype="auto")
+    targets = list(_TARGETS if spec.lora_targets == ("all-linear",) else spec.lora_targets)
     try:
         model, _ = FastLanguageModel.from_pretrained(
             spec.model, max_seq_length=spec.seq_length, load_in_4bit=spec.quantize == "nf4", dtype=dtype
         )
-        return FastLanguageModel.get_peft_model(
+        layers = sorted(target_names(model))
+        adapted = FastLanguageModel.get_peft_model(
             model,
             r=spec.lora_r,
             lora_alpha=spec.lora_alpha,
             lora_dropout=spec.lora_dropout,
-            target_modules=list(_TARGETS if spec.lora_targets == ("all-linear",) else spec.lora_targets),
+            target_modules=targets,
             use_gradient_checkpointing="unsloth" if spec.gradient_checkpointing else False,
             random_state=spec.seed,
         )
     except Exception as error:  # of many kinds, for a model that it does not support
         raise UserError(f"backend: unsloth cannot load {spec.model} ({first_line(error)}): set backend=peft") from None
+    require_targets(spec, adapted.base_model.targeted_module_names, targets, layers)
+    return adapted

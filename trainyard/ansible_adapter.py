@@ -127,7 +127,7 @@ def kill_clients(thread: int | None) -> None:
         thread: the kernel's number of the thread.
     """
     try:
-        children = [int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text().split()]
+        children = [int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text(encoding="utf-8").split()]
     except OSError:  # the thread has ended
         return
     for pid in [below for child in children for below in (*descendants(child), child)]:

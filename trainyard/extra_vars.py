@@ -27,9 +27,9 @@ def known_variables(top: Path) -> set[str]:
     """
     names = set(options.names())
     for path in sorted((top / "group_vars" / "all").glob("*.yml")):
-        names |= set(yaml.safe_load(path.read_text()) or {})
+        names |= set(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     for path in sorted((top / "roles").glob("*/meta/argument_specs.yml")):
-        specs = yaml.safe_load(path.read_text()) or {}
+        specs = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         for entry in (specs.get("argument_specs") or {}).values():
             names |= set(entry.get("options") or {})
     return names

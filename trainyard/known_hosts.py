@@ -39,7 +39,7 @@ class KnownHosts(NamedTuple):
             incomplete = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
             text = "".join(f"{name} {key}\n" for key in new)
             # One write, because the keys of other hosts are added at the same time.
-            with file.open("a") as out:
+            with file.open("a", encoding="utf-8") as out:
                 out.write(("\n" if incomplete else "") + text)
         return bool(new)
 

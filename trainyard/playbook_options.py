@@ -8,9 +8,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import check_input, expected_value
+from trainer.config.fields import check_input, expected_value, mismatch
 from trainer.errors import UserError
-from trainer.formats import quoted
 
 
 class PlaybookOptions(BaseModel):
@@ -38,10 +37,7 @@ class PlaybookOptions(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             names = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
-            lines = [
-                f"{name}: expected {expected_value(cls.model_fields[name])}, got {quoted(given.get(name))}"
-                for name in names
-            ]
+            lines = [f"{name}: {mismatch(cls.model_fields[name], given.get(name))}" for name in names]
             raise UserError(f"{playbook}: {'; '.join(lines)}") from None
 
 

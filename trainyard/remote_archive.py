@@ -97,7 +97,7 @@ def _imported_by(name: str, sources: dict[str, bytes]) -> set[str]:
 
 def remote_command(verb: str, python: str) -> str:
     """Return the shell command that runs a verb of the archive with the host's interpreter `python`."""
-    isolated = "-I" if verb in PACKAGE_VERBS else "-I -S"
+    isolated = "-I -X utf8" if verb in PACKAGE_VERBS else "-I -S -X utf8"
     return f"exec {shlex.quote(python)} {isolated} -c {shlex.quote(BOOTSTRAP)} {shlex.quote(verb)}"
 
 

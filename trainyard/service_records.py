@@ -92,7 +92,7 @@ class ServiceRecords:
     def _send_file(self, connection: HostConnection, path: Path) -> bool:
         """Send a record of progress; return whether its action runs."""
         try:
-            content = path.read_text()
+            content = path.read_text(encoding="utf-8")
             self._send(connection, f"{path.parent.name}/{path.name}", content)
             return bool(json.loads(content)["state"] == "running")
         except (RemoteError, OSError, ValueError, LookupError, TypeError) as error:

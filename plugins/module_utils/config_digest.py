@@ -24,7 +24,7 @@ def digest(files: Iterable[str | Path]) -> str:
 def read_digest(name: str) -> str:
     """Return the digest of the files that the service `name` read last; empty if it read none. Raises OSError."""
     stored = DIGESTS / name
-    return stored.read_text() if stored.exists() else ""
+    return stored.read_text(encoding="utf-8") if stored.exists() else ""
 
 
 def record_digest(name: str, value: str) -> None:
@@ -32,6 +32,6 @@ def record_digest(name: str, value: str) -> None:
     stored = DIGESTS / name
     if value:
         stored.parent.mkdir(parents=True, exist_ok=True)
-        stored.write_text(value)
+        stored.write_text(value, encoding="utf-8")
     else:
         stored.unlink(missing_ok=True)

@@ -79,7 +79,9 @@ def find_cards(sysfs: Path) -> list[dict[str, Any]]:
     cards = []
     for folder in sorted((sysfs / "bus/pci/devices").glob("*")):
         try:
-            vendor, kind, device = ((folder / name).read_text().strip() for name in ("vendor", "class", "device"))
+            vendor, kind, device = (
+                (folder / name).read_text(encoding="utf-8").strip() for name in ("vendor", "class", "device")
+            )
         except OSError:
             continue
         if vendor.lower() != VENDOR or not kind.lower().startswith(DISPLAY):

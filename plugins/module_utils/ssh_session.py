@@ -24,7 +24,7 @@ def ssh_session() -> SshSession | None:
     while process > 1:
         try:
             environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            status = Path(f"/proc/{process}/stat").read_text()
+            status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
         except OSError:
             return None
         for entry in environment:

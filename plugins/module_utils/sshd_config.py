@@ -101,12 +101,14 @@ def with_drop_in(main: Path, drop_in: Path, candidate: Path | None) -> tuple[str
             if drop_in.match(str(absolute)):
                 found.add(drop_in)
             files += sorted(found)
-        texts.extend(path.read_text(errors="replace") for path in files if path != drop_in and path.is_file())
+        texts.extend(
+            path.read_text(errors="replace", encoding="utf-8") for path in files if path != drop_in and path.is_file()
+        )
         named = [candidate if path == drop_in else path for path in files]
         quoted = " ".join(f'"{path}"' for path in named if path)
         return f"Include {quoted}" if quoted else ""
 
-    lines = [replace(line) for line in main.read_text(errors="replace").splitlines()]
+    lines = [replace(line) for line in main.read_text(errors="replace", encoding="utf-8").splitlines()]
     return "\n".join([*lines, ""]), "\n".join(texts)
 
 

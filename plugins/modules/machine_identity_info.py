@@ -46,7 +46,7 @@ from ansible.module_utils.basic import AnsibleModule
 def read(path: Path | str) -> str:
     """Return the content of a file without surrounding whitespace, or an empty string."""
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return ""
 

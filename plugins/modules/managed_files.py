@@ -100,7 +100,7 @@ def file_diff(path: Path, before: str, after: str) -> Diff:
 
 def validate(module: AnsibleModule, entry: dict[str, Any]) -> None:
     """End the module with an error if the validation command of a file rejects its content."""
-    with tempfile.NamedTemporaryFile("w", suffix=".trainyard") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".trainyard", encoding="utf-8") as file:
         file.write(entry["content"])
         file.flush()
         code, out, err = module.run_command([word.replace("%s", file.name) for word in entry["validate"]])
@@ -115,13 +115,17 @@ def is_current(path: Path, content: str, mode: int) -> bool:
     if path.is_symlink() or not path.is_file():
         return False
     status = path.stat()
-    return path.read_text() == content and status.st_mode & 0o7777 == mode and status.st_uid == os.geteuid()
+    return (
+        path.read_text(encoding="utf-8") == content
+        and status.st_mode & 0o7777 == mode
+        and status.st_uid == os.geteuid()
+    )
 
 
 def difference(path: Path, content: str, mode: int) -> Diff:
     """Return the change of a file for C(--diff), without the content of files that not every user may read."""
     private = not mode & 0o044 or (os.path.lexists(path) and not path.lstat().st_mode & 0o044)
-    before = path.read_text() if path.is_file() and not private else ""
+    before = path.read_text(encoding="utf-8") if path.is_file() and not private else ""
     return file_diff(path, before, "" if private else content)
 
 

@@ -139,7 +139,7 @@ class AddressChange:
 
     def saved(self) -> dict[str, Any] | None:
         """Return the backup of the former configuration, or None before the first change."""
-        return json.loads(self.backup.read_text()) if self.backup.exists() else None
+        return json.loads(self.backup.read_text(encoding="utf-8")) if self.backup.exists() else None
 
     # The NIC
 
@@ -155,7 +155,7 @@ class AddressChange:
             mac=link.get("address", ""),
             gateway=gateways[0] if gateways else "",
             dns=tuple(name_servers()),
-            permanent=kind.exists() and kind.read_text().strip() == "0",
+            permanent=kind.exists() and kind.read_text(encoding="utf-8").strip() == "0",
         )
 
     def find_link(self) -> dict[str, Any]:
@@ -181,14 +181,14 @@ class AddressChange:
 
     def netplan_files(self) -> dict[str, str]:
         """Return name and text of every file in /etc/netplan."""
-        return {path.name: path.read_text() for path in sorted(ETC.glob("*.yaml"))}
+        return {path.name: path.read_text(encoding="utf-8") for path in sorted(ETC.glob("*.yaml"))}
 
     def new_files(self, nic: Nic) -> dict[str, str | None]:
         """Return the files to change for the new address; empty if the configuration is up to date."""
         params = self.params
         for folder in (TRIAL, Path("/lib/netplan"), Path("/usr/lib/netplan")):
             for path in folder.glob("*.yaml"):
-                if f"{nic.name}:" in path.read_text() and not PENDING.exists():
+                if f"{nic.name}:" in path.read_text(encoding="utf-8") and not PENDING.exists():
                     self.fail(f"{nic.name} is also defined in {path}: remove that definition")
         settings = AddressSettings(
             address=params["address"],
@@ -201,7 +201,7 @@ class AddressChange:
             files = {str(ETC / name): text for name, text in edit(self.netplan_files(), nic, settings).items()}
         except ValueError as error:
             self.fail(str(error))
-        if CLOUD.parent.is_dir() and (not CLOUD.exists() or CLOUD.read_text() != CLOUD_TEXT):
+        if CLOUD.parent.is_dir() and (not CLOUD.exists() or CLOUD.read_text(encoding="utf-8") != CLOUD_TEXT):
             files[str(CLOUD)] = CLOUD_TEXT
         return files
 
@@ -211,7 +211,7 @@ class AddressChange:
         files: dict[str, str | None] = {}
         for name, text in saved["files"].items():
             path = Path(name)
-            current = path.read_text() if path.exists() else None
+            current = path.read_text(encoding="utf-8") if path.exists() else None
             if current == text:
                 continue
             if digest(current) != saved["wrote"].get(name):
@@ -288,7 +288,7 @@ class AddressChange:
     def discard_attempt(self, mtu: int) -> int:
         """Stop the timers and remove the files of an earlier attempt; return the MTU that a rollback restores."""
         if (PENDING / "pending.json").exists():
-            earlier = json.loads((PENDING / "pending.json").read_text())
+            earlier = json.loads((PENDING / "pending.json").read_text(encoding="utf-8"))
             mtu = earlier["mtu"] or mtu
             (PENDING / "applied").unlink(missing_ok=True)
             for name in earlier["files"]:
@@ -298,7 +298,7 @@ class AddressChange:
 
     def mtu(self, nic: str) -> int:
         """Return the current MTU of a NIC in bytes."""
-        return int(Path("/sys/class/net", nic, "mtu").read_text())
+        return int(Path("/sys/class/net", nic, "mtu").read_text(encoding="utf-8"))
 
     def validate(self, etc_files: dict[str, str | None]) -> None:
         """End the module if netplan rejects the new files."""
@@ -318,7 +318,7 @@ class AddressChange:
         file = PENDING / "pending.json"
         if not file.exists():
             return {"changed": False, "lost": True}
-        pending = json.loads(file.read_text())
+        pending = json.loads(file.read_text(encoding="utf-8"))
         if not (PENDING / "applied").exists():
             return {"changed": False, "waiting": True}
         self.run("systemctl", "stop", f"{ROLLBACK}.timer")
@@ -354,7 +354,7 @@ class AddressChange:
         }
         for name, text in pending["files"].items():
             path = Path(name)
-            saved["files"].setdefault(name, path.read_text() if path.exists() else None)
+            saved["files"].setdefault(name, path.read_text(encoding="utf-8") if path.exists() else None)
             saved["wrote"][name] = digest(text)
         write_atomic(self.backup, json.dumps(saved), 0o600)
 
@@ -369,7 +369,7 @@ def name_servers() -> list[str]:
     """Return the addresses of the name servers in use."""
     for path in (Path("/run/systemd/resolve/resolv.conf"), Path("/etc/resolv.conf")):
         if path.exists():
-            words = [line.split() for line in path.read_text().splitlines()]
+            words = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
             found = [word[1] for word in words if len(word) > 1 and word[0] == "nameserver"]
             found = [server for server in found if "%" not in server and not server.startswith("127.")]
             if found:
@@ -394,7 +394,7 @@ def digest(text: str | None) -> str:
 
 def difference(name: str, text: str | None) -> dict[str, str]:
     """Return the change of a file for C(--diff)."""
-    before = Path(name).read_text() if Path(name).exists() else ""
+    before = Path(name).read_text(encoding="utf-8") if Path(name).exists() else ""
     return {"before_header": name, "after_header": name, "before": redact(before), "after": redact(text or "")}
 
 

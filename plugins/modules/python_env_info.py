@@ -77,7 +77,7 @@ def output_words(*argv: str) -> list[str]:
 def read_marker(link: Path) -> dict[str, Any]:
     """Return trainyard.json of the environment, which is written last; empty if the environment is incomplete."""
     try:
-        found = json.loads((link / "trainyard.json").read_text())
+        found = json.loads((link / "trainyard.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -115,8 +115,8 @@ def main() -> None:
         gpus=gpus(),
         version=installed or candidate,
         missing=[name for name in packages if not known.get(name, ("", ""))[0]],
-        recorded=record.read_text().split() if record.exists() else [],
-        foreign=CONFIGURATION.exists() and MARK not in CONFIGURATION.read_text(),
+        recorded=record.read_text(encoding="utf-8").split() if record.exists() else [],
+        foreign=CONFIGURATION.exists() and MARK not in CONFIGURATION.read_text(encoding="utf-8"),
     )
 
 

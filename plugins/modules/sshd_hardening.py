@@ -95,7 +95,7 @@ class Sshd:
     def place(self, text: str, name: str = "drop-in") -> Path:
         """Write a temporary file and return its path."""
         file = self.folder / name
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         return file
 
 
@@ -121,7 +121,7 @@ def harden(module: AnsibleModule, sshd: Sshd) -> str:
 def main() -> None:
     module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
     path = Path(module.params["path"])
-    before = path.read_text() if path.is_file() else ""
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
     try:
         with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
             text = harden(module, Sshd(module, Path(folder))) if module.params["state"] == "present" else ""

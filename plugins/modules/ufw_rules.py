@@ -96,7 +96,7 @@ ROLLBACK = "trainyard-firewall-rollback"
 
 def setting(path: Path, name: str, default: str) -> str:
     """Return the last value of NAME=value in a file of shell assignments."""
-    found = re.findall(rf"^\s*{name}=[\"']?(\w*)", path.read_text(), re.M) if path.exists() else []
+    found = re.findall(rf"^\s*{name}=[\"']?(\w*)", path.read_text(encoding="utf-8"), re.M) if path.exists() else []
     return found[-1] if found else default
 
 
@@ -122,7 +122,12 @@ def current_state() -> dict[str, Any]:
 
 def current_rules() -> list[Rule]:
     """Return the rules of both address families from ufw's files."""
-    return [rule for family, path in FILES.items() if path.exists() for rule in parse_rules(path.read_text(), family)]
+    return [
+        rule
+        for family, path in FILES.items()
+        if path.exists()
+        for rule in parse_rules(path.read_text(encoding="utf-8"), family)
+    ]
 
 
 def ssh_ports(module: AnsibleModule) -> list[int]:
@@ -170,9 +175,9 @@ class Firewall:
     def set_ipv6(self, value: str) -> None:
         """Write IPV6=yes or IPV6=no to ufw's settings."""
         if not self.module.check_mode:
-            text = DEFAULTS.read_text()
+            text = DEFAULTS.read_text(encoding="utf-8")
             changed = re.sub(r"^\s*IPV6=.*$", f"IPV6={value}", text, flags=re.M)
-            DEFAULTS.write_text(changed if changed != text else f"{text}\nIPV6={value}\n")
+            DEFAULTS.write_text(changed if changed != text else f"{text}\nIPV6={value}\n", encoding="utf-8")
 
 
 def desired_rules(module: AnsibleModule) -> tuple[list[Rule], list[Rule]]:
@@ -209,7 +214,7 @@ def save_state(module: AnsibleModule, state: dict[str, Any]) -> None:
     backup = Path(module.params["backup_dir"], "before.json")
     if backup.exists() or module.check_mode:
         return
-    texts = {path.name: path.read_text() for path in FILES.values() if path.exists()}
+    texts = {path.name: path.read_text(encoding="utf-8") for path in FILES.values() if path.exists()}
     write_atomic(backup, json.dumps({"state": state, "files": texts}), 0o644)
 
 
@@ -278,7 +283,7 @@ def absent(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     mark = module.params["mark"]
     backup = Path(module.params["backup_dir"], "before.json")
     state, current = current_state(), current_rules()
-    saved = json.loads(backup.read_text()) if backup.exists() else {"state": state, "files": {}}
+    saved = json.loads(backup.read_text(encoding="utf-8")) if backup.exists() else {"state": state, "files": {}}
     before = saved["state"]
     managed = [rule for rule in current if rule.comment.startswith(mark)]
     changed = bool(managed) or state != before or backup.exists()
@@ -307,8 +312,8 @@ def restore_files(texts: dict[str, str], enabled: bool) -> None:
     """Restore the text of rule files with the same rules: ufw adds its logging rules to them once it was enabled."""
     for family, path in FILES.items():
         text = texts.get(path.name)
-        if text and not enabled and parse_rules(text, family) == parse_rules(path.read_text(), family):
-            path.write_text(text)
+        if text and not enabled and parse_rules(text, family) == parse_rules(path.read_text(encoding="utf-8"), family):
+            path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from trainer.config import make_spec
 from trainer.errors import UserError
 from trainyard.ollama.trained_run import read_tokens
 from trainyard.run.choose_strategy import spec_here
+from trainyard.run.model_files import _check_targets
 from trainyard.run.planning import host_spec
 from trainyard.run.spec_files import PreparedRun, prepare
 
@@ -106,3 +107,24 @@ def test_invalid_log_probabilities_are_refused_before_a_host_is_asked(model_fold
     for _ in range(2):
         with pytest.raises(UserError, match=r"d\.jsonl:1: token 0 of 'teacher_logprobs'"):
             prepared(tmp_path, model=model_folder, dataset=path, distill_alpha=0.5)
+
+
+@pytest.mark.parametrize("where", ["src", "config"])
+def test_lora_targets_are_checked_before_a_rank_starts(
+    where: str, model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    common = {"model": model_folder, "dataset": dataset}
+    config = (model_folder / "config.json").read_text()
+    entry = {"src": str(model_folder)} if where == "src" else {"src": "", "config": config}
+    for targets in ("all-linear", "q_proj,model.layers.0.mlp.up_proj,lm_head,embed_tokens"):
+        prepared(tmp_path, lora_targets=targets, **common)
+        _check_targets(make_spec({"lora_targets": targets}, "-e"), entry)
+    refused = make_spec({"lora_targets": "q_proj,v_porj"}, "-e")
+    with pytest.raises(
+        UserError, match=r"^lora_targets: v_porj: no layer of .*: down_proj, embed_tokens, gate_proj, k_proj"
+    ):
+        _check_targets(refused, entry)
+    with pytest.raises(UserError, match=r"^lora_targets: v_porj: no layer of "):
+        prepared(tmp_path, lora_targets="q_proj,v_porj", **common)
+    _check_targets(refused, {"src": "", "config": '{"model_type": "mamba"}'})
+    prepared(tmp_path, lora_targets="q_proj,v_porj", lora_r=0, **common)

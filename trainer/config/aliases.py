@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.conversions import CONVERSIONS, Setting, as_text
-from trainer.config.fields import is_switch, metadata, names_in
+from trainer.config.conversions import CONVERSIONS, Setting, is_off
+from trainer.config.fields import in_quotes, is_switch, metadata, names_in
 from trainer.config.run_spec import FIELDS
 from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
@@ -184,7 +184,7 @@ def _resolve(found: Resolved, name: str, value: Any, where: str, ranks: int | No
     elif plain in IGNORED:
         found.notes.append(f"{name} is ignored: {IGNORED[plain]}")
     elif plain in REFUSED:
-        if as_text(value) not in ("false", "none", "no", "off", "0", "", "{}"):
+        if not is_off(value):
             raise UserError(f"run spec: {name}{where}: {REFUSED[plain]}")
     elif plain in DEPRECATED:
         found.set(name, DEPRECATED[plain], value, where)
@@ -217,7 +217,8 @@ def _convert(name: str, value: Any, where: str) -> Setting:
     try:
         return CONVERSIONS[plain_name(name)].convert(value)
     except ValueError as error:
-        raise UserError(f"run spec: {name}: expected {error}, got {quoted(value)}{where}") from None
+        hint = in_quotes(value) if CONVERSIONS[plain_name(name)].is_text else ""
+        raise UserError(f"run spec: {name}: expected {error}, got {quoted(value)}{hint}{where}") from None
 
 
 def _note(name: str, value: Any, setting: Setting) -> list[str]:

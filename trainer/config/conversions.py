@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from trainer.config.fields import MAX_COUNT, NO_WORDS, word_for
+
 Converter = Callable[[Any], "Setting"]
 
 
@@ -33,6 +35,7 @@ class Conversion:
         meaning: the conversion in a few words, for the documentation.
         difference: what the field does differently; empty if nothing.
         switch: whether a flag of this name needs no value.
+        is_text: whether the value may be any text.
     """
 
     field: str
@@ -40,6 +43,7 @@ class Conversion:
     meaning: str
     difference: str = ""
     switch: bool = False
+    is_text: bool = False
 
 
 def as_text(value: Any) -> str:
@@ -48,6 +52,11 @@ def as_text(value: Any) -> str:
         return str(value).strip().lower()
     except (ValueError, RecursionError):  # Python refuses to print an integer of more than 4300 digits
         return ""
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value of an option that has no words of its own disables it."""
+    return as_text(value) in (*NO_WORDS, "0", "", "{}")
 
 
 _WORDS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
@@ -74,7 +83,7 @@ def _choice(name: str, choices: Mapping[str, Mapping[str, Any]], difference: str
     """Return the conversion of one of `choices`; the value `weak` is a weak setting. Other values are invalid."""
 
     def convert(value: Any) -> Setting:
-        word = as_text(value)
+        word = as_text(word_for(value, tuple(choices)))
         if word not in choices:
             raise ValueError("one of " + ", ".join(choices))
         return Setting(choices[word], weak=word == weak)
@@ -130,8 +139,16 @@ def _run_name(value: Any) -> Setting:
     return Setting({"run": name})
 
 
+def _kept(value: Any) -> Setting:
+    """Convert a number of checkpoints; 0 and -1 keep all, as in transformers and torchtitan."""
+    setting = _in_range("checkpoint_keep", "a number of checkpoints; 0 or -1: all", lambda n: n >= -1, whole=True)(
+        value
+    )
+    return Setting({"checkpoint_keep": max(setting.values["checkpoint_keep"], 0) or MAX_COUNT})
+
+
 _LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-_FILE_LOGGERS = ("none", "dummy", "disk", "stdout", "false")
+_FILE_LOGGERS = (*NO_WORDS, "dummy", "disk", "stdout")
 
 
 def _loggers(value: Any) -> Setting:
@@ -159,7 +176,7 @@ def _text_column(value: Any) -> Setting:
 
 def _deepspeed(value: Any) -> Setting:
     """Convert the options of a file of DeepSpeed, which `trainer.config.tool_files` reads."""
-    if as_text(value) in ("false", "none", "no", "off", "0", "", "{}"):
+    if is_off(value):
         return Setting()
     if not isinstance(value, Mapping) and not as_text(value).startswith("{"):
         raise ValueError("options of DeepSpeed")
@@ -179,7 +196,8 @@ def _resume(value: Any) -> Setting:
 
 def _fsdp(value: Any) -> Setting:
     """Convert the options of transformers' ``fsdp``, such as ``full_shard auto_wrap``."""
-    words = set(as_text(value if not isinstance(value, list | tuple) else " ".join(map(str, value))).split())
+    texts = as_text(value if not isinstance(value, list | tuple) else " ".join(map(str, value))).split()
+    words = {_WORDS.get(word, word) for word in texts}
     unknown = words - {*_SHARDING, "auto_wrap", "true", "false", "none"}
     chosen = [_SHARDING[word] for word in sorted(words & set(_SHARDING))]
     if unknown or len(chosen) > 1:
@@ -261,6 +279,7 @@ _LOGGER = Conversion(
     "loggers", _loggers, "dummy, disk, stdout: none", "the run folder has metrics.jsonl and logs with any logger"
 )
 _OFFLOAD = _switch("deepspeed_offload", {"deepspeed_offload": "optimizer"}, {"deepspeed_offload": "none"})
+_KEEP = Conversion("checkpoint_keep", _kept, "0 or -1: all checkpoints")
 _ALL_LINEAR = Conversion("lora_targets", _targets, "all: all-linear")
 _RESUME = Conversion("resume", _resume, "true: auto, false: never", "never refuses to start a run that has checkpoints")
 _SCHEDULE: dict[str, Mapping[str, Any]] = {
@@ -275,14 +294,18 @@ _EVAL_STRATEGY = _choice("eval_interval", {"no": {"eval_split": 0}, "steps": {},
 _LORA = _switch("lora_r", {}, {"lora_r": 0})
 
 CONVERSIONS: dict[str, Conversion] = {
-    "output_dir": Conversion("run", _run_name, "the last part of the path", "the files are in runs/RUN of every host"),
+    "output_dir": Conversion(
+        "run", _run_name, "the last part of the path", "the files are in runs/RUN of every host", is_text=True
+    ),
     "num_epochs": _EPOCHS,
     "num_train_epochs": _EPOCHS,
     "max_epochs": _EPOCHS,
-    "dataset_text_field": Conversion("columns", _text_column, "the column of the text: columns={text: NAME}"),
+    "dataset_text_field": Conversion(
+        "columns", _text_column, "the column of the text: columns={text: NAME}", is_text=True
+    ),
     "total_steps": Conversion(
         "max_steps",
-        _in_range("max_steps", "a number of steps", lambda n: n >= 0, whole=True),
+        _in_range("max_steps", "a number of steps", lambda n: n >= -1, whole=True),
         "a number of steps",
         "the schedule ends with the last step",
     ),
@@ -372,6 +395,8 @@ CONVERSIONS: dict[str, Conversion] = {
     "save_strategy": _choice(
         "checkpoint_interval", {"no": {"checkpoint_interval": 0}, "steps": {}, "epoch": {}}, _SAVED, weak="no"
     ),
+    "save_total_limit": _KEEP,
+    "keep_latest_k": _KEEP,
     "val_set_size": _FRACTION,
     "val_size": _FRACTION,
     "validation_split": _FRACTION,

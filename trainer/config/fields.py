@@ -1,11 +1,14 @@
 """Declare the fields of a settings schema, and read their metadata back. Shared by `RunSpec` and the controller's options."""
 
+import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, StringConstraints
 from pydantic.fields import FieldInfo
+
+from trainer.formats import quoted
 
 MAX_TEXT = 4096  # characters of a text, as of a path (PATH_MAX)
 MAX_LIST = 12_000  # characters of all texts of a list; with every field this long, a spec fits into a file of MAX_YAML
@@ -15,6 +18,8 @@ MAX_NUMBER = 1e38  # of a learning rate and its kin; within the range of float32
 _MAX_INTEGER = 10**1000
 # Control characters and separators, at which a file or a terminal begins a new line, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+NO_WORDS = ("no", "off", "false", "none")
+YES_WORDS = ("yes", "on", "true")
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
@@ -28,6 +33,7 @@ def declare(
     mutable: bool = False,
     unit: str = "",
     expected: str = "",
+    minus_one: int | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare one field of a schema.
@@ -42,6 +48,7 @@ def declare(
         mutable: whether a resumed run may change the value.
         unit: unit of a number, for example ``steps``.
         expected: the values that the field accepts, where its type does not say it.
+        minus_one: the value that other tools write as -1, such as 0 for a limit that 0 disables.
         constraints: passed on to pydantic (``ge=1``, ``pattern=...``).
     """
     extra: dict[str, Any] = {
@@ -51,6 +58,7 @@ def declare(
         "mutable": mutable,
         "unit": unit,
         "expected": expected,
+        "minus_one": minus_one,
     }
     if isinstance(default, float):
         constraints["allow_inf_nan"] = False
@@ -60,7 +68,7 @@ def declare(
 
 
 def metadata(field: FieldInfo) -> dict[str, Any]:
-    """Return what `declare` recorded: aliases, suggested_names, deprecated_names, mutable, unit, expected."""
+    """Return what `declare` recorded: aliases, suggested_names, deprecated_names, mutable, unit, expected, minus_one."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
 
@@ -70,14 +78,48 @@ def names_in(fields: Mapping[str, FieldInfo], kind: str) -> dict[str, str]:
     return {other: name for name, field in fields.items() for other in metadata(field)[kind]}
 
 
+def word_for(value: Any, words: Sequence[str]) -> Any:
+    """Return the one of `words` that `value` means, or `value` itself if it means none of them, or several.
+
+    YAML reads the words no, off, yes and on as booleans, so the word that was written is lost: false is any of no, off, false
+    and none, and true any of yes, on and true. The same words as text mean the same.
+    """
+    said = str(value).strip().lower() if isinstance(value, bool | str) else ""
+    if said in words:
+        return said
+    for group in (NO_WORDS, YES_WORDS):
+        known = [word for word in group if word in words]
+        if said in group and len(known) == 1:
+            return known[0]
+    return value
+
+
+def _words_of(kind: Any) -> tuple[str, ...]:
+    """Return the words that a field, or every entry of its list, may have; nothing for other types."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(word for part in get_args(kind) if part is not Ellipsis for word in _words_of(part))
+
+
+def _meant(value: Any, field: FieldInfo) -> Any:
+    """Return the value that a field has for a word of YAML, and for the -1 of other tools."""
+    limit = metadata(field).get("minus_one")
+    if limit is not None and not isinstance(value, bool) and str(value).strip() in ("-1", "-1.0"):
+        return limit
+    words = _words_of(field.annotation)
+    if isinstance(value, list | tuple):
+        return [word_for(part, words) for part in value] if words else value
+    return word_for(value, words) if words else value
+
+
 def check_input(value: Any, field: FieldInfo) -> Any:
     """Return the value of a field before pydantic validates it.
 
     Raises:
-        ValueError: a boolean for a field that is not a switch, a number that Python cannot print, or text that is too
-        long
-            or has control characters.
+        ValueError: a boolean for a field that is neither a switch nor has a word for it, a number that Python cannot print,
+            or text that is too long or has control characters.
     """
+    value = _meant(value, field)
     if isinstance(value, bool) and not is_switch(field):
         raise ValueError("only a switch accepts true or false")  # Python counts True as 1: `lr: yes` would be 1
     # The mapping of another field, such as run_env, has a check of its own.
@@ -114,9 +156,36 @@ def split_words(value: Any) -> Any:
 Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
 
 
+def _date_text(value: Any) -> Any:
+    """Return a date, which YAML reads where it is not in quotes, as text; other values unchanged. Raises ValueError."""
+    if isinstance(value, str) and value:
+        datetime.date.fromisoformat(value)
+    return value.isoformat() if type(value) is datetime.date else value
+
+
+IsoDate = Annotated[str, BeforeValidator(_date_text), StringConstraints(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
+
+
 def is_switch(field: FieldInfo) -> bool:
     """Return whether a field accepts true and false."""
     return field.annotation is bool or bool in get_args(field.annotation)
+
+
+def mismatch(field: FieldInfo, value: Any) -> str:
+    """Say which values a field accepts, and that `value` is none of them."""
+    hint = in_quotes(value) if _takes_text(field.annotation) else ""
+    return f"expected {expected_value(field)}, got {quoted(value)}{hint}"
+
+
+def in_quotes(value: Any) -> str:
+    """Return the remedy for a boolean where a text is expected; an empty string for other values."""
+    hint = " (YAML reads no, off, yes and on as false and true: write the word in quotes)"
+    return hint if isinstance(value, bool) else ""
+
+
+def _takes_text(kind: Any) -> bool:
+    """Return whether a field, or an entry of its list, may be any text."""
+    return kind is str or (get_origin(kind) not in (dict, Literal) and any(map(_takes_text, get_args(kind))))
 
 
 def expected_value(field: FieldInfo) -> str:

@@ -1,5 +1,6 @@
 """Build a run spec from a YAML file, flags or ``-e`` values, and compare two specs."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
 from trainer.config.dataset_source import DatasetSource
-from trainer.config.fields import expected_value
+from trainer.config.fields import mismatch
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
@@ -17,6 +18,7 @@ from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
 from trainer.inputs import read_regular
 from trainer.strategy.deepspeed_file import derived_fields
+from trainer.text_encoding import first_not_utf8
 
 MAX_LISTED = 5  # unknown names in an error message
 
@@ -65,7 +67,7 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
                 continue
             value, option = derived.get(name, (values.get(name), ""))
             where = f"deepspeed_config: {option}" if option else name
-            lines.append(f"{where}: expected {expected_value(FIELDS[name])}, got {quoted(value)}")
+            lines.append(f"{where}: {mismatch(FIELDS[name], value)}")
         raise UserError(f"run spec: {'; '.join(dict.fromkeys(lines))} ({source})") from None
 
 
@@ -82,12 +84,13 @@ def read_yaml(path: Path, what: str = "run spec") -> dict[str, Any]:
             mapping.
     """
     try:
-        text = read_regular(path, MAX_YAML).decode("utf-8")
+        data = read_regular(path, MAX_YAML)
     except OSError as error:
         raise UserError(f"{what}: cannot read {printable(path)}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{what}: {printable(path)} is not UTF-8 text") from None
-    return parse_mapping(text, str(path), what)
+    line, reason = first_not_utf8(io.BytesIO(data), MAX_YAML + 1)
+    if reason:
+        raise UserError(f"{what}: {printable(path)}:{line}: {reason}")
+    return parse_mapping(data.decode(), str(path), what)
 
 
 def parse_mapping(text: str, source: str, what: str = "run spec") -> dict[str, Any]:

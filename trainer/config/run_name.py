@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Fields that count only if they are set, so that a run of an earlier version keeps its default name.
 _LATER_FIELDS = (
+    "template_date",
     "script",
     "dataset_config",
     "columns",

@@ -3,6 +3,7 @@
 Importable without torch: the controller also validates specs.
 """
 
+import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,17 @@ from pydantic.fields import FieldInfo
 from trainer.config import diloco_fields
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
-from trainer.config.fields import MAX_COUNT, MAX_NUMBER, MAX_SECONDS, MAX_TEXT, Words, check_input, declare, split_words
+from trainer.config.fields import (
+    MAX_COUNT,
+    MAX_NUMBER,
+    MAX_SECONDS,
+    MAX_TEXT,
+    IsoDate,
+    Words,
+    check_input,
+    declare,
+    split_words,
+)
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.run_name import default_name, spec_digest
 from trainer.config.tool_files import DeepSpeedOptions
@@ -90,6 +101,11 @@ class RunSpec(BaseModel):
         "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
         "for templates without a system role",
     )
+    template_date: IsoDate = declare(
+        "",
+        "date that the chat template of the model prints, if it prints one; empty: the day of the run's first start, also after a resume",
+        expected="a date such as 2026-01-31",
+    )
     fake_data: bool = declare(
         False, "train on random tokens instead of the dataset, to measure speed", aliases=["dummy_data"]
     )
@@ -129,8 +145,9 @@ class RunSpec(BaseModel):
     )
     max_steps: int = declare(
         0,
-        "maximum number of optimizer steps; 0: run all epochs",
+        "maximum number of optimizer steps; 0 or -1: run all epochs",
         ge=0,
+        minus_one=0,
         le=MAX_COUNT,
         unit="steps",
         aliases=["steps", "iters", "total_steps", "max_train_steps"],
@@ -175,8 +192,9 @@ class RunSpec(BaseModel):
     )
     max_grad_norm: float = declare(
         1.0,
-        "maximum gradient norm; 0 disables clipping",
+        "maximum gradient norm; 0 or -1 disables clipping",
         ge=0,
+        minus_one=0,
         le=MAX_NUMBER,
         aliases=["clip_grad_norm", "gradient_clip_val", "gradient_clipping"],
     )
@@ -205,9 +223,10 @@ class RunSpec(BaseModel):
     )
     teacher_top_k: int = declare(
         0,
-        "number of the teacher's most probable tokens that the student learns at each place; 0: all tokens; "
+        "number of the teacher's most probable tokens that the student learns at each place; 0 or -1: all tokens; "
         f"with teacher_host: {TEACHER_TOP_K}",
         ge=0,
+        minus_one=0,
         le=MAX_TEACHER_TOP_K,
         unit="tokens",
     )
@@ -246,10 +265,16 @@ class RunSpec(BaseModel):
         "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU",
         aliases=["load_in_4bit", "use_4bit", "quantization", "bnb_4bit_quant_type"],
     )
-    lora_dropout: float = declare(0.0, "dropout before the adapters", ge=0, lt=1, suggested_names=["dropout"])
+    lora_dropout: float = declare(
+        0.0,
+        "dropout before the adapters; its masks depend on the number of ranks",
+        ge=0,
+        lt=1,
+        suggested_names=["dropout"],
+    )
     lora_targets: Words = declare(
         ("all-linear",),
-        "names of the layers that get an adapter, or all-linear",
+        "names of the layers that get an adapter, all of which must exist, or all-linear",
         aliases=["target_modules", "lora_target_modules", "lora_target", "lora_target_linear"],
         min_length=1,
         max_length=1000,
@@ -283,7 +308,7 @@ class RunSpec(BaseModel):
     balance: Literal["auto", "even"] = declare(
         "auto",
         "distribution of rows over ranks: auto: by measured speed; even: equally; the result of a ddp step does "
-        "not depend on it; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
+        "not depend on it without dropout; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
         mutable=True,
         aliases=["load_balancing"],
     )
@@ -398,8 +423,9 @@ class RunSpec(BaseModel):
     )
     checkpoint_keep: int = declare(
         2,
-        "number of checkpoints to keep",
+        "number of checkpoints to keep; -1: all",
         ge=1,
+        minus_one=MAX_COUNT,
         le=MAX_COUNT,
         mutable=True,
         aliases=["save_total_limit", "keep_latest_k", "ckpt.topk"],
@@ -462,6 +488,11 @@ class RunSpec(BaseModel):
             columns=self.columns,
             ignore_keys=self.ignore_keys,
         )
+
+    @property
+    def date(self) -> datetime.date | None:
+        """The date in `template_date`, or None."""
+        return datetime.date.fromisoformat(self.template_date) if self.template_date else None
 
     @property
     def needs_logprobs(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from trainer.config.conversions import is_off
 from trainer.errors import UserError
 from trainer.formats import printable
 from trainer.inputs import read_regular, user_path
@@ -44,7 +45,7 @@ def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(values)
     for name in _NAMES:
         value = found.get(name)
-        if not isinstance(value, str) or value.strip().startswith("{") or value.lower() in ("", "false", "none"):
+        if not isinstance(value, str) or value.strip().startswith("{") or is_off(value):
             continue
         path = user_path(value, name)
         try:

@@ -390,8 +390,11 @@ def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
     return Corpus(tokens, trained, starts, DataReport(rows, rows, int(trained.sum())))
 
 
-def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
+def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path, date: datetime.date | None = None) -> Corpus:
     """Return the encoded datasets of the spec, from the cache in `store` if an earlier start on this host wrote it.
+
+    Args:
+        date: the date of the run, for templates that print one; None for that of the spec, or today.
 
     Raises:
         UserError: a dataset is unavailable or invalid, or no sample of it is left; or the run needs log-probabilities of a
@@ -405,6 +408,7 @@ def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path) -> Corpus:
         train_on=spec.train_on,
         logprobs=spec.needs_logprobs,
         system=spec.system,
+        today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
     )
     corpus = joined([_encoded_source(source, encoder, store) for source in spec.sources])
     if corpus.targets:

@@ -18,6 +18,7 @@ from trainer.data.files import COMPRESSED, format_of
 from trainer.errors import UserError, first_line
 from trainer.formats import quoted
 from trainer.inputs import open_regular
+from trainer.text_encoding import first_not_utf8, has_characters, not_utf8
 
 MAX_LINE = 64 * 1024 * 1024  # bytes of one record
 MAX_LIST = 4 * 1024**3  # bytes of a JSON list, which is parsed as a whole
@@ -86,9 +87,9 @@ def _list_or_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
         if error.msg == "Extra data" and data.removeprefix(_BOM).lstrip()[:1] == b"{":
             yield from _lines(io.BytesIO(data), path)
             return
-        raise UserError(f"{path}:{error.lineno}: not JSON: {_reason(error)}") from None
+        raise _not_a_list(data, path, error.lineno, error) from None
     except ValueError as error:
-        raise UserError(f"{path}:1: not JSON: {_reason(error)}") from None
+        raise _not_a_list(data, path, 1, error) from None
     except RecursionError:
         raise UserError(f"{path}:1: not JSON: nested too deeply") from None
     if not isinstance(items, list):
@@ -97,6 +98,12 @@ def _list_or_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
             + _inner_list(items)
         )
     yield from enumerate(items, 1)
+
+
+def _not_a_list(data: bytes, path: Path, number: int, error: ValueError) -> UserError:
+    """Return the error of a .json file: the first line that is not UTF-8, or what the parser says of line `number`."""
+    line, reason = first_not_utf8(io.BytesIO(data), MAX_LINE)
+    return _not_json(path, line, reason) if reason else _not_json(path, number, _reason(error))
 
 
 def _inner_list(items: Any) -> str:
@@ -108,6 +115,7 @@ def _inner_list(items: Any) -> str:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
+    has_utf8 = False
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
         if len(line) > MAX_LINE:
             raise UserError(
@@ -116,12 +124,18 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line.rstrip().decode("utf-8-sig"))
+            record = json.loads(line.rstrip().decode("utf-8-sig"))
         except ValueError as error:
             hint = " (a file with one list needs the suffix .json)" if number == 1 and line.strip() == b"[" else ""
-            raise UserError(f"{path}:{number}: not JSON: {_reason(error)}{hint}") from None
+            raise _not_json(path, number, f"{not_utf8(line, has_utf8) or _reason(error)}{hint}") from None
         except RecursionError:
             raise UserError(f"{path}:{number}: not JSON: nested too deeply") from None
+        has_utf8 = has_utf8 or has_characters(line)
+        yield number, record
+
+
+def _not_json(path: Path, number: int, reason: str) -> UserError:
+    return UserError(f"{path}:{number}: not JSON: {reason}")
 
 
 def _reason(error: ValueError) -> str:

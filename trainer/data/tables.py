@@ -25,6 +25,7 @@ from trainer.data.record_keys import MEANINGFUL
 from trainer.errors import UserError, first_line
 from trainer.formats import printable, quoted
 from trainer.inputs import open_regular
+from trainer.text_encoding import first_not_utf8, not_utf8
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -96,7 +97,10 @@ def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int,
             cache_dir=work,  # for its lock files
             **options,
         )
-        yield from enumerate(_selected(rows, columns), 1)
+        try:
+            yield from enumerate(_selected(rows, columns), 1)
+        except UnicodeDecodeError:
+            raise _not_utf8(path) from None
 
 
 def _literal(path: Path) -> str:
@@ -140,11 +144,12 @@ def csv_header(path: Path) -> tuple[list[str], str]:
     """
     with open_regular(path) as raw, unpacked(raw, path) as file:
         try:
-            head = file.readline(MAX_HEADER).decode("utf-8-sig").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise UserError(f"{path}:1: not UTF-8 text: convert it with iconv") from None
+            line = file.readline(MAX_HEADER)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             raise UserError(f"{path}: damaged {path.suffix} file ({first_line(error)}): copy it again") from None
+    if reason := not_utf8(line):
+        raise UserError(f"{path}:1: {reason}")
+    head = line.decode("utf-8-sig").rstrip("\r\n")
     if not head.strip():
         raise UserError(f"dataset: {path} is empty: expected a first line with the names of the columns")
     delimiter = "\t" if format_of(path) == ".tsv" else max(_DELIMITERS, key=head.count)
@@ -173,9 +178,16 @@ def csv_records(path: Path, limit: int | None = CHECKED_ROWS) -> Iterator[tuple[
             next(rows, None)  # the header
             yield from enumerate(itertools.islice(rows, limit), 1)
         except UnicodeDecodeError:
-            raise UserError(f"dataset: cannot read {path}: not UTF-8 text") from None
+            raise _not_utf8(path) from None
         except csv.Error as error:
             raise UserError(f"dataset: cannot read {path}: {first_line(error)}") from None
+
+
+def _not_utf8(path: Path) -> UserError:
+    """Return the error of a table with a line that is not UTF-8 text."""
+    with open_regular(path) as raw, unpacked(raw, path) as file:
+        line, reason = first_not_utf8(file, MAX_LINE)
+    return UserError(f"{path}:{line}: {reason}" if reason else f"dataset: cannot read {path}: not UTF-8 text")
 
 
 def saved_records(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:

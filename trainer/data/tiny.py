@@ -121,9 +121,10 @@ def make_tiny(samples: Iterable[Sample], folder: Path, seed: int) -> None:
                 "model_max_length": CONFIG["max_position_embeddings"],
             },
             indent=1,
-        )
+        ),
+        encoding="utf-8",
     )
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": VOCABULARY}, indent=1))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": VOCABULARY}, indent=1), encoding="utf-8")
     save_file(make_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer.adapter_folder import refuse_adapter
 from trainer.config import RunSpec
 from trainer.distillation.loss import Teacher, TeacherLogits, at_places, top_tokens
 from trainer.distillation.teacher_client import RemoteTeacher
@@ -36,6 +37,7 @@ class TeacherModel:
         """
         path = user_path(spec.teacher, "teacher")
         name = str(path) if path_kind(path) == "folder" else spec.teacher
+        refuse_adapter(name, "teacher")
         tokenizer = load_tokenizer(name, "teacher")
         self.tokens: dict[str, int] = tokenizer.get_vocab()
         self.vocabulary = len(tokenizer)

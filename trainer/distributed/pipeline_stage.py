@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -14,10 +14,12 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from trainer.adapter_folder import refuse_adapter
+from trainer.base_weights import WeightDifferences, unexpected_names
 from trainer.config import RunSpec
 from trainer.distillation.loss import Divergence
 from trainer.distributed import SPARE_LAYERS
-from trainer.distributed.pipeline_weights import DTYPES, StageWeights
+from trainer.distributed.pipeline_weights import DTYPES, StageWeights, WeightFiles
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
 from trainer.errors import UserError, first_line, model_errors
@@ -182,8 +184,9 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     """Return the spec's model without memory for its weights, and the names of its parts.
 
     Raises:
-        UserError: its configuration cannot be loaded, or a pipeline does not support it.
+        UserError: its configuration cannot be loaded, it is an adapter, or a pipeline does not support it.
     """
+    refuse_adapter(spec.model)
     try:
         config = AutoConfig.from_pretrained(spec.model)
     except Exception as error:
@@ -221,8 +224,9 @@ def load_stage(
     layers = getattr(getattr(model, parts.decoder), parts.layers)
     check_ranks(len(division.layers), len(layers))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    check = file_check(spec, model, parts)  # before layers are replaced by quantized ones of another shape
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
-    weights = StageWeights(spec, world, shapes, progress)
+    weights = StageWeights(spec, world, shapes, check, progress)
     spare = stored_names(model, parts, _neighbours(model, parts, division, world.local_size))[0]
     _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
     weights.keep_spare(spare if os.environ.get(SPARE_LAYERS) == "1" else {})
@@ -284,6 +288,37 @@ def stored_names(
         for key in places
     }
     return wanted, {names[key][0]: found for key, found in places.items()}
+
+
+def file_check(spec: RunSpec, model: Any, parts: Parts) -> Callable[[WeightFiles], None]:
+    """Return a function that checks that files have all tensors of a model, and no others. It raises UserError if not.
+
+    It reads only headers, and the tensors that are stored twice.
+
+    Args:
+        model: complete, without memory for its weights, and not yet quantized.
+    """
+    names = stored_names(model, parts, [model])[0]
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    known = {*model.state_dict()}.union(*names.values())
+
+    def check(files: WeightFiles) -> None:
+        stored = files.shapes()
+        missing, untied = [], []
+        reshaped: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+        for name, aliases in names.items():
+            found = [alias for alias in dict.fromkeys(aliases) if alias in stored]
+            missing += [] if found else [name]
+            reshaped |= {alias: (stored[alias], shapes[name]) for alias in found if stored[alias] != shapes[name]}
+            if len(found) > 1 and not reshaped.keys() & {*found}:
+                first = files.tensor(found[0])
+                untied += [alias for alias in found[1:] if not torch.equal(first, files.tensor(alias))]
+        unexpected = unexpected_names(model, stored.keys() - known)
+        differences = WeightDifferences(missing, reshaped, unexpected, untied)
+        if differences.describe():
+            raise differences.error("model", spec.model)
+
+    return check
 
 
 def _read_weights(

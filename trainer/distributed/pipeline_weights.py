@@ -52,7 +52,7 @@ class WeightFiles:
         index = self._path(_INDEX, required=False)
         if index:
             try:
-                places = json.loads(index.read_text())["weight_map"]
+                places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 self._file_of = {str(name): str(file) for name, file in places.items()}
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise UserError(f"model: {_INDEX} of {model} is damaged: copy or download the model again") from None
@@ -92,6 +92,17 @@ class WeightFiles:
     def find(self, candidates: Sequence[str]) -> str:
         """Return the first of these names that a tensor of the files has; empty if there is none."""
         return next((candidate for candidate in candidates if candidate in self._file_of), "")
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shapes of all tensors that the files hold, whatever the index says. Raises UserError."""
+        found: dict[str, list[int]] = {}
+        for file_name in sorted(set(self._file_of.values())):
+            try:
+                with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
+                    found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  not a mapping
+            except (OSError, SafetensorError) as error:
+                raise UserError(self._damaged(file_name, error)) from None
+        return found
 
     def header(self, stored: str) -> tuple[list[int], str]:
         """Return the shape of a tensor and its data type as safetensors names it, without reading it. Raises UserError."""
@@ -204,10 +215,20 @@ class StageWeights:
     """The tensors of the model that a rank needs, wherever they are."""
 
     def __init__(
-        self, spec: RunSpec, world: World, shapes: Mapping[str, torch.Size], progress: Callable[[], object]
+        self,
+        spec: RunSpec,
+        world: World,
+        shapes: Mapping[str, torch.Size],
+        check: Callable[[WeightFiles], object],
+        progress: Callable[[], object],
     ) -> None:
-        """`shapes`: of all parameters of the model, by name. `progress`: called after every part that `read` sends or receives."""
+        """Args:
+        shapes: of all parameters of the model, by name.
+        check: raises UserError if files, which are complete, do not match the model.
+        progress: called after every part that `read` sends or receives.
+        """
         self._model, self._world, self._shapes, self._progress = spec.model, world, shapes, progress
+        self._check_files = check
         self._apart = False  # whether a host lacks files
         self._source: WeightFiles | ReceivedWeights | None = None  # what this rank may send, if a host lacks files
 
@@ -228,7 +249,9 @@ class StageWeights:
         """
         files, why = self._files()
         complete = files is not None and files.complete
-        everywhere = self._world.gather([complete, why])
+        everywhere = self._world.gather([complete, self._difference(files) if complete and files else ""])
+        if different := next((text for _, text in everywhere if text), ""):  # the same error on all ranks
+            raise UserError(different)
         if all(each for each, _ in everywhere):
             assert files
             yield from self._own(files, wanted)
@@ -291,6 +314,14 @@ class StageWeights:
             return WeightFiles(self._model), ""
         except UserError as error:
             return None, str(error)
+
+    def _difference(self, files: WeightFiles) -> str:
+        """Return how complete files do not match the model; empty if they do."""
+        try:
+            self._check_files(files)
+        except UserError as error:
+            return str(error)
+        return ""
 
     def _own(self, files: WeightFiles, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of this host's files."""

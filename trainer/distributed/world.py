@@ -18,6 +18,7 @@ from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.distributed.store import RunStore
 from trainer.errors import UserError
+from trainer.supervise.network import interface_to
 
 T = TypeVar("T")
 
@@ -76,6 +77,8 @@ class World:
         device = torch.device("cuda", local_rank % gpus) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
+        if local_size < size:
+            _name_interface()
         store = _open_store(rank, size, limit) if size > 1 else dist.HashStore()
         options: dict[str, Any] = {"device_id": device} if cuda and not shared and size > 1 else {}
         dist.init_process_group(
@@ -254,6 +257,13 @@ def wait_for(work: Any, waiting: Callable[[], object]) -> None:
         waiting()
         time.sleep(_POLL_INTERVAL)
     work.wait()
+
+
+def _name_interface() -> None:
+    """Set the network interface of NCCL and gloo where the environment does not: each host chooses by its own routes."""
+    if found := interface_to(os.environ.get("MASTER_ADDR", "localhost")):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, found)
 
 
 def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> RunStore:

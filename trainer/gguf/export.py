@@ -51,7 +51,7 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"quantize is {quantize!r}, expected {' or '.join(QUANTIZATIONS)}")
     run_dir = Path(request["run_dir"])
     (run_dir / "deploy").mkdir(exist_ok=True)
-    with (run_dir / "deploy" / "lock").open("w") as lock:
+    with (run_dir / "deploy" / "lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_stale_archives()
         gguf = _known_gguf(run_dir, request) or (_write_plain(run_dir, request) if quantize else None)
@@ -69,7 +69,7 @@ def _known_gguf(run_dir: Path, request: dict[str, Any]) -> dict[str, Any] | None
     for writer in (_plain_writer(), request["converter_id"]) if request["quantize"] else ():
         target = _target(run_dir, request, writer)
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
+            found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text(encoding="utf-8"))
             if target.stat().st_size == found["bytes"]:
                 return found
     return None
@@ -174,7 +174,7 @@ def convert(converter: str, model: str, target: str, quantize: str) -> bool:
             return str(original(self, tokenizer))
         except NotImplementedError:
             with contextlib.suppress(OSError, ValueError):
-                if is_byte_level(json.loads((Path(model) / "tokenizer.json").read_text())):
+                if is_byte_level(json.loads((Path(model) / "tokenizer.json").read_text(encoding="utf-8"))):
                     return "gpt-2"
             raise
 

@@ -128,9 +128,11 @@ def available_bytes(device: str, processes: int) -> float:
         import torch
 
         return torch.cuda.mem_get_info()[0] * _USABLE
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+    meminfo = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if ":" in line
+    )
     free = [float(meminfo["MemAvailable"].split()[0]) * 1024]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers == "":
             free += _below_limits(Path("/sys/fs/cgroup", own.lstrip("/")), "max", "current", "file")
@@ -145,10 +147,10 @@ def _below_limits(folder: Path, limit: str, used: str, cached: str) -> list[floa
     free = []
     for group in (folder, *folder.parents):
         try:
-            most, now = (int((group / f"memory.{name}").read_text()) for name in (limit, used))
+            most, now = (int((group / f"memory.{name}").read_text(encoding="utf-8")) for name in (limit, used))
             pages = next(
                 int(line.split()[1])
-                for line in (group / "memory.stat").read_text().splitlines()
+                for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
                 if line.startswith(f"{cached} ")
             )
             free.append(float(most - now + pages))  # the kernel reclaims pages of files

@@ -40,7 +40,7 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
-        model = add_lora(spec, model)
+        model = add_lora(spec, model, partial=True)  # a target may name a layer by its number
     return model.to(device).train()
 
 

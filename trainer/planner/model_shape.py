@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.adapter_folder import refuse_adapter
 from trainer.errors import UserError, first_line
 from trainer.formats import printable, quoted
 from trainer.inputs import path_kind, read_regular, user_path
@@ -94,6 +95,15 @@ class Shape:
             return []
         everything = spec.lora_targets == ("all-linear",)
         return [matrix for matrix in self.linear if everything or matrix.name in spec.lora_targets]
+
+    def check_targets(self, spec: RunSpec) -> None:
+        """Check that every name in `lora_targets` is that of a layer, before a rank starts; ranks check whole names. Raises UserError."""
+        if not spec.lora_r or self.wrapped or spec.lora_targets == ("all-linear",):
+            return
+        names = {"lm_head", *(matrix.name for matrix in self.linear)}
+        names |= {"wte", "wpe"} if self.kind == "gpt2" else {"embed_tokens"}
+        if lost := [target for target in spec.lora_targets if target.rpartition(".")[2] not in names]:
+            raise unknown_targets(spec, lost, sorted(names))
 
     def head_target(self, spec: RunSpec) -> bool:
         """Return whether the head gets an adapter (all-linear excludes it)."""
@@ -212,6 +222,7 @@ def _config_of(spec: RunSpec) -> Any:
         from trainer.data.tiny import CONFIG, VOCABULARY
 
         return CONFIG | {"vocab_size": VOCABULARY}
+    refuse_adapter(spec.model)
     path = user_path(spec.model, "model")
     path = path / "config.json" if path_kind(path) == "folder" else path
     if path_kind(path) != "file":
@@ -227,6 +238,16 @@ def _config_of(spec: RunSpec) -> Any:
         return json.loads(read_regular(path, _MAX_CONFIG))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model: cannot read {path}: {first_line(error)}") from None
+
+
+def unknown_targets(spec: RunSpec, lost: Sequence[str], layers: Sequence[str]) -> UserError:
+    """Return the error for names in `lora_targets` that no layer has. `layers`: the names that layers have."""
+    return target_error(f"{', '.join(lost)}: no layer of {spec.model} has this name", layers)
+
+
+def target_error(reason: str, layers: Sequence[str]) -> UserError:
+    """Return the error for `lora_targets`. `layers`: the names that it can have."""
+    return UserError(f"lora_targets: {reason}: set all-linear, or layers of this model: {', '.join(layers)}")
 
 
 def layer_class(kind: str) -> str:

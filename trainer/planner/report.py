@@ -42,15 +42,19 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
     spec = spec.with_dataset_paths([str(path) for path in paths])
     import tempfile
 
+    from trainer.base_weights import embedding_rows
     from trainer.data.encode import encoded_dataset
     from trainer.data.order import Order
     from trainer.data.tiny import with_tiny_model
+    from trainer.data.token_ids import check_token_ids
     from trainer.model import load_tokenizer
 
     with tempfile.TemporaryDirectory() as work:
         local = with_tiny_model(spec, Path(work))
         store = (data_dir if path_kind(data_dir) == "folder" else Path(work)) / "store"
-        corpus = encoded_dataset(local, load_tokenizer(local.model), store)
+        tokenizer = load_tokenizer(local.model)
+        corpus = encoded_dataset(local, tokenizer, store)
+        check_token_ids(local.model, tokenizer, corpus, embedding_rows(local.model))
     one_epoch = spec.model_copy(update={"epochs": 1})
     epoch, lengths = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0), corpus.lengths
     filled = [int(sum(lengths[sample] for sample in row)) for row in epoch]
@@ -80,7 +84,7 @@ def _other_cpu_seconds() -> float:
 
     https://man7.org/linux/man-pages/man5/proc_stat.5.html
     """
-    columns = Path("/proc/stat").read_text().splitlines()[0].split()
+    columns = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
     user, nice, system, steal = (int(columns[place]) for place in (1, 2, 3, 8))
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 

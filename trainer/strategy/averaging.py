@@ -181,7 +181,9 @@ class Averaging(DDP):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        (folder / "worker.json").write_text(json.dumps({"worker": self.workers.mine, "workers": len(self.workers)}))
+        (folder / "worker.json").write_text(
+            json.dumps({"worker": self.workers.mine, "workers": len(self.workers)}), encoding="utf-8"
+        )
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote.
@@ -189,7 +191,7 @@ class Averaging(DDP):
         Raises:
             UserError: the checkpoint is that of another worker. Some samples would be trained on twice, others never.
         """
-        kept = json.loads((folder / "worker.json").read_text())
+        kept = json.loads((folder / "worker.json").read_text(encoding="utf-8"))
         now = {"worker": self.workers.mine, "workers": len(self.workers)}
         if kept != now:
             raise UserError(

@@ -221,7 +221,11 @@ class DiLoCoTorchFT(DiLoCo):
                 for file in sorted(Path(folder).iterdir())
             }
         metrics = self._run_dir / "metrics.jsonl"
-        return {"files": files, "metrics": metrics.read_text() if metrics.exists() else "", **self._checkpoint_state()}
+        return {
+            "files": files,
+            "metrics": metrics.read_text(encoding="utf-8") if metrics.exists() else "",
+            **self._checkpoint_state(),
+        }
 
     def _receive_state(self, state: dict[str, Any]) -> None:
         if self._joined:

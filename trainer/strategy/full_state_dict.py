@@ -77,4 +77,4 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def step_of(folder: Path) -> int:
     """Return the step of a checkpoint, the number of steps of its optimizer."""
-    return int(json.loads((folder / "state.json").read_text())["step"])
+    return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])

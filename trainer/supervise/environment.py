@@ -20,7 +20,8 @@ def clean_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k in ("TMPDIR", "TZ") or k.startswith("XDG_")}
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     identity = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": "/bin/sh"}
-    return {**kept, **identity, "PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8")}
+    # PYTHONUTF8: names of files are UTF-8 also where the locale of the host says otherwise.
+    return {**kept, **identity, "PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8"), "PYTHONUTF8": "1"}
 
 
 def import_environment(run_dir: Path, lease: str = "", trainer: Path = IMPORT_ROOT) -> dict[str, str]:

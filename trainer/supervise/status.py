@@ -129,7 +129,7 @@ def why_lost(node: dict[str, Any], run_dir: Path) -> str:
     with contextlib.suppress(OSError):
         if os.statvfs(run_dir).f_bavail == 0:
             return "the disk is full"
-        booted = time.time() - float(Path("/proc/uptime").read_text().split()[0])
+        booted = time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         if node["started"] < booted - 1:
             return "the machine was restarted"
         if node.get("unit"):

@@ -255,7 +255,7 @@ class Supervisor:
         log = self.run_dir / "logs/lighthouse.log"
         self.lighthouse_exits = self.lighthouse_exits + 1 if code > 0 else 0
         if self.lighthouse_exits == LIGHTHOUSE_STARTS:
-            output = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+            output = log.read_text(errors="replace", encoding="utf-8").strip().splitlines() or [f"exit code {code}"]
             self.node["error"] = f"the run's lighthouse exited {LIGHTHOUSE_STARTS} times: {output[-1]}"
             return
         self.lighthouse_started = time.monotonic()
@@ -441,7 +441,7 @@ def prctl(option: int, value: int) -> None:
 def oom_kills() -> int:
     """Return how many processes the kernel has killed on this host so far for lack of memory."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
+        if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE):
             return int(found[1])
     return 0
 

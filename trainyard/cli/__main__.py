@@ -6,6 +6,7 @@ Exit codes: 0 finished, 1 failed, 2 a mistake of the user, 99 interrupted by Ctr
 from __future__ import annotations
 
 import importlib.util
+import locale
 import os
 import sys
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from pathlib import Path
 
 from trainer.errors import UserError, nearest
 from trainer.formats import quoted
+from trainer.utf8 import require_utf8
 from trainyard.cli.output import Output
 
 INTERRUPTED = 99
+_UTF8_LOCALE = "C.UTF-8"
 PACKAGES = {"ansible": "controller", "tyro": "cli"}  # and the extra that installs them
 
 
@@ -29,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     output = Output(as_json="--json" in words)  # for errors in the words themselves
     try:
+        require_utf8()
+        _set_locale()
         return _dispatch(words)
     except UserError as error:
         output.error(error)
@@ -41,6 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _set_locale() -> None:
+    """Set a locale with UTF-8, without which Ansible does not start, where the environment has none. Raises UserError."""
+    if (locale.getlocale()[1] or "").lower() in ("utf-8", "utf8"):
+        return
+    try:
+        locale.setlocale(locale.LC_ALL, _UTF8_LOCALE)
+    except locale.Error:
+        raise UserError("locale: Ansible needs one with UTF-8: set LC_ALL to a name that locale -a lists") from None
+    os.environ["LC_ALL"] = _UTF8_LOCALE
 
 
 def with_verb(words: list[str]) -> list[str]:

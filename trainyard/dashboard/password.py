@@ -135,7 +135,7 @@ def read_password(variable: str, file: str) -> PasswordHash | None:
 def _write_hash(path: Path, password: str) -> str:
     """Write the hash of a password unless the file has one. Return `unchanged` or `changed`."""
     try:
-        if PasswordHash.parse(path.read_text().strip()).matches(password):
+        if PasswordHash.parse(path.read_text(encoding="utf-8").strip()).matches(password):
             return "unchanged"
     except (OSError, ValueError):
         pass

@@ -136,7 +136,10 @@ class TensorBoard:
         while not socket.exists():
             if process.returncode is not None or time.monotonic() > deadline:
                 await self._end_process()
-                reason = last_line(log.read_text(errors="replace")) or f"it does not listen after {START:.0f} s"
+                reason = (
+                    last_line(log.read_text(errors="replace", encoding="utf-8"))
+                    or f"it does not listen after {START:.0f} s"
+                )
                 raise UserError(printable(f"TensorBoard did not start: {reason}", MAX_MESSAGE))
             await asyncio.sleep(0.1)
         transport = httpx2.AsyncHTTPTransport(uds=str(socket), trust_env=False)

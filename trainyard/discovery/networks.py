@@ -173,7 +173,7 @@ def mac_addresses(with_ipv6: bool) -> dict[str, str]:
     """
     table = Path("/proc/thread-self/net/arp")
     macs = {}
-    for line in table.read_text().splitlines()[1:] if table.exists() else []:
+    for line in table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []:
         address, _, flags, mac = line.split()[:4]
         if int(flags, 16) & 0x2:  # ATF_COM: the entry is complete
             macs[address] = mac
@@ -189,7 +189,7 @@ def neighbour_limit() -> int:
     with a quarter, a scan of a /22 shortly after another scan overflows it.
     """
     limit = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")  # absent inside a network namespace
-    return max(64, (int(limit.read_text()) if limit.exists() else 1024) // 2)
+    return max(64, (int(limit.read_text(encoding="utf-8")) if limit.exists() else 1024) // 2)
 
 
 def _automatic(settings: Settings, here: list[Attached], taken: int) -> tuple[list[IPNetwork], list[str]]:

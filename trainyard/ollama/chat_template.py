@@ -268,7 +268,7 @@ def derive_apart(
     request = json.dumps({"source": source, "tokens": dict(tokens), "today": today.isoformat(), "added_bos": added_bos})
     identity = hashlib.sha256(f"{_version()} {request}".encode()).hexdigest()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        last = json.loads(known.read_text())
+        last = json.loads(known.read_text(encoding="utf-8"))
         if last["identity"] == identity:
             return Derived(**last["derived"])
     words = [sys.executable, "-P", "-m", "trainyard.ollama.chat_template"]

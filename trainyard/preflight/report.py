@@ -83,7 +83,7 @@ class Report:
         if json_to.lower() in ("true", "yes"):
             return [json.dumps(self.as_dict())]
         if json_to:
-            Path(json_to).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+            Path(json_to).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
         return self.lines
 
     def as_dict(self) -> dict[str, Any]:

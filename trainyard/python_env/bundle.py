@@ -23,10 +23,10 @@ PIP_WHEEL = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no
 
 def trainer_version(top: Path) -> str:
     """Return the trainer's version with the digest of its sources as local version: 0.1.0+3f2a91c0d1e2."""
-    match = re.search(r'^version = "([^"]+)"$', (top / "pyproject.toml").read_text(), re.M)
+    match = re.search(r'^version = "([^"]+)"$', (top / "pyproject.toml").read_text(encoding="utf-8"), re.M)
     total = hashlib.sha256()
     for path in sorted((top / "trainer").rglob("*.py")):
-        total.update(f"{path.relative_to(top)}\0{path.read_text()}\0".encode())
+        total.update(f"{path.relative_to(top)}\0{path.read_text(encoding='utf-8')}\0".encode())
     return f"{match[1] if match else '0'}+{total.hexdigest()[:12]}"
 
 
@@ -35,7 +35,7 @@ def trainer_wheel(top: Path, work: Path) -> Path:
     version = trainer_version(top)
     target = work / f"trainyard-{version}-py3-none-any.whl"
     work.mkdir(parents=True, exist_ok=True)
-    with (work / ".lock").open("w") as lock, tempfile.TemporaryDirectory() as folder:
+    with (work / ".lock").open("w", encoding="utf-8") as lock, tempfile.TemporaryDirectory() as folder:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return target
@@ -43,8 +43,10 @@ def trainer_wheel(top: Path, work: Path) -> Path:
         shutil.copytree(top / "trainer", source / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("README.md", "LICENSE"):
             shutil.copy(top / name, source)
-        text = (top / "pyproject.toml").read_text()
-        (source / "pyproject.toml").write_text(re.sub(r'^version = ".*"$', f'version = "{version}"', text, flags=re.M))
+        text = (top / "pyproject.toml").read_text(encoding="utf-8")
+        (source / "pyproject.toml").write_text(
+            re.sub(r'^version = ".*"$', f'version = "{version}"', text, flags=re.M), encoding="utf-8"
+        )
         done = subprocess.run(
             [*PIP_WHEEL, "-w", folder, source],
             # The same sources result in the same bytes.

@@ -75,7 +75,7 @@ def requirements(pyproject: Path, extras: Sequence[str], torch: bool) -> tuple[s
     Raises:
         EnvironmentBuildError: there is no such extra.
     """
-    project = tomllib.loads(pyproject.read_text())["project"]
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     known = project["optional-dependencies"]
     for name in extras:
         if name not in known:

@@ -45,7 +45,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 def cpu_model() -> str:
     """Return the model of the CPU as the kernel names it, or else the machine's architecture."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model", "cpu model")))

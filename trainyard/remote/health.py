@@ -78,7 +78,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 def read(path: str | Path, default: str = "") -> str:
     """Return a file's text without surrounding white space, or `default` if it cannot be read."""
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return default
 
@@ -187,7 +187,7 @@ def processes() -> dict[int, tuple[int, str, int]]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            head, _, tail = (folder / "stat").read_text().rpartition(")")
+            head, _, tail = (folder / "stat").read_text(encoding="utf-8").rpartition(")")
             fields = tail.split()
             if int(fields[6]) & PF_KTHREAD or REQUEST_FLAGS in (folder / "cmdline").read_bytes():
                 continue

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer import nvidia_smi
 from trainer.supervise.files import other_runs, read_json, run_devices
+from trainer.supervise.network import interface_of, source_address
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.socket_filter import permits_socket_filter
 from trainer.supervise.status import is_active
@@ -19,9 +20,7 @@ from trainyard.remote.network import (
     addresses,
     addresses_v6,
     interface_mbit,
-    interface_of,
     port_is_free,
-    source_address,
 )
 from trainyard.remote.package_versions import package_versions
 
@@ -48,7 +47,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     beside = {name: run_devices(run_dir.parent / name) for name in alive}
     held = {uuid: name for name, uuids in beside.items() for uuid in uuids}
     return {
-        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
         "machine_id": first_line(Path("/etc/machine-id")),
         "addresses": addresses(),
         "addresses_v6": addresses_v6(),
@@ -101,7 +100,7 @@ def run_state(run_dir: Path) -> dict[str, Any]:
     spec = run_dir / "spec.yml"
     begun = spec.exists() and ((run_dir / "checkpoints").is_dir() or running)
     return {
-        "spec": spec.read_text() if begun else None,
+        "spec": spec.read_text(encoding="utf-8") if begun else None,
         "result": read_json(run_dir / "result.json"),
         "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": running,
@@ -125,7 +124,7 @@ def allocator() -> str:
 def firewall() -> str:
     """Return the name of the firewall that is active on this host, as far as a user can see; or an empty string."""
     with contextlib.suppress(OSError):
-        if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text().split():
+        if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text(encoding="utf-8").split():
             return "ufw"
     services = ("firewalld", "nftables")
     with contextlib.suppress(OSError):
@@ -145,7 +144,7 @@ def nearest_folder(path: Path) -> Path:
 def first_line(path: Path) -> str:
     """Return a file's first line, or an empty string if the file is missing."""
     try:
-        return path.read_text().split("\n", 1)[0]
+        return path.read_text(encoding="utf-8").split("\n", 1)[0]
     except OSError:
         return ""
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
+from trainer.supervise.network import interface_of
 from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.remote.host_facts import nearest_folder
-from trainyard.remote.network import interface_mbit, interface_of
+from trainyard.remote.network import interface_mbit
 
 OLLAMA_PORT = 11434
 MODELS = 100  # names in a sample
@@ -52,7 +53,7 @@ class HostUse:
         ticks = rate["busy"] + rate["idle"]
         return {
             "now": time.time(),
-            "uptime": float(Path("/proc/uptime").read_text().split()[0]),
+            "uptime": float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0]),
             "cpu_percent": round(100 * rate["busy"] / ticks, 1) if ticks else 0.0,
             "cores": os.cpu_count() or 1,
             "load": os.getloadavg()[0],
@@ -67,21 +68,21 @@ class HostUse:
 
     def _counters(self) -> dict[str, float]:
         """Return counters since the start of the machine, and their `time` in seconds."""
-        words = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        words = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
         idle = words[3] + words[4]
         found: dict[str, float] = {"time": time.monotonic(), "busy": sum(words) - idle, "idle": idle}
         return found | _disk_bytes() | _network_bytes(self._interface)
 
 
 def _fields(path: Path) -> dict[str, int]:
-    rows = (line.split() for line in path.read_text().splitlines())
+    rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _disk_bytes() -> dict[str, float]:
     """Return the bytes `disk_read` and `disk_written` of all disks: devices with hardware behind them, without partitions."""
     read = written = 0
-    for line in Path("/proc/diskstats").read_text().splitlines():
+    for line in Path("/proc/diskstats").read_text(encoding="utf-8").splitlines():
         words = line.split()
         if Path("/sys/block", words[2], "device").exists():
             read, written = read + int(words[5]), written + int(words[9])
@@ -90,7 +91,7 @@ def _disk_bytes() -> dict[str, float]:
 
 def _network_bytes(interface: str) -> dict[str, float]:
     """Return the bytes `received` and `sent` by an interface; 0 without one."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
+    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, rest = line.partition(":")
         if interface and name.strip() == interface:
             words = rest.split()

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import socket
-import struct
 from pathlib import Path
 from typing import Any
 
-SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # netdevice(7)
+from trainer.supervise.network import interfaces
+
 VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "podman")
-
-
-def interfaces() -> list[dict[str, Any]]:
-    """Return `name`, `address` and `mask` of every interface that is up and has an IPv4 address."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                request = struct.pack("256s", name.encode()[:15])
-                address, mask = (
-                    socket.inet_ntoa(fcntl.ioctl(query.fileno(), number, request)[20:24])
-                    for number in (SIOCGIFADDR, SIOCGIFNETMASK)
-                )
-                found.append({"name": name, "address": address, "mask": mask})
-    return found
 
 
 def interface_details() -> list[dict[str, Any]]:
@@ -46,7 +29,7 @@ def interface_details() -> list[dict[str, Any]]:
 def interface_mbit(name: str) -> int:
     """Return the speed in Mbit/s that an interface's driver states; 0 if it states none (Wi-Fi, no carrier)."""
     try:
-        return max(0, int(Path("/sys/class/net", name, "speed").read_text()))
+        return max(0, int(Path("/sys/class/net", name, "speed").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return 0
 
@@ -54,31 +37,9 @@ def interface_mbit(name: str) -> int:
 def interface_mtu(name: str, default: int = 1500) -> int:
     """Return an interface's MTU in bytes, or `default` if there is no such interface."""
     try:
-        return int(Path("/sys/class/net", name or "none", "mtu").read_text())
+        return int(Path("/sys/class/net", name or "none", "mtu").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return default
-
-
-def source_address(peer: str) -> str:
-    """Return the address from which this host reaches `peer`, by its routing table. Raises OSError without a route."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as query:
-        query.connect((peer, 9))
-        return str(query.getsockname()[0])
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address, or an empty string."""
-    if ":" in address:
-        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            fields = line.split()
-            if fields[0] == wanted:
-                return fields[5]
-        return ""
-    if address.startswith("127."):
-        return "lo"
-    return next((entry["name"] for entry in interfaces() if entry["address"] == address), "")
 
 
 def addresses() -> list[str]:
@@ -89,7 +50,7 @@ def addresses() -> list[str]:
 def addresses_v6() -> list[str]:
     """Return this host's IPv6 addresses in order, link-local ones included, without loopback."""
     try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        lines = Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines()
     except OSError:  # IPv6 is disabled
         return []
     found = {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in lines}

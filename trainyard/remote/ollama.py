@@ -114,7 +114,7 @@ def _machine_server(client: OllamaClient) -> str:
             probe.bind(address)  # only an address of this machine can be bound
     except OSError:
         return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {client.port}"
 
 

@@ -28,7 +28,7 @@ def read_files(request: dict[str, Any]) -> dict[str, Any]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace", encoding="utf-8")
     except OSError:
         return None
 

@@ -276,7 +276,7 @@ def _context(request: dict[str, Any], server: bool) -> ssl.SSLContext:
 
 
 def _umask() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
     return 0o077

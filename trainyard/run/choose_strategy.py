@@ -74,7 +74,7 @@ def spec_here(spec: dict[str, Any], files: list[dict[str, Any]]) -> Iterator[Run
             if not file["src"]:
                 folder = Path(work) / setting
                 folder.mkdir()
-                (folder / "config.json").write_text(file["config"])
+                (folder / "config.json").write_text(file["config"], encoding="utf-8")
                 fields[setting] = str(folder)
         yield make_spec(fields, "the plan")
 

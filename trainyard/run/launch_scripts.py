@@ -34,12 +34,12 @@ def write_scripts(entries: list[dict[str, Any]], folder: Path, check: bool = Fal
     run = Path(entries[0]["run_dir"]).name
     texts = {folder / f"{entry['host']}.sh": script(entry, run) for entry in entries}
     texts[folder / f"{run}.sbatch"] = sbatch(entries, run)
-    changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    changed = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if not check:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in changed:
-                path.write_text(texts[path])
+                path.write_text(texts[path], encoding="utf-8")
                 path.chmod(0o755)
         except OSError as error:
             raise RunError(f"cannot write {error.filename}: {error.strerror}") from None

@@ -11,10 +11,12 @@ from typing import Any
 
 from safetensors import safe_open
 
+from trainer.adapter_folder import ADAPTER_CONFIG, adapter_error, refuse_adapter
 from trainer.config import TINY, RunSpec
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, read_regular, user_path
+from trainer.planner.model_shape import read_shape
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles
@@ -32,6 +34,7 @@ TINY_NEEDS_DATASET = (
     "model: tiny builds its tokenizer from the dataset, so the dataset must be a file on this machine: "
     "give a model folder, host:/folder, or a hub id (org/name)"
 )
+_MAX_CONFIG = 16 * 1024 * 1024  # bytes of a config.json
 _MAX_TOKENIZER = 256 * 1024 * 1024  # bytes of a tokenizer.json
 
 
@@ -77,7 +80,19 @@ def model_entries(
             entry = entry | {"bytes": 0}  # a model that teaches itself is copied once
         entries.append(entry | {"kind": setting})
     check_vocabularies(spec, [Path(entry["src"]) for entry in entries if entry["src"]])
+    if entries and not spec.script:
+        _check_targets(spec, entries[0])
     return entries
+
+
+def _check_targets(spec: RunSpec, model: Mapping[str, Any]) -> None:
+    """Check `lora_targets` as far as the controller knows the layers of the model. The ranks check them fully. Raises UserError."""
+    try:
+        text = model.get("config") or read_regular(Path(model["src"]) / "config.json", _MAX_CONFIG)
+        shape = read_shape(json.loads(text))
+    except (UserError, OSError, ValueError, RecursionError):  # of a kind that the planner does not know, or damaged
+        return
+    shape.check_targets(spec)
 
 
 def check_vocabularies(spec: RunSpec, folders: Sequence[Path]) -> None:
@@ -108,7 +123,9 @@ def read_vocabulary(folder: Path) -> dict[str, Any] | None:
 
 
 def check_names(names: Collection[str], where: str, remedy: str, setting: str) -> None:
-    """Check by the names of its files that a folder holds config, weights and tokenizer. Raises UserError."""
+    """Check by the names of its files that a folder holds config, weights and tokenizer, and no adapter. Raises UserError."""
+    if ADAPTER_CONFIG in names:
+        raise adapter_error(setting, where)
     for patterns, what in _MODEL_PARTS:
         if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns if "/" not in name):
             raise UserError(f"{setting}: {where} has no {what}: {remedy}")
@@ -178,9 +195,10 @@ def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Re
 
 
 def _check_model(folder: Path, setting: str) -> None:
-    """Check that a folder holds config, readable weights and tokenizer. Raises UserError."""
+    """Check that a folder holds config, readable weights and tokenizer, and no adapter. Raises UserError."""
     if path_kind(folder) != "folder":
         raise UserError(f"{setting}: {folder} is a file: give the folder that holds config.json")
+    refuse_adapter(str(folder), setting)
     for patterns, what in _MODEL_PARTS:
         if not any(path_kind(file) == "file" for pattern in patterns for file in folder.glob(pattern)):
             raise UserError(f"{setting}: {folder} has no {what}: give a model folder as transformers saves it")

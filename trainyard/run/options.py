@@ -20,6 +20,7 @@ from trainer.config.fields import (
     declare,
     expected_value,
     metadata,
+    mismatch,
     names_in,
 )
 from trainer.errors import UserError, nearest
@@ -243,7 +244,7 @@ def make_options(values: Mapping[str, Any], where: str = "the launch options") -
 def _reason(name: str, value: Any, problem: Mapping[str, Any]) -> str:
     """Return why an option has no valid value. The values of run_env may be secrets, so they are not shown."""
     if name != "run_env":
-        return f"expected {expected_value(OPTIONS[name])}, got {quoted(value)}"
+        return mismatch(OPTIONS[name], value)
     if isinstance(value, Mapping):
         return str(problem["msg"]).removeprefix("Value error, ")
     return f"expected {expected_value(OPTIONS[name])}, got {type(value).__name__}"

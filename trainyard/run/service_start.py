@@ -184,5 +184,5 @@ def _on_hosts(file: Mapping[str, Any], holder: str) -> dict[str, Any]:
     entry |= {"src": "", "fetched_by": holder}
     if file["kind"] in ("model", "teacher"):
         with contextlib.suppress(FileNotFoundError):  # a tiny model of a script
-            entry["config"] = (source / CONFIG).read_text()
+            entry["config"] = (source / CONFIG).read_text(encoding="utf-8")
     return entry

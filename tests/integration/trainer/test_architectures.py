@@ -73,8 +73,8 @@ def test_an_architecture_trains_merges_and_reloads(kind: str, here: Here, tmp_pa
 def test_explicit_targets_that_mamba_cannot_adapt(here: Here, tmp_path: Path) -> None:
     here.model = random_model("mamba", tmp_path / "mamba", here.model)
     assert here(max_steps=1, lora_targets="out_proj") == 1
-    assert "error: lora_targets: " in here.err and "set all-linear, or linear layers of this model: " in here.err
-    assert "out_proj" not in here.err.rpartition("linear layers of this model: ")[2]
+    assert "error: lora_targets: " in here.err and "set all-linear, or layers of this model: " in here.err
+    assert "out_proj" not in here.err.rpartition("layers of this model: ")[2]
 
 
 # The choice of `packing=auto` ---------------------------------------------------------------------------------------------

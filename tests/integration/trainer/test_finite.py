@@ -112,7 +112,7 @@ def test_a_finite_adapter_may_overflow_the_merged_model(here: Here) -> None:
     assert here(max_steps=1, eval_split=0) == 0, here.err
     file = here.run_dir() / "adapter/adapter_model.safetensors"
     save_file({name: torch.full_like(value, 1e30) for name, value in load_file(file).items()}, file)
-    spec = make_spec({"model": str(here.model)}, "")
+    spec = make_spec({"model": str(here.model), "seq_length": 64}, "")
     with pytest.raises(UserError, match=r"^merge: the weights of .* with the adapter overflow: decrease lr "):
         merge_adapter(spec, here.run_dir())
     assert not (here.run_dir() / "merged").exists()

@@ -395,6 +395,13 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
         ({"model": "./none"}, "model: no such folder: ./none: set 'tiny', a local model folder, or a hub id"),
         ({"model": "org/none"}, "model: cannot load the tokenizer of org/none (offline: HF_HUB_OFFLINE is set)"),
         ({"lora_targets": "qq_proj"}, "lora_targets: "),
+        (
+            {"lora_targets": "q_proj,v_porj,model.layers.7.mlp.up_proj"},
+            "lora_targets: v_porj, model.layers.7.mlp.up_proj: no layer of ",
+        ),
+        ({"lora_targets": "q_proj,v_porj", "strategy": "pipeline"}, "lora_targets: v_porj: no layer of "),
+        ({"lora_targets": "proj,q_proj"}, "lora_targets: proj: no layer of "),
+        ({"lora_targets": "all-linear,lm_head"}, "lora_targets: all-linear: no layer of "),
         ({"backend": "unsloth"}, "backend: unsloth needs an NVIDIA GPU"),
         ({"loggers": "wandb"}, "loggers: wandb is not installed on this host"),
         ({"seq_length": 1024}, "has 512 positions, got 1024: set seq_length=512"),

@@ -7,12 +7,14 @@ the package, whose `FastLanguageModel` calls transformers and peft, and marks th
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from trainer_runs import losses
 
 from trainer import unsloth_backend
@@ -86,6 +88,18 @@ def test_unsloth_that_does_not_import_is_one_line(train: Any) -> None:
     assert "run site.yml with python_flavour=unsloth, or set backend=peft" in broken.stderr
     without = train("y", "--max-steps=1", "--backend=unsloth", cuda=False)
     assert "error: backend: unsloth needs an NVIDIA GPU with CUDA" in without.stderr
+
+
+@pytest.mark.slow
+def test_unsloth_refuses_what_peft_refuses(train: Any, model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "missing"
+    shutil.copytree(model_folder, folder)
+    (tensors := load_file(folder / "model.safetensors")).pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    missing = train("x", "--max-steps=1", "--backend=unsloth", f"--model={folder}")
+    assert missing.returncode == 1 and "the files lack model.norm.weight: copy or download" in missing.stderr
+    target = train("y", "--max-steps=1", "--backend=unsloth", "--lora-targets=q_proj,v_porj")
+    assert target.returncode == 1 and "error: lora_targets: v_porj: no layer of " in target.stderr
 
 
 @pytest.mark.parametrize(

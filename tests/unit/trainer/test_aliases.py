@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible.vars.reserved import get_reserved_names
 
-from trainer.config import ALIASES, DEPRECATED, FIELDS, SUGGESTED, is_known, make_spec, parse_flags, read_spec
+from trainer.config import (
+    ALIASES,
+    DEPRECATED,
+    FIELDS,
+    SUGGESTED,
+    is_known,
+    make_spec,
+    parse_flags,
+    parse_mapping,
+    read_spec,
+)
 from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED, resolve_aliases, takes_no_value
 from trainer.config.conversions import CONVERSIONS
 from trainer.errors import UserError
 from trainyard.extra_vars import known_variables, read_run_spec
+from trainyard.run.options import OPTIONS, make_options
 
 TOP = Path(__file__).resolve().parents[3]
 OTHER = {**ALIASES, **IGNORED, **REFUSED}
@@ -210,3 +222,74 @@ def test_every_name_is_a_flag_and_a_variable() -> None:
             assert set(values) <= set(FIELDS), name
         assert is_known(name) and name not in SUGGESTED
     assert set(ALIASES) >= ACCUMULATION
+
+
+# Words that YAML reads as booleans, and -1 ---------------------------------------------------------------------------------
+
+
+def outcome(make: Callable[[], Any]) -> tuple[Any, str]:
+    """Return what `make` returns, or None, and its error message."""
+    try:
+        return make(), ""
+    except UserError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("word", ["no", "off", "false", "none", "yes", "on", "true", "No", "OFF"])
+def test_a_word_means_the_same_in_yaml_and_in_a_flag(word: str) -> None:
+    for name in [*FIELDS, *ALIASES, *DEPRECATED]:
+        flag, _ = outcome(lambda name=name: read_spec(None, parse_flags([f"--{name}={word}"]), "flags"))
+        text = f"{name}: {word}"
+        spec, error = outcome(lambda text=text: read_spec(None, parse_mapping(text, "spec.yml"), "spec.yml"))
+        assert spec == flag or "in quotes" in error, text
+
+
+@pytest.mark.parametrize("word", ["no", "off", "false", "yes", "on", "true"])
+def test_a_word_means_the_same_in_yaml_and_as_a_launch_option(word: str) -> None:
+    for name in OPTIONS:
+        said, _ = outcome(lambda name=name: make_options({name: word}))
+        read, error = outcome(lambda name=name: make_options(parse_mapping(f"{name}: {word}", "hosts.yml")))
+        assert read == said or "in quotes" in error or name == "run_env", name
+    assert make_options({"standby": False}).standby == "off"
+
+
+@pytest.mark.parametrize("word", ["no", "off", "false", "none", "false "])
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("eval_strategy", "eval_split", 0.0),
+        ("mixed_precision", "precision", "32-true"),
+        ("adapter", "lora_r", 0),
+        ("quantization", "quantize", "none"),
+        ("quantize", "quantize", "none"),
+        ("deepspeed_offload", "deepspeed_offload", "none"),
+        ("ddp_comm_hook", "gradient_comm_dtype", "32"),
+        ("report_to", "loggers", ("none",)),
+        ("loggers", "loggers", ("none",)),
+        ("fsdp", "strategy", FIELDS["strategy"].default),
+        ("deepspeed", "deepspeed_config", {}),
+        ("use_gradient_checkpointing", "gradient_checkpointing", False),
+        ("save_strategy", "checkpoint_interval", 0),
+    ],
+)
+def test_every_option_with_a_word_for_no_takes_all_of_them(name: str, field: str, value: Any, word: str) -> None:
+    for given in (word, False):
+        assert getattr(read_spec(None, {name: given}, "-e"), field) == value
+
+
+@pytest.mark.parametrize("value", [-1, "-1", -1.0])
+@pytest.mark.parametrize(
+    ("names", "field", "all_of_them"),
+    [
+        (("max_steps", "steps", "iters", "total_steps", "max_train_steps"), "max_steps", 0),
+        (("checkpoint_keep", "save_total_limit", "keep_latest_k", "ckpt.topk"), "checkpoint_keep", 10**9),
+        (("max_grad_norm", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"), "max_grad_norm", 0),
+    ],
+)
+def test_minus_one_is_no_limit(names: tuple[str, ...], field: str, all_of_them: int, value: Any) -> None:
+    for name in names:
+        spec = read_spec(None, {name: value}, "-e")
+        assert getattr(spec, field) == all_of_them
+        assert make_spec({"max_steps": -1}, "").digest() == make_spec({}, "").digest()
+    for name in ("save_total_limit", "keep_latest_k"):
+        assert read_spec(None, {name: 0}, "-e").checkpoint_keep == 10**9

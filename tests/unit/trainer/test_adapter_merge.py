@@ -1,0 +1,182 @@
+"""A merged model answers as the base model with the adapter, in many architectures, with tied embeddings or without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer import adapter_merge, export
+from trainer.config import make_spec
+from trainer.errors import UserError
+
+KINDS = (
+    "bloom", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+# Names of dimensions in the configurations of transformers; a configuration takes those that it has.
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
+    "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+IDS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer of a merged model has tests of its own."""
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: None)
+    monkeypatch.setattr("trainer.tokenizer_output.save_tokenizer", lambda *_: None)
+    monkeypatch.setattr("trainer.tokenizer_output.add_end_token", lambda *_: False)
+
+
+def adapted(folder: Path, kind: str, tied: bool, targets: str = "layers,embed,head", **adapter: Any) -> Any:
+    """Write a random model and an adapter of what `targets` names; return both together, as peft computes them."""
+    default = AutoConfig.for_model(kind)
+    sizes = {name: value for name, value in SMALL.items() if hasattr(default, name) or name == "head_dim"}
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **sizes, vocab_size=96, tie_word_embeddings=tied)
+    ).eval()
+    base.save_pretrained(folder / "base")
+    ends = {"embed": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+    names = {what: name for name, module in base.named_modules() for what, end in ends.items() if module is end}
+    linear = [name for name, module in base.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    wanted = {"layers": [name for name in linear if name not in names.values()]} | {
+        what: [names[what]] for what in names
+    }
+    chosen = [name for what in targets.split(",") for name in wanted[what]]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=chosen, init_lora_weights=False, **adapter)
+    model = get_peft_model(base, config).eval()
+    for name, value in model.named_parameters():
+        if "lora_" in name:
+            value.data.mul_(0.3)
+    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def merged(folder: Path, **fields: Any) -> Any:
+    """Merge as a run does; return the model as others load it."""
+    spec = make_spec({"model": str(folder / "base"), "seq_length": 64, **fields}, "here")
+    return AutoModelForCausalLM.from_pretrained(export.merge_adapter(spec, folder), dtype="auto").eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_equals_base_with_adapter(kind: str, tmp_path: Path) -> None:
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        expected = logits(adapted(folder, kind, tied))
+        found = merged(folder, precision="32-true")
+        assert not found.config.tie_word_embeddings
+        assert_close(logits(found), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"precision": "32-true"}, {"precision": "32-true", "strategy": "pipeline"}], ids=["", "pipeline"]
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("targets", ["head", "embed", "layers", "layers,head"])
+def test_each_side_of_tied_embeddings(
+    targets: str, kind: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "EXPORT_PART", 5_000)  # several files
+    expected = logits(adapted(tmp_path, kind, True, targets))
+    found = merged(tmp_path, **fields)
+    assert found.config.tie_word_embeddings == (targets == "layers")
+    names = [name for file in (tmp_path / "merged").glob("*.safetensors") for name in load_file(file)]
+    assert len(names) == len(set(names)) and ("lm_head.weight" in names) == (targets != "layers")
+    assert_close(logits(found), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"q_proj": 2}, "rank_pattern": {"v_proj": 2}}, {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=lambda adapter: next(iter(adapter)),
+)  # fmt: skip
+def test_other_adapters_of_peft(adapter: dict[str, Any], tmp_path: Path) -> None:
+    model = adapted(tmp_path, "qwen2", True, "layers", **adapter)
+    for name, value in model.named_parameters():
+        if ("bias" in adapter and ".bias" in name) or "modules_to_save" in name:
+            value.data.add_(0.1)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    assert_close(logits(merged(tmp_path, precision="32-true")), logits(model), rtol=0, atol=1e-5)
+
+
+def test_sixteen_bits_are_rounded_once(tmp_path: Path) -> None:
+    expected = (
+        adapted(tmp_path, "llama", True, "layers,head")
+        .merge_and_unload()
+        .get_parameter("model.layers.0.mlp.up_proj.weight")
+    )
+    found = merged(tmp_path, precision="bf16-mixed")
+    assert found.dtype == torch.bfloat16 and not found.config.tie_word_embeddings
+    assert torch.equal(found.get_parameter("model.layers.0.mlp.up_proj.weight"), expected.to(torch.bfloat16))
+
+
+# What goes wrong ----------------------------------------------------------------------------------------------------------
+
+
+def wrong_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda layer, name: 2 * right(layer, name))
+
+
+def stays_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_merge, "untie", lambda *_: None)
+
+
+def a_config_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_merge, "_declare_untied", lambda *_: None)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("fault", [wrong_updates, stays_tied, a_config_that_lies])
+def test_a_wrong_merge_fails(fault: Any, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted(tmp_path, "llama", True, "layers,head")
+    fault(monkeypatch)
+    with pytest.raises(
+        UserError, match=r"^merge: .* (differs from the base model with the adapter by |tied, but they differ)"
+    ):
+        merged(tmp_path, precision=precision)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"], "no merged model remains"
+
+
+def test_a_wrong_merge_in_memory_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted(tmp_path, "llama", True, "layers,head")
+    spec = make_spec({"model": str(tmp_path / "base"), "seq_length": 64}, "here")
+    stays_tied(monkeypatch)
+    with pytest.raises(UserError, match=r"^merge: a logit of the merged model differs"):
+        adapter_merge.merge_into_base(adapter_merge.adapted_model(spec, tmp_path / "adapter"))
+
+
+def test_layers_that_share_a_weight_otherwise_are_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL, vocab_size=96))
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(
+        UserError, match=r"mlp\.up_proj\.weight share one weight, .*: set merge=false, or leave them out"
+    ):
+        adapter_merge.untie(model, [model.model.layers[0].mlp.up_proj])
+
+
+def test_a_file_of_the_base_is_missing(tmp_path: Path) -> None:
+    adapted(tmp_path, "llama", False, "layers")
+    (tmp_path / "base/model.safetensors").rename(tmp_path / "base/model-1.safetensors")
+    (tmp_path / "base/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "lost.safetensors"}}))
+    with pytest.raises(UserError, match=r"^merge: this host lacks weight files of .*: copy them to the first host"):
+        merged(tmp_path, strategy="pipeline")

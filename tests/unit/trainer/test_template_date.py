@@ -1,0 +1,77 @@
+"""The date of a run, which chat templates print."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from trainer.config import changed_fields, make_spec, parse_mapping
+from trainer.distributed.world import World
+from trainer.errors import UserError
+from trainer.template_date import prints_date, recorded_date, run_date
+
+DATED = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")
+PLAIN = SimpleNamespace(chat_template="{{ messages }}")
+TODAY = datetime.date.today()
+
+
+def world_of(*others: list[Any]) -> World:
+    """Return a world whose other ranks, after this one, say `others`."""
+    return cast(World, SimpleNamespace(gather=lambda mine: [mine, *others]))
+
+
+def checkpoint(folder: Path, step: int, **state: Any) -> None:
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"step": step, **state}))
+
+
+def test_a_new_run_has_the_date_of_rank_0(tmp_path: Path) -> None:
+    tomorrow = (TODAY + datetime.timedelta(1)).isoformat()
+    assert run_date(make_spec({}, ""), DATED, tmp_path, world_of([-1, tomorrow])) == TODAY
+
+
+def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_path: Path) -> None:
+    assert recorded_date(tmp_path) is None
+    checkpoint(tmp_path, 5, template_date="2026-01-31")
+    checkpoint(tmp_path, 9)  # of a version, or a template, without a date
+    assert recorded_date(tmp_path) == (5, datetime.date(2026, 1, 31))
+    checkpoint(tmp_path, 10, template_date="31 January")
+    (tmp_path / "step-00000011").mkdir()
+    spec = make_spec({}, "")
+    assert run_date(spec, DATED, tmp_path, world_of([-1, TODAY.isoformat()])) == datetime.date(2026, 1, 31)
+    assert run_date(spec, DATED, tmp_path, world_of([20, "2026-02-01"])) == datetime.date(2026, 2, 1)
+    assert run_date(spec, DATED, tmp_path / "new host", world_of([5, "2026-01-31"])) == datetime.date(2026, 1, 31)
+
+
+def test_the_date_of_the_spec_wins(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5, template_date="2026-01-31")
+    spec = make_spec({"template_date": "2025-12-24"}, "")
+    assert run_date(spec, DATED, tmp_path, world_of()) == datetime.date(2025, 12, 24)
+
+
+def test_replicas_that_start_on_their_own_need_a_date_in_the_spec(tmp_path: Path) -> None:
+    apart = {"strategy": "diloco", "diloco_membership": "torchft"}
+    with pytest.raises(UserError, match=rf"^template_date: .* set template_date={TODAY.isoformat()}$"):
+        run_date(make_spec(apart, ""), DATED, tmp_path, world_of())
+    assert run_date(make_spec(apart, ""), PLAIN, tmp_path, world_of()) == TODAY
+    assert run_date(make_spec({**apart, "template_date": "2026-01-31"}, ""), DATED, tmp_path, world_of())
+
+
+def test_a_date_is_one_of_the_calendar() -> None:
+    for text in ("template_date: 2026-01-31", "template_date: '2026-01-31'"):
+        assert make_spec(parse_mapping(text, ""), "").date == datetime.date(2026, 1, 31)
+    for value in ("2026-02-30", "20260131", "today", "2026-01-31 10:00", datetime.datetime(2026, 1, 31), 20260131):
+        with pytest.raises(UserError, match="template_date: expected a date such as 2026-01-31"):
+            make_spec({"template_date": value}, "")
+    assert changed_fields(make_spec({}, ""), make_spec({"template_date": "2026-01-31"}, ""))
+
+
+def test_templates_that_print_a_date() -> None:
+    assert prints_date(DATED) and not prints_date(PLAIN) and not prints_date(SimpleNamespace(chat_template=None))
+    assert prints_date(SimpleNamespace(chat_template={"default": DATED.chat_template}))
