@@ -58,6 +58,7 @@ GEMMA4 = Family(
     "<bos>",
     not_said=r"<\|tool_response>.*?<tool_response\|>",
     optional=r"\s+|<\|tool_response>",
+    after=r"<\|turn>|\s*",  # the next header ends a text behind the result of a tool
     never=r"call:\w+\{\{",  # arguments in JSON
     own=("<|channel>thought\n", "\n<channel|>"),
 )
@@ -266,6 +267,8 @@ REDUCTIONS = [
         ),
         CHATML,
     ),
+    Template("generation_of_all", "{% generation %}" + _chatml() + "{% endgeneration %}", CHATML),
+    Template("generation_of_turns", _chatml("{% generation %}" + _PLAIN + "{% endgeneration %}", _DEFINE), CHATML),
     Template(
         "upper_case_answers",
         _chatml(

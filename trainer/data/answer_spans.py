@@ -381,27 +381,36 @@ class AnswerFinder:
 
     def _spans(self, chat: _Chat, index: int) -> tuple[list[Span], bool]:
         """Return where the answer with this index stands, and whether nothing ends it. Raises TemplateError."""
-        turn = _turn(chat, index)
-        # The block of the answer before ends behind its last mark, and that of the next one begins before its first.
-        low = turn.begin + 1 if turn.first is None else turn.first
-        high = turn.limit - 1 if turn.last is None else turn.last
-        blocks = [
-            (max(begin, turn.begin), min(end, turn.limit))
-            for begin, end in chat.reading.blocks
-            if begin <= high and end >= low
-        ]
         if chat.reading.blocks:
             for piece in chat.rendered_pieces(index):
                 first, last = chat.reading.places[piece.open], chat.reading.places[piece.close]
-                if not any(begin <= first and last <= end for begin, end in blocks):
+                if not any(begin <= first and last <= end for begin, end in chat.reading.blocks):
                     raise TemplateError(f"chat template: its generation blocks leave out the {piece.what} of an answer")
-        start = blocks[0][0] if blocks else turn.begin + self._header(chat, index, turn)
+        spans: list[Span] = []
+        is_open = False
+        for number, turn in enumerate(_turns(chat, index)):
+            found, is_open = self._turn_spans(chat, index, turn, is_first=number == 0)
+            spans += found
+        return spans, is_open
+
+    def _turn_spans(self, chat: _Chat, index: int, turn: _Turn, *, is_first: bool) -> tuple[list[Span], bool]:
+        # The block of the answer before ends behind its last mark, and that of the next one begins before its first.
+        low = turn.begin + 1 if turn.first is None else turn.first
+        high = turn.limit - 1 if turn.last is None else turn.last
+        blocks = [block for block in chat.reading.blocks if block[0] <= high and block[1] >= low]
+        if blocks and blocks[0][0] >= turn.begin:
+            start = blocks[0][0]
+        else:  # also where a block has more than the answer
+            start = turn.begin + self._header(chat, index, turn) if is_first or turn.first is None else turn.first
         anchor = start if turn.last is None else turn.last
         size, is_open = self._ending(chat, index, turn, anchor)
         end = anchor + size
         if not blocks:
             return [(start, end)], is_open
-        return [*blocks[:-1], (blocks[-1][0], max(blocks[-1][1], end))], is_open
+        if blocks[-1][1] <= turn.limit:
+            end = max(blocks[-1][1], end)
+        edges = [start, *[edge for block in blocks for edge in block][1:-1], end]
+        return list(zip(edges[::2], edges[1::2], strict=True)), is_open
 
     def _header(self, chat: _Chat, index: int, turn: _Turn) -> int:
         """Return the number of characters between the mark before an answer and the answer. Raises TemplateError."""
@@ -482,23 +491,37 @@ class AnswerFinder:
         return tail
 
 
-def _turn(chat: _Chat, index: int) -> _Turn:
-    """Return where an answer stands among the marks of a chat."""
+def _turns(chat: _Chat, index: int) -> list[_Turn]:
+    """Return where an answer stands among the marks of a chat: more than once if results of tools stand within. Raises TemplateError."""
     order, places = chat.reading.order, chat.reading.places
     message = {mark: piece.message for piece in chat.pieces for mark in (piece.open, piece.close)}
     own = [at for at, mark in enumerate(order) if message[mark] == index]
-    earlier = [at for at, mark in enumerate(order) if message[mark] < index]
-    at, next_at = (own[0], own[-1] + 1) if own else (earlier[-1] + 1, earlier[-1] + 1) if earlier else (0, 0)
-    before = order[at - 1] if at else ""
-    if any(message[mark] != index for mark in order[at:next_at]):
-        raise TemplateError(
-            "chat template: it writes other messages into an answer: give its text and its calls in messages of their own"
-        )
-    limit = places[order[next_at]] if next_at < len(order) else len(chat.reading.text)
     if not own:
-        return _Turn(before, places[before] if before else 0, limit, None, None, "")
-    last_mark = order[own[-1]]
-    return _Turn(before, places[before] if before else 0, limit, places[order[own[0]]], places[last_mark], last_mark)
+        at = max((at + 1 for at, mark in enumerate(order) if message[mark] < index), default=0)
+        begin, limit = (places[order[at - 1]] if at else 0), _place(chat, at)
+        return [_Turn(order[at - 1] if at else "", begin, limit, None, None, "")]
+    turns = []
+    for first, last in _runs(own):
+        before = order[first - 1] if first else ""
+        begin, mark = places[before] if before else 0, order[last]
+        turns.append(_Turn(before, begin, _place(chat, last + 1), places[order[first]], places[mark], mark))
+    within = {message[mark] for mark in order[own[0] : own[-1]]} - {index}
+    if any(chat.messages[other]["role"] != "tool" for other in within):
+        raise TemplateError("chat template: it writes the answers of a chat out of order")
+    return turns
+
+
+def _place(chat: _Chat, at: int) -> int:
+    """Return the place of a mark by its number; the end of the text behind the last one."""
+    order = chat.reading.order
+    return chat.reading.places[order[at]] if at < len(order) else len(chat.reading.text)
+
+
+def _runs(numbers: Sequence[int]) -> list[Span]:
+    """Return the first and the last of each run of numbers that follow each other."""
+    starts = [number for place, number in enumerate(numbers) if not place or numbers[place - 1] != number - 1]
+    ends = [number for place, number in enumerate(numbers, 1) if place == len(numbers) or numbers[place] != number + 1]
+    return list(zip(starts, ends, strict=True))
 
 
 def _structure(message: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -52,11 +52,6 @@ REFUSED = {
     "drops_tool_results": {"tools_text_of_others"},
     "calls_without_name": {"tools_text_of_others"},
     "escaped_arguments": {"tools_nested", "tools_unsorted"},
-    # Calls, their results and the text of the answer stand in this order in one turn.
-    **{
-        name: {"tools_text_beside"}
-        for name in ("diffusion_gemma", "diffusion_gemma_training", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5")
-    },
 }
 
 
