@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
+import re
 import unicodedata
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 from chat_templates import REDUCTIONS, Template, situations, trl_templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from template_loss import Bed, spelled
+from template_loss import Bed, spelled, tokenizer_of
 from tokenizer_kinds import KINDS
 
 from trainer.data.encode import Encoder
+from trainer.data.hf_template import ChatTemplate
 from trainer.data.shapes import to_sample
+from trainer.data.template_text import end_of_turn, without_generation
 from trainer.errors import UserError
 
 TRL = trl_templates()
@@ -78,6 +82,37 @@ def test_loss_is_on_what_the_assistant_says(template: Template) -> None:
 @pytest.mark.parametrize("template", REDUCTIONS, ids=[template.name for template in REDUCTIONS])
 def test_loss_is_on_what_the_assistant_says_in_reductions(template: Template) -> None:
     check(template)
+
+
+@pytest.mark.skipif(not TRL, reason="needs the chat templates of the package trl")
+def test_templates_without_generation_render_the_same() -> None:
+    tagged = [template for template in TRL if "endgeneration" in template.text]
+    assert len(tagged) > 20
+    for template in tagged[::4]:
+        saved = without_generation(template.text)
+        assert not re.search(r"\{%[-+]?\s*(end)?generation", saved)
+        texts = [
+            [ChatTemplate(source, {}, datetime.datetime(2026, 1, 2)).render(situations()[name]["messages"], False)]
+            for name in ("multi", "think_twice_in")
+            for source in (template.text, saved)
+        ]
+        assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+@pytest.mark.skipif(not TRL, reason="needs the chat templates of the package trl")
+def test_end_of_turn_of_templates() -> None:
+    for template in TRL[::5]:
+        tokenizer = tokenizer_of(template)
+        added = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
+        end = end_of_turn(template.text, tokenizer.special_tokens_map, added)
+        assert re.fullmatch(template.family.end, end) if end else template.family.no_end, template.name
+
+
+def test_the_last_of_several_ends_ends_a_turn() -> None:
+    source = "{% for m in messages %}<a>{{ m.content }}</b><|c|>\n{% endfor %}<eos>"
+    assert end_of_turn(source, {}, ["<a>", "</b>", "<|c|>", "|>", "<eos>"]) == "<|c|>"
+    assert end_of_turn(source, {}, ["<a>", "<eos>"]) == ""
+    assert end_of_turn("{# {% generation %} #}" + source, {}, ["</b>"]) == "</b>"
 
 
 @functools.cache
