@@ -50,7 +50,11 @@ def adapted_model(spec: RunSpec, adapter: Path, dtype: torch.dtype | str = torch
     from trainer.model import read_causal_model
 
     base = read_causal_model(spec, "model", spec.model, dtype=dtype)
-    return PeftModel.from_pretrained(base, str(adapter)).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*tie_word_embeddings"
+        )  # peft's merge does not untie; this module does
+        return PeftModel.from_pretrained(base, str(adapter)).eval()
 
 
 def merge_into_base(adapted: Any) -> Any:
