@@ -268,6 +268,22 @@ REDUCTIONS = [
         ),
         CHATML,
     ),
+    # Reasoning of earlier answers is cut off behind marks of the family's own.
+    *(
+        Template(
+            f"own_marks_{name}",
+            _chatml(
+                "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last and 'CLOSE' in m.content %}{{ m.content.split('CLOSE')[-1].lstrip() }}"
+                "{% else %}{{ m.content }}{% endif %}<|im_end|>\n".replace("CLOSE", close)
+            ),
+            replace(CHATML, own=(opening, close)),
+        )
+        for name, opening, close in (
+            ("brackets", "[THINK]", "[/THINK]"),
+            ("signs", "◁think▷", "◁/think▷"),
+            ("unknown", "<analysis>", "</analysis>"),
+        )
+    ),
     Template("generation_of_all", "{% generation %}" + _chatml() + "{% endgeneration %}", CHATML),
     Template("generation_of_turns", _chatml("{% generation %}" + _PLAIN + "{% endgeneration %}", _DEFINE), CHATML),
     Template(
@@ -567,6 +583,15 @@ def situations(family: Family = CHATML) -> dict[str, Row]:
         "tools_unused": _chat(*_TURNS[:4], tools=_TOOLS),
         "think_in": _chat(_user("u1word"), _said("<think>\nr1word\n</think>\n\na1word")),
         "think_own": _chat(_user("u1word"), _said(f"{one}r1word{two}a1word")),
+        "think_twice_own": _chat(
+            *(x for n in (1, 2) for x in (_user(f"u{n}word"), _said(f"{one}r{n}word{two}a{n}word")))
+        ),
+        "think_again_in": _chat(_user("u1word"), _said("<think>\nr1word\n</think>\n\na1word\n</think>\nb1word")),
+        "think_after_text": _chat(_user("u1word"), _said("a1word <think>\nr1word\n</think>\n\nb1word")),
+        "think_unclosed": _chat(_user("u1word"), _said("<think>\nr1word a1word"), *_TURNS[2:4]),
+        "think_in_and_beside": _chat(
+            _user("u1word"), _said("<think>\nr1word\n</think>\n\na1word", reasoning_content="r2word")
+        ),
         "think_beside": _chat(_user("u1word"), _said("a1word", reasoning_content="r1word")),
         "think_beside_other_name": _chat(_user("u1word"), _said("a1word", thinking="r1word")),
         "think_twice_in": _chat(

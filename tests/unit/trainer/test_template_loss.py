@@ -49,12 +49,13 @@ REFUSED = {
     "length_decides": {"spaces", "bytes"},
     "truncates_answers": {"same_text"},
     "truncates_questions": {"same_text"},
-    "json_content": {"long_lines"},
-    "drops_line_ends": {"long_lines"},
+    "json_content": None,
+    "drops_line_ends": None,
     "drops_earlier_answers": {"same_text", "empty_answer"},
     "drops_empty": {"empty_answer"},
     "drops_tool_results": {"tools_text_of_others"},
     "calls_without_name": {"tools_text_of_others"},
+    "escapes_html": None,
     "escaped_arguments": {"tools_nested", "tools_unsorted"},
 }
 
