@@ -1,11 +1,11 @@
 """The trainer against a plain loop over transformers and peft, and against TRL's SFTTrainer: equal losses and weights.
 
-    make bench NAME=agree [ARGS='--model DIR ...']
+    make bench NAME=agree [ARGS='--small --model DIR']
 
 All sides train on the same samples in the same order, from the same weights and adapter, in 32 bits without dropout, with loss on
 the answers of chats of several turns. The trainer runs with gradient accumulation, with packed rows, and on two ranks. The plain
-loop never packs. Three small models have random weights; `--model` adds pretrained ones. Exits with 1 if two sides differ by
-more than the bound. Takes about 4 minutes, and 10 more with a model of 135 M weights.
+loop never packs. `--model` adds pretrained models to small ones with random weights; `--small` without names leaves these out.
+Exits with 1 if two sides differ by more than the bound. Takes 2 minutes, and 8 with a model of 135 M weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEPS = 20
 SEQ_LENGTH = 128  # no chat is truncated: the plain loop does not truncate
 # Architectures that differ in what a loss depends on: names of layers, norms of queries and keys, soft-capped logits, positions.
 SMALL = ("llama", "qwen3", "gemma2", "gpt2")
-# GPT-2 has biases of keys. Their gradient is zero but for rounding, which AdamW makes as large as that of other weights.
+# With full weights. Not GPT-2: the gradient of its key biases is zero except for rounding, which AdamW enlarges to whole steps.
 FULL = ("llama", "qwen3", "gemma2")
 SIZES = {
     "hidden_size": 64,

@@ -157,10 +157,10 @@ def loss_difference(one: Sequence[float], two: Sequence[float]) -> float:
 
 def weight_difference(one: Path, two: Path) -> float:
     """Return the largest difference between the weights in two folders; infinite if their names or shapes differ, NaN if a
-    weight is NaN. The weights of an adapter are what it adds to those of the model.
+    weight is NaN.
 
-    The factors of an adapter are no measure: AdamW makes a whole step of a gradient that is nothing but rounding, which some
-    elements of them have, and what such an element adds to a weight is nothing but rounding too.
+    For an adapter, the weights are what it adds to those of the model. Single elements of its factors differ more: AdamW divides a
+    gradient by its size, so rounding decides the step of an element whose gradient is near 0.
     """
     first, second = _saved(one), _saved(two)
     if {name: weight.shape for name, weight in first.items()} != {name: w.shape for name, w in second.items()}:
