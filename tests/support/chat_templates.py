@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,22 @@ REDUCTIONS = [
             "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
         ),
         CHATML,
+    ),
+    # Reasoning of earlier answers is cut off behind marks of the family's own.
+    *(
+        Template(
+            f"own_marks_{name}",
+            _chatml(
+                "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last and 'CLOSE' in m.content %}{{ m.content.split('CLOSE')[-1].lstrip() }}"
+                "{% else %}{{ m.content }}{% endif %}<|im_end|>\n".replace("CLOSE", close)
+            ),
+            replace(CHATML, own=(opening, close)),
+        )
+        for name, opening, close in (
+            ("brackets", "[THINK]", "[/THINK]"),
+            ("signs", "◁think▷", "◁/think▷"),
+            ("unknown", "<analysis>", "</analysis>"),
+        )
     ),
     Template("generation_of_all", "{% generation %}" + _chatml() + "{% endgeneration %}", CHATML),
     Template("generation_of_turns", _chatml("{% generation %}" + _PLAIN + "{% endgeneration %}", _DEFINE), CHATML),
@@ -566,6 +583,15 @@ def situations(family: Family = CHATML) -> dict[str, Row]:
         "tools_unused": _chat(*_TURNS[:4], tools=_TOOLS),
         "think_in": _chat(_user("u1word"), _said("<think>\nr1word\n</think>\n\na1word")),
         "think_own": _chat(_user("u1word"), _said(f"{one}r1word{two}a1word")),
+        "think_twice_own": _chat(
+            *(x for n in (1, 2) for x in (_user(f"u{n}word"), _said(f"{one}r{n}word{two}a{n}word")))
+        ),
+        "think_again_in": _chat(_user("u1word"), _said("<think>\nr1word\n</think>\n\na1word\n</think>\nb1word")),
+        "think_after_text": _chat(_user("u1word"), _said("a1word <think>\nr1word\n</think>\n\nb1word")),
+        "think_unclosed": _chat(_user("u1word"), _said("<think>\nr1word a1word"), *_TURNS[2:4]),
+        "think_in_and_beside": _chat(
+            _user("u1word"), _said("<think>\nr1word\n</think>\n\na1word", reasoning_content="r2word")
+        ),
         "think_beside": _chat(_user("u1word"), _said("a1word", reasoning_content="r1word")),
         "think_beside_other_name": _chat(_user("u1word"), _said("a1word", thinking="r1word")),
         "think_twice_in": _chat(
@@ -599,3 +625,62 @@ def situations(family: Family = CHATML) -> dict[str, Row]:
             _user("u1word\n\n# u2word\n- u3word"), _said("a1word\n```py\nb1word()\n```\n\tc1word"), *_TURNS[2:4]
         ),
     }
+
+
+class RandomChats:
+    """Makes records of random chats: systems, calls in any form, results, reasoning, and texts with spaces and other scripts."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._count = 0
+
+    def _word(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}{chr(97 + self._count % 26)}{self._count % 10}word"
+
+    def _text(self, kind: str) -> str:
+        word = self._word(kind)
+        forms = [
+            f" {word}",
+            f"{word}\n",
+            f"é {word} 猫🚂",
+            f"{word}\n\n{self._word(kind)}",
+            f"{{{{ {word} }}}}",
+            f'"{word}"',
+        ]
+        return self._draw.choice([word, *forms])
+
+    def _value(self) -> Any:
+        word = self._word("v")
+        return self._draw.choice([word, word, {"key": word}, [word, self._word("v")], 3, True, None, ""])
+
+    def _calls(self, first: int) -> list[Row]:
+        calls = []
+        for number in range(first, first + self._draw.choice((1, 1, 2))):
+            arguments = {
+                f"arg{self._draw.choice('abcdef')}1name": self._value() for _ in range(self._draw.randrange(4))
+            }
+            calls.append(_call("call1name", json.dumps(arguments) if self._draw.random() < 0.3 else arguments, number))
+        return calls
+
+    def _steps(self, count: int) -> list[Row]:
+        """Return calls with their results."""
+        messages: list[Row] = []
+        for _ in range(count):
+            calls = self._calls(len(messages))
+            reasoning = {"reasoning_content": self._text("r")} if self._draw.random() < 0.3 else {}
+            messages.append(_said(self._draw.choice(["", "", None, self._text("a")]), tool_calls=calls, **reasoning))
+            messages += [{**_result(self._text("t")), "tool_call_id": call["id"]} for call in calls]
+        return messages
+
+    def __call__(self) -> Row:
+        with_tools = self._draw.random() < 0.5
+        messages = [{"role": "system", "content": self._text("s")}] if self._draw.random() < 0.3 else []
+        for _ in range(self._draw.randint(1, 4)):
+            messages.append(_user(self._text("u")))
+            messages += self._steps(self._draw.choice((0, 1, 1, 2)) if with_tools else 0)
+            said = self._text("a")
+            forms = [_said(said)] * 5 + [_said(""), _said(f"<think>\n{self._word('r')}\n</think>\n\n{said}")]
+            messages.append(self._draw.choice([*forms, _said(said, reasoning_content=self._text("r"))]))
+        messages += [_user(self._text("u"))] if self._draw.random() < 0.1 else []
+        return _chat(*messages, **({"tools": _TOOLS} if with_tools else {}))

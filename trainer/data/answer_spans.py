@@ -450,6 +450,8 @@ class AnswerFinder:
         """Return the number of characters after the last text of an answer that belong to it, and whether nothing ends it."""
         tail = chat.reading.text[anchor : turn.limit]
         is_last = index == len(chat.messages) - 1
+        if turn.last is None and self._end_within not in tail:
+            raise TemplateError(f"chat template: it leaves out the empty answer in message {index}: remove it")
         own = tail if is_last else self._own_tail(chat, index, turn, anchor, tail)
         body = own.rstrip()
         common = self._common(tail, body)

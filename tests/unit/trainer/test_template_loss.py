@@ -10,7 +10,7 @@ import unicodedata
 from typing import Any
 
 import pytest
-from chat_templates import REDUCTIONS, Template, situations, trl_templates
+from chat_templates import REDUCTIONS, RandomChats, Template, situations, trl_templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_loss import Bed, spelled, tokenizer_of
@@ -49,12 +49,13 @@ REFUSED = {
     "length_decides": {"spaces", "bytes"},
     "truncates_answers": {"same_text"},
     "truncates_questions": {"same_text"},
-    "json_content": {"long_lines"},
-    "drops_line_ends": {"long_lines"},
+    "json_content": None,
+    "drops_line_ends": None,
     "drops_earlier_answers": {"same_text", "empty_answer"},
     "drops_empty": {"empty_answer"},
     "drops_tool_results": {"tools_text_of_others"},
     "calls_without_name": {"tools_text_of_others"},
+    "escapes_html": None,
     "escaped_arguments": {"tools_nested", "tools_unsorted"},
 }
 
@@ -70,13 +71,26 @@ def check(template: Template) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def in_tests(templates: list[Template], fast: set[str]) -> list[Any]:
+    """Return the templates as parameters of a test that is slow for all others than `fast`."""
+    return [pytest.param(one, id=one.name, marks=() if one.name in fast else pytest.mark.slow) for one in templates]
+
+
 @pytest.mark.skipif(not TRL, reason="needs the chat templates of the package trl")
-@pytest.mark.parametrize(
-    "template",
-    [pytest.param(one, id=one.name, marks=() if one.name in FAST else pytest.mark.slow) for one in TRL],
-)
+@pytest.mark.parametrize("template", in_tests(TRL, FAST))
 def test_loss_is_on_what_the_assistant_says(template: Template) -> None:
     check(template)
+
+
+@pytest.mark.parametrize("template", in_tests(TRL + REDUCTIONS, {"plain", "gemma4_v5", "qwen3", "gptoss"}))
+def test_random_chats(template: Template) -> None:
+    under, chats, whole = Bed(template), RandomChats(1), 0
+    for _ in range(30):
+        row = chats()
+        verdict = under.verdict(row)
+        assert verdict.kind != "WRONG", f"{verdict}: {row}"
+        whole += verdict.kind == "ok"
+    assert whole == 30 or template.name != "qwen3"
 
 
 @pytest.mark.parametrize("template", REDUCTIONS, ids=[template.name for template in REDUCTIONS])
