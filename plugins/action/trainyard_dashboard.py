@@ -1,5 +1,6 @@
 """Serve the dashboard. Documented in plugins/modules/trainyard_dashboard.py."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class ActionModule(ClusterAction):
             # Its connections stay open, which Ansible's plugins cannot do.
             inventory = Inventory(variables["ansible_inventory_sources"], ",".join(variables["ansible_play_hosts"]))
             hostvars = variables["hostvars"]
-            find_queue = lambda: queue_host(variables["groups"], lambda host, name: hostvars[host].get(name))  # noqa: E731
+            find_queue = functools.partial(queue_host, variables["groups"])
             project = Project.of(TOP, inventory.hosts, variables["groups"], hostvars)
             how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": self._task.check_mode}
             how["password"] = str(self.resolve(variables.get(PASSWORD, "")))  # not an argument, which -vvv would show

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import zipfile
@@ -23,7 +22,7 @@ def test_the_settings_have_no_secret_and_log_in_with_the_key_of_the_service(tmp_
     login = Login("controller.example", "ubuntu", 2222, "/home/me/.ssh/id", ("-o", "ProxyCommand=evil"))
     host = Host("node1", "10.0.0.1", "/srv/t", "/srv/t/venv/bin/python", env={"TOKEN": "secret"}, login=login)
     groups = {"cluster": ["node1"]}
-    text = service_config([host], groups, {"node1": {"queue_state": "present"}}, "10.0.0.1", 5443)
+    text = service_config([host], groups, "10.0.0.1", 5443)
     assert not any(word in text for word in ("secret", "evil", "/home/me", "controller.example"))
     (tmp_path / "config.json").write_text(text)
     hosts, queue, options = read_config(tmp_path)
@@ -37,7 +36,6 @@ def test_the_settings_have_no_secret_and_log_in_with_the_key_of_the_service(tmp_
         str(Path.home() / KEY),
     )
     assert "UserKnownHostsFile=/etc/ssh/ssh_known_hosts" in there.extra_arguments
-    assert json.loads(service_config([host], groups, {"node1": {}}, "10.0.0.1", 5443))["queue"] == ""
     (tmp_path / "certificate.pem").touch()
     assert read_config(tmp_path)[2].dashboard_key == str(tmp_path / "key.pem")
     for broken in ("{", "[]", '{"hosts": [{}], "queue": "", "address": "10.0.0.1", "port": 1}'):

@@ -170,7 +170,7 @@ def queue(call: Call, verb: str) -> dict[str, Any]:
 def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
-    find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
+    find_queue = functools.partial(queue_host, inventory.groups)
     password = str(inventory.variable(inventory.hosts[0].name, PASSWORD) or "")
     project = Project.of(call.top, inventory.hosts, inventory.groups, inventory.variables)
     how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check, "password": password}
