@@ -396,7 +396,7 @@ def test_a_hanging_slurm_blocks_neither_the_sampler_nor_the_next_question(
     monkeypatch.setattr(Sampler, "_receive", lambda self: None)
     monkeypatch.setattr(Sampler, "_repeat", lambda self, *arguments: None)
     monkeypatch.setattr(remote_queue, "info", info)
-    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_port": 0})
+    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_urls": []})
     ask = lambda number: sampler._reply(json.dumps({"id": number, "query": "queue", "recent": 5}).encode())  # noqa: E731
     ask(1)
     ask(2)

@@ -20,7 +20,15 @@ TOP = Path(__file__).resolve().parents[2]
 
 def test_the_settings_have_no_secret_and_log_in_with_the_key_of_the_service(tmp_path: Path) -> None:
     login = Login("controller.example", "ubuntu", 2222, "/home/me/.ssh/id", ("-o", "ProxyCommand=evil"))
-    host = Host("node1", "10.0.0.1", "/srv/t", "/srv/t/venv/bin/python", env={"TOKEN": "secret"}, login=login)
+    host = Host(
+        "node1",
+        "10.0.0.1",
+        "/srv/t",
+        "/srv/t/venv/bin/python",
+        env={"TOKEN": "secret"},
+        ollama_urls=("http://o:1",),
+        login=login,
+    )
     groups = {"cluster": ["node1"]}
     text = service_config([host], groups, "10.0.0.1", 5443)
     assert not any(word in text for word in ("secret", "evil", "/home/me", "controller.example"))
@@ -28,6 +36,7 @@ def test_the_settings_have_no_secret_and_log_in_with_the_key_of_the_service(tmp_
     hosts, queue, options = read_config(tmp_path)
     assert queue == "node1" and (options.dashboard_listen, options.dashboard_port) == ("10.0.0.1", 5443)
     assert options.dashboard_password_file == str(tmp_path / "password") and options.dashboard_certificate == ""
+    assert hosts[0].ollama_urls == ("http://o:1",)
     there = hosts[0].login
     assert (there.address, there.user, there.port, there.key_file) == (
         "10.0.0.1",
