@@ -89,7 +89,6 @@ def test_words_without_a_flag() -> None:
         (["queue", "ad"], "unknown command 'queue ad'; did you mean 'queue add'?"),
         (["queue", "add", "--prioity", "low"], "queue add: unknown flag --prioity; did you mean --priority?"),
         (["queue", "hold"], "queue: name the runs, as in trainyard queue hold NAME"),
-        (["queue", "list"], "the queue is not installed on node1: set queue_state: present"),
         (["completion", "tcsh"], "completion: shell: expected one of bash, zsh, got 'tcsh'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

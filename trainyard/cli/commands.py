@@ -27,7 +27,7 @@ from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.options import DeployOptions, make_deploy_options
-from trainyard.ollama.servers import server_urls
+from trainyard.ollama.servers import host_urls
 from trainyard.preflight.runner import run_preflight
 from trainyard.queue.host import queue_host
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE, manage_queue
@@ -170,9 +170,9 @@ def queue(call: Call, verb: str) -> dict[str, Any]:
 def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
-    find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
+    find_queue = functools.partial(queue_host, inventory.groups)
     password = str(inventory.variable(inventory.hosts[0].name, PASSWORD) or "")
-    project = Project.of(call.top, inventory.hosts, inventory.groups, inventory.variables)
+    project = Project.of(call.top, inventory.groups, inventory.variables)
     how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check, "password": password}
     return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, **how)
 
@@ -195,7 +195,7 @@ def _manage(call: Call, state: str, run: str, **how: Any) -> dict[str, Any]:
 
 def _deployment(call: Call, group: Group, remove: bool) -> Deployment:
     options, inventory = make_deploy_options(call.own(group), remove=remove), call.inventory
-    urls = {host.name: server_urls(inventory.variables[host.name]) for host in inventory.hosts}
+    urls = {host.name: host_urls(host) for host in inventory.hosts}
     how: dict[str, Any] = {"work": call.top / ".trainyard", "report": call.output.report, "check": call.check}
     return Deployment(inventory.hosts, inventory.connect, urls, options, **how)
 

@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.files import sha256_file, write_atomic
 from trainer.inputs import user_path
 from trainyard.cluster import Cluster
-from trainyard.ollama.client import OllamaClient, OllamaError
+from trainyard.ollama.client import is_server_url
 from trainyard.ollama.converter import converter_archive
 from trainyard.ollama.distill_options import AnswerOptions, DistillOptions
 from trainyard.ollama.options import MODEL_NAME_RULES, DeployOptions
@@ -224,7 +224,5 @@ def step_data(steps: Steps, run: str, servers: Servers) -> dict[str, Any]:
 def _check_urls(urls: Iterable[tuple[str, str]]) -> None:
     """Check the addresses of the servers of hosts. Raises UserError, which shows no address: it may hold a password."""
     for name, url in urls:
-        try:
-            OllamaClient(url)
-        except OllamaError:
-            raise UserError(f"{name}: ollama_url is no address of a server: expected http://ADDRESS:PORT") from None
+        if not is_server_url(url):
+            raise UserError(f"{name}: ollama_url is no address of a server: expected http://ADDRESS:PORT")

@@ -25,6 +25,7 @@ from trainyard.run.planning import (
     PreviousStart,
     RunPlan,
     check_running_spec,
+    finished_line,
     host_spec,
     is_finished,
     stopped_line,
@@ -96,7 +97,8 @@ def plan_job(
     if previous.begun and was_stopped(hosts, int(part.get("attempt") or 0)):
         return RunPlan([entry], "stopped", 0, [stopped_line(run)])
     if is_finished(hosts, entry["spec"], run):
-        return RunPlan([entry], "finished", 0, [])
+        lines = [finished_line(run), *_plan_lines(login, options, processes, spec)] if preview else []
+        return RunPlan([entry], "finished", 0, lines)
     return RunPlan([entry], "new", 0, _plan_lines(login, options, processes, spec))
 
 
