@@ -25,6 +25,7 @@ from trainyard.run.planning import (
     PreviousStart,
     RunPlan,
     check_running_spec,
+    data_lines,
     host_spec,
     is_finished,
     stopped_line,
@@ -97,7 +98,8 @@ def plan_job(
         return RunPlan([entry], "stopped", 0, [stopped_line(run)])
     if is_finished(hosts, entry["spec"], run):
         return RunPlan([entry], "finished", 0, [])
-    return RunPlan([entry], "new", 0, _plan_lines(login, options, processes, spec))
+    lines = [*_plan_lines(login, options, processes, spec), *data_lines(prepared)]
+    return RunPlan([entry], "new", 0, lines)
 
 
 def _entry(login: HostState, run: str, world: int, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
