@@ -15,6 +15,7 @@ import yaml
 from trainer import __version__
 from trainer.config import RunSpec
 from trainer.data.files import HUB_ID
+from trainer.data.report import DataReport
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.planner.cost import EXPORT_PART
@@ -93,8 +94,7 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
         **totals,
         "eval_loss": eval_loss,
         "packing": spec.packing,
-        "dropped_samples": job.corpus.dropped,
-        "cut_samples": job.corpus.cut,
+        "data": job.corpus.report.as_dict(),
         "adapter": None,
         "tensorboard": str(run_dir / "tensorboard") if "tensorboard" in spec.loggers else None,
         "trainer": __version__,
@@ -282,6 +282,7 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
         "base model": f"{model}{checksum(origin.get('model_sha256'))}",
         "dataset": f"{dataset}{checksum(origin.get('dataset_sha256'))}",
         "samples as encoded": f"sha256 {data}",
+        "data": DataReport.of(result["data"]).line(),
         "steps": f"{result['step']} of {result['steps']}, {result['samples']} samples, {result['tokens']} tokens",
         "loss": f"{result['loss_first']:.4f} -> {result['loss_last']:.4f}, held out: {eval_loss}",
         **({"rank of the adapter": str(rank)} if (rank := result.get("adapter_rank")) else {}),
