@@ -42,6 +42,4 @@ def test_the_summary_has_the_totals_of_the_dataset() -> None:
     assert (
         lines[4] == "  data         9 samples: 12 answers and 80 tokens with loss, 2 truncated, 1 dropped (1 too long)"
     )
-    assert lines[5].startswith(
-        "WARNING: 1 of 9 samples of the dataset are not trained (1 too long): correct them"
-    )
+    assert lines[5].startswith("WARNING: 1 of 9 samples of the dataset are not trained (1 too long): correct them")
