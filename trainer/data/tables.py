@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 MAX_HEADER = 1024 * 1024  # bytes of the names of all columns
+_MAGIC: dict[str, tuple[bytes, ...]] = {".parquet": (b"PAR1",), ".arrow": (b"ARROW1", b"\xff\xff\xff\xff")}
 _BATCH = 64  # rows of a Parquet file that are decoded at once
 _DELIMITERS = ",;\t|"
 
@@ -91,41 +92,49 @@ def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int,
         OSError: the file cannot be read.
     """
     with open_regular(path) as file:  # refuses a FIFO
-        size = os.fstat(file.fileno()).st_size
+        size, begin = os.fstat(file.fileno()).st_size, file.read(6)
+    if not begin.startswith(_MAGIC[format_of(path)]):
+        raise UserError(f"dataset: cannot read {path}: it does not begin as a {format_of(path)} file: save it again")
     if not has_library():
         raise _no_library(str(path))
     yield from records_apart("read_table", (path, dict(columns)), printable(path), most_decoded(size))
 
 
 def read_table(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
-    """Yield the records of `table_records`, in the process that calls it."""
-    if format_of(path) == ".parquet":
-        yield from _parquet_records(path, columns)
-        return
-    with _library(str(path)) as datasets, tempfile.TemporaryDirectory() as work:
-        files = [_literal(path)]
-        # Without a second copy on disk; the cache is for its lock files.
-        rows = datasets.load_dataset("arrow", data_files=files, split="train", streaming=True, cache_dir=work)
-        yield from enumerate(_selected(rows, columns), 1)
+    """Yield the records of `table_records`, in the process that calls it.
 
-
-def _parquet_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
-    """Yield (record number, record) of a Parquet file. Not through `datasets`, which decodes a whole row group at once."""
-    from pyarrow import parquet
+    Not through `datasets`, which decodes a whole row group at once.
+    """
+    from pyarrow import ipc, parquet
 
     with _library_errors(str(path)), open_regular(path) as file:
-        table = parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
-        names = table.schema_arrow.names
-        if double := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"dataset: {path}: two columns have the name {quoted(double)}: rename one")
-        batches = table.iter_batches(_BATCH, columns=_wanted(names, columns), use_threads=False)
+        if format_of(path) == ".parquet":
+            table = parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+            names = table.schema_arrow.names
+            batches = table.iter_batches(_BATCH, columns=_chosen(path, names, columns), use_threads=False)
+        else:
+            is_file = file.read(6).startswith(b"ARROW1")
+            file.seek(0)
+            reader = (ipc.open_file if is_file else ipc.open_stream)(file)
+            chosen = _chosen(path, reader.schema.names, columns)
+            whole = (reader.get_batch(index) for index in range(reader.num_record_batches)) if is_file else reader
+            batches = (part for batch in whole for part in _parts(batch.select(chosen)))
         rows = (row for batch in batches for row in batch.to_pylist())
         yield from enumerate(({key: plain(value) for key, value in row.items()} for row in rows), 1)
 
 
-def _literal(path: Path) -> str:
-    """Return a path without a meaning of its characters as a pattern."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path.absolute()))
+def _parts(batch: Any) -> Iterator[Any]:
+    """Yield a record batch of an Arrow file in small ones; Arrow checks nothing before it reads."""
+    batch.validate(full=True)
+    for start in range(0, batch.num_rows, _BATCH):
+        yield batch.slice(start, _BATCH)
+
+
+def _chosen(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+    """Return the columns of a file to read. Raises UserError if two have one name."""
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"dataset: {path}: two columns have the name {quoted(double)}: rename one")
+    return _wanted(names, columns)
 
 
 def _wanted(names: Iterable[str], columns: Mapping[str, str]) -> list[str]:
