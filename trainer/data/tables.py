@@ -25,7 +25,7 @@ from trainer.data.record_keys import MEANINGFUL
 from trainer.data.table_process import MEMORY, plain, records_apart
 from trainer.errors import UserError, first_line
 from trainer.formats import printable, quoted
-from trainer.inputs import open_regular, read_regular
+from trainer.inputs import open_regular, path_kind, read_regular
 from trainer.text_encoding import first_not_utf8, not_utf8
 
 if TYPE_CHECKING:
@@ -224,27 +224,49 @@ def _not_utf8(path: Path) -> UserError:
 def saved_records(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield (record number, record) of a folder that `datasets.save_to_disk` wrote. Raises UserError."""
     files = all_files(folder)  # refuses a FIFO
-    _check_saved_names(folder, [path for path in files if path.name == "state.json"])
+    _check_saved_names(folder)
     if not has_library():
         raise _no_library(str(folder))
     most = most_decoded(sum(path.stat().st_size for path in files))
     yield from records_apart("read_saved", (folder, split, dict(columns)), printable(folder), most)
 
 
-def _check_saved_names(folder: Path, states: Sequence[Path]) -> None:
+def _check_saved_names(folder: Path) -> None:
     """Check that a saved dataset names files of its own folder only. Raises UserError."""
-    for path in states:
-        try:
-            listed = json.loads(read_regular(path, MAX_HEADER))["_data_files"]
-            names = [entry["filename"] for entry in listed]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UserError(f"dataset: cannot read {printable(path)}: {first_line(error)}: save it again") from None
-        for name in names:
-            inside = isinstance(name, str) and "\0" not in name and path.parent.joinpath(name).resolve()
-            if not inside or not inside.is_relative_to(folder.resolve()):
-                raise UserError(
-                    f"dataset: {printable(path)} names {quoted(name)}, which is outside of the folder: save the dataset again"
-                )
+    parts = [folder]
+    if path_kind(folder / "dataset_dict.json") == "file":
+        parts = [
+            _named(folder, folder / "dataset_dict.json", name)
+            for name in _listed(folder / "dataset_dict.json", "splits")
+        ]
+    for part in parts:
+        state = part / "state.json"
+        for entry in _listed(state, "_data_files"):
+            _named(folder, state, entry.get("filename") if isinstance(entry, dict) else None)
+
+
+def _listed(path: Path, key: str) -> list[Any]:
+    """Return the list under a key of a JSON file of a saved dataset. Raises UserError."""
+    try:
+        value = json.loads(read_regular(path, MAX_HEADER))[key]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"dataset: cannot read {printable(path)}: {first_line(error)}: save the dataset again"
+        ) from None
+    if not isinstance(value, list):
+        raise UserError(f"dataset: {printable(path)}: {quoted(key)} is no list: save the dataset again")
+    return value
+
+
+def _named(folder: Path, path: Path, name: Any) -> Path:
+    """Return what a file of a saved dataset names. Raises UserError if that is outside of the folder."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError, TypeError):  # links in a circle, NUL
+        found = path.parent / name
+        if found.resolve().is_relative_to(folder.resolve()) and path_kind(found):
+            return found
+    raise UserError(
+        f"dataset: {printable(path)} names {quoted(name)}, which is not in the folder of the dataset: save the dataset again"
+    )
 
 
 def read_saved(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:

@@ -99,7 +99,19 @@ def test_a_saved_dataset_outside_of_its_folder(name: object, tmp_path: Path) -> 
     (folder / "link.arrow").symlink_to("../secret.arrow")
     (folder / "dataset_info.json").write_text("{}")
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    assert "which is outside of the folder" in refusal(folder)
+    assert "which is not in the folder of the dataset" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["../other", "/etc", "linked", ".", 3])
+def test_a_split_outside_of_the_folder_of_a_saved_dataset(name: object, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": ["secret"]}).save_to_disk(str(tmp_path / "other"))
+    folder.mkdir()
+    (folder / "linked").symlink_to("../other")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
+    said = refusal(folder)
+    assert "which is not in the folder of the dataset" in said or (name == "." and "state.json" in said)
 
 
 def test_a_reader_that_stops_early_leaves_no_process(tmp_path: Path) -> None:
