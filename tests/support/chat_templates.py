@@ -268,6 +268,29 @@ REDUCTIONS = [
         ),
         CHATML,
     ),
+    Template("no_prompt", _chatml(before=_DEFINE, prompt=""), CHATML),
+    Template(
+        "no_prompt_words",
+        "{{ bos_token }}{% for m in messages %}{{ m.role | upper }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}",
+        Family(r"ASSISTANT:", r"</s>", "</s>", "<s>"),
+    ),
+    Template(
+        "no_prompt_thinks",
+        _chatml(
+            _PLAIN.replace(
+                "{{ m.content or '' }}",
+                "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content or '' }}",
+            ),
+            _DEFINE,
+            "",
+        ),
+        CHATML,
+    ),
+    Template(
+        "end_between",
+        _chatml("<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last %}<|im_end|>\n{% endif %}"),
+        CHATML,
+    ),
     # Reasoning of earlier answers is cut off behind marks of the family's own.
     *(
         Template(

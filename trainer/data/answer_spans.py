@@ -296,12 +296,18 @@ class AnswerFinder:
     @cached_property
     def _generation_prompt(self) -> str:
         """The header of an answer; empty if the template has none."""
-        chat = [{"role": "user", "content": "zquserzq"}]
+        question, answer = ({"role": role, "content": f"zq{role}zq"} for role in ("user", "assistant"))
         try:
-            without, header = self.template.render(chat, False), self.template.render(chat, True)
+            without, header = self.template.render([question], False), self.template.render([question], True)
+            if header.startswith(without) and header != without:
+                return header.removeprefix(without)
+            # A template without a prompt for answers, or with EOS behind the question: what stands before an answer.
+            own = without.rpartition(question["content"])[2]
+            between = self.template.render([question, answer], False).rpartition(answer["content"])[0]
         except TemplateError:
             return ""
-        return header.removeprefix(without) if header.startswith(without) else ""
+        between = between.rpartition(question["content"])[2]
+        return _REASONING_EDGES.sub("", between[self._common(between, own) :])
 
     # Proof --------------------------------------------------------------------------------------------------------------
 

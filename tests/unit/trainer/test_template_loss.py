@@ -14,7 +14,7 @@ from chat_templates import REDUCTIONS, RandomChats, Template, situations, trl_te
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_loss import Bed, spelled, tokenizer_of
-from tokenizer_kinds import KINDS
+from tokenizer_kinds import KINDS, byte_level
 
 from trainer.data.encode import Encoder
 from trainer.data.hf_template import ChatTemplate
@@ -262,3 +262,11 @@ def tail(text: str, name: str) -> str:
     """Return what a tokenizer keeps of the last words of an answer, without white space."""
     text = "".join(text.split())
     return unicodedata.normalize("NFKC", text).lower() if name == "normalizing" else text
+
+
+def test_an_answer_without_an_end_is_noted() -> None:
+    tokenizer = byte_level()
+    tokenizer.eos_token = None
+    tokenizer.chat_template = next(template.text for template in REDUCTIONS if template.name == "no_end")
+    notes = Encoder(tokenizer, seq_length=4096, train_on="answer").encode(to_sample(situations()["multi"])).notes
+    assert notes == ("nothing ends the last answer: the tokenizer of the model has no eos_token",)
