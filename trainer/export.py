@@ -15,6 +15,7 @@ import yaml
 from trainer import __version__
 from trainer.config import RunSpec
 from trainer.data.files import HUB_ID
+from trainer.data.report import DataReport
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.planner.cost import EXPORT_PART
@@ -93,8 +94,7 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
         **totals,
         "eval_loss": eval_loss,
         "packing": spec.packing,
-        "dropped_samples": job.corpus.dropped,
-        "cut_samples": job.corpus.cut,
+        "data": job.corpus.report.as_dict(),
         "adapter": None,
         "tensorboard": str(run_dir / "tensorboard") if "tensorboard" in spec.loggers else None,
         "trainer": __version__,
@@ -195,32 +195,31 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     """
     from transformers import AutoTokenizer
 
-    from trainer.adapter_merge import LogitCheck, check_saved, merged_dtype, merged_weights, weightless
+    from trainer.adapter_merge import check_merged, merged_dtype, merged_weights, weightless
     from trainer.tokenizer_output import add_end_token, save_tokenizer
 
     dtype, tokenizer = merged_dtype(spec), AutoTokenizer.from_pretrained(run_dir / "adapter")
     with atomic_folder(run_dir / "merged", "merge") as aside:
         adapted = _adapted(spec, run_dir)
-        check = LogitCheck(adapted, dtype)
         weights = merged_weights(adapted, dtype)
         first = next(weights)  # the configuration says whether weights are tied once the first one is there
         model = weightless(adapted, dtype)
         add_end_token(model.generation_config, tokenizer)
         save_in_parts(model, _finite(spec, itertools.chain([first], weights)), aside)
         del adapted, weights, first
-        check_saved(check, aside)
+        check_merged(_adapted(spec, run_dir), dtype, aside)
         save_tokenizer(tokenizer, aside)
     return run_dir / "merged"
 
 
 def merged_rightly(spec: RunSpec, run_dir: Path) -> bool:
     """Return whether `run_dir/merged`, which an earlier version may have written, answers as the base with the adapter."""
-    from trainer.adapter_merge import LogitCheck, check_saved, merged_dtype
+    from trainer.adapter_merge import check_merged, merged_dtype
 
-    check = LogitCheck(_adapted(spec, run_dir), merged_dtype(spec))
+    adapted = _adapted(spec, run_dir)
     try:
-        check_saved(check, run_dir / "merged")
-    except (UserError, OSError, ValueError):
+        check_merged(adapted, merged_dtype(spec), run_dir / "merged")
+    except (UserError, OSError, ValueError, AttributeError):  # it has other layers
         return False
     return True
 
@@ -283,6 +282,7 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
         "base model": f"{model}{checksum(origin.get('model_sha256'))}",
         "dataset": f"{dataset}{checksum(origin.get('dataset_sha256'))}",
         "samples as encoded": f"sha256 {data}",
+        "data": DataReport.of(result["data"]).line(),
         "steps": f"{result['step']} of {result['steps']}, {result['samples']} samples, {result['tokens']} tokens",
         "loss": f"{result['loss_first']:.4f} -> {result['loss_last']:.4f}, held out: {eval_loss}",
         **({"rank of the adapter": str(rank)} if (rank := result.get("adapter_rank")) else {}),

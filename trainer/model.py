@@ -20,7 +20,7 @@ from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.token_ids import set_padding
 from trainer.distillation.loss import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
-from trainer.inputs import path_kind, user_path
+from trainer.model_name import check_model_name
 from trainer.planner.model_shape import target_error, unknown_targets
 from trainer.quantized import nf4_config, prepare_quantized
 from trainer.strategy import plan_of
@@ -39,9 +39,7 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
     Raises:
         UserError: the model does not exist or has no tokenizer.
     """
-    if _looks_like_a_path(name) and path_kind(user_path(name, setting)) != "folder":
-        tiny = "'tiny', " if setting == "model" else ""
-        raise UserError(f"{setting}: no such folder: {name}: set {tiny}a local model folder, or a hub id (org/name)")
+    check_model_name(name, setting)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
@@ -51,10 +49,6 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def base_dtype(spec: RunSpec) -> torch.dtype:

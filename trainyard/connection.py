@@ -100,6 +100,7 @@ class Host:
     lease: str = ""  # under the queue: file on the host that is locked while the run may use it; empty otherwise
     cpus: tuple[int, ...] = ()  # processors that the ranks may use; empty for all
     ollama_port: int = 0  # TCP port of its Ollama, if that is part of the cluster; else 0
+    ollama_urls: tuple[str, ...] = ()  # where it reaches its own Ollama, in this order; empty for the usual addresses
     managed: bool = True  # whether trainyard configures the host as root
     system_python: str = "/usr/bin/python3"  # the interpreter that Ansible uses
     login: Login = field(default_factory=Login)

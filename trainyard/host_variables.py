@@ -10,10 +10,13 @@ from trainer.errors import UserError
 from trainer.formats import quoted
 from trainyard.connection import Host, InventoryError, Login
 from trainyard.extra_vars import plain_data
+from trainyard.ollama.client import is_server_url
+from trainyard.ollama.servers import server_urls
 from trainyard.run.options import make_options
 
 OLLAMA_PORT = 11434  # roles/ollama
 DEFAULT_PYTHON = "/usr/bin/python3"
+_DISCOVERED = re.compile(r"http://.*:([0-9]{1,5})")
 _GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[A-Za-z0-9-]{1,64}")
 
 
@@ -35,6 +38,7 @@ def make_host(name: str, variables: Any) -> Host:
         gpus=_gpus(name, variables.get("cluster_gpus")),
         env=_environment(name, variables.get("cluster_env")),
         ollama_port=_ollama_port(variables),
+        ollama_urls=_ollama_urls(name, variables),
         managed=bool(variables.get("cluster_managed", True)),
         system_python=python if python.startswith("/") else DEFAULT_PYTHON,
         login=_login(name, variables),
@@ -57,11 +61,28 @@ def _gpus(name: str, value: Any) -> tuple[str, ...] | None:
 
 def _ollama_port(variables: Any) -> int:
     """Return the port of a host's Ollama if the role ollama manages it or the discovery found it, else 0."""
-    found = re.fullmatch(r"http://.*:([0-9]{1,5})", str(variables.get("discovered_url") or ""))
-    if str(variables.get("ollama_state")) != "present" and not found:
-        return 0
+    found = str(variables.get("ollama_state")) == "present" or _DISCOVERED.fullmatch(_discovered_url(variables))
+    return _server_port(variables) if found else 0
+
+
+def _server_port(variables: Any) -> int:
+    """Return the port at which a host's Ollama listens, if it has one."""
+    found = _DISCOVERED.fullmatch(_discovered_url(variables))
     word = str(variables.get("ollama_port") or (found[1] if found else OLLAMA_PORT))
     return int(word) if word.isdecimal() and 0 < int(word) < 65536 else OLLAMA_PORT
+
+
+def _discovered_url(variables: Any) -> str:
+    return str(variables.get("discovered_url") or "")
+
+
+def _ollama_urls(name: str, variables: Any) -> tuple[str, ...]:
+    """Return where a host reaches its own Ollama. Raises InventoryError, which shows no address: it may hold a password."""
+    url = str(variables.get("ollama_url") or "")
+    if url and (not is_server_url(url) or "@" in url):
+        raise InventoryError(f"{name}: ollama_url is no address of a server: set it to http://ADDRESS:PORT")
+    address = variables.get("cluster_address")
+    return tuple(server_urls({"ollama_url": url, "cluster_address": address, "ollama_port": _server_port(variables)}))
 
 
 def _environment(name: str, value: Any) -> dict[str, str]:

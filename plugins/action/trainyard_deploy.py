@@ -12,7 +12,7 @@ from trainyard.connection import InventoryError, RemoteError
 from trainyard.extra_vars import check_given, plain_data
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
-from trainyard.ollama.servers import server_urls
+from trainyard.ollama.servers import host_urls
 from trainyard.run.errors import RunError
 from trainyard.service_records import following
 
@@ -26,10 +26,10 @@ class ActionModule(ClusterAction):
         arguments, variables = plain_data(self.arguments()), task_vars or {}
         state = arguments.pop("state")
         try:
-            check_given(plain_data(load_extra_vars(self._loader)), TOP, [*arguments, "ollama_url"])
+            check_given(plain_data(load_extra_vars(self._loader)), TOP, arguments)
             options = make_deploy_options(arguments, remove=state == "absent")
             hosts, connect = play_hosts(variables), cluster_connections(self, variables)
-            urls = {host.name: server_urls(variables["hostvars"][host.name]) for host in hosts}
+            urls = {host.name: host_urls(host) for host in hosts}
             more: dict[str, Any] = {"work": WORK, "report": Display().display, "check": self._task.check_mode}
             deployment = Deployment(hosts, connect, urls, options, **more)
             if state == "absent":

@@ -23,7 +23,7 @@ def dashboard_config(
             host.check()
     except InventoryError as error:
         raise AnsibleFilterError(str(error)) from error
-    return service_config(hosts, groups, hostvars, address, int(port))
+    return service_config(hosts, groups, address, int(port))
 
 
 class FilterModule:

@@ -64,7 +64,8 @@ options:
     type: float
     default: 0.3
   answer_timeout:
-    description: Seconds to wait for each reply of an open port, from the request to the last byte.
+    description:
+      - Seconds to wait for each reply of an open port, from the request to the last byte; and for the SSH host keys of its machine.
     type: float
     default: 2.0
   passes:

@@ -34,6 +34,7 @@ from trainyard.ollama.servers import server_urls
 from trainyard.openssh import LocalTransport
 from trainyard.run.errors import RunError
 
+TOP = Path(__file__).resolve().parents[2]
 OLLAMA = shutil.which("ollama")
 ANSWERS = {f"What follows {n}?": f"After {n} comes {n + 1}." for n in range(20)}
 NAME = "mine:latest"
@@ -147,6 +148,9 @@ def test_adapter_is_deployed_once_and_removed(site: Site) -> None:
         again = site.deployment(urls, deploy_base="base").deploy()
         assert not again["changed"] and not any("create" in line or "blobs" in line for s in servers for line in s.log)
         assert not [file for host in site.hosts for file in Path(host.data_dir).glob("store/incoming/*")]
+        # inventory/local.yml has the folder of the project as the data folder of a host.
+        ignored = (TOP / ".gitignore").read_text().splitlines()
+        assert {f"/{path.name}/" for path in Path(site.hosts[0].data_dir).iterdir()} <= {*ignored}
         servers[0].models["mine:trainyard-check"] = {"model": "of a deployment that was killed"}
         assert site.deployment(urls).remove()["changed"]
         assert all(set(server.models) == {"base:latest"} for server in servers)

@@ -157,7 +157,7 @@ def test_mistakes_before_a_host_is_contacted(bed: Path) -> None:
     prompts = str(bed / "prompts.jsonl")
     for playbook, given, message in (
         ("distill", {"prompts": prompts}, "distill: set -e teacher=MODEL"),
-        ("distill", {"teacher": MODEL, "prompts": prompts, "model": "/nowhere/x"}, "model: no folder /nowhere/x"),
+        ("distill", {"teacher": MODEL, "prompts": prompts, "model": "/nowhere/x"}, "model: no such folder: /nowhere/x"),
         ("distill", {"teacher": "absent", "prompts": prompts}, "teacher: no host has absent"),
         ("merge", {"runs": "a,b"}, "no host has a run a"),
     ):

@@ -201,7 +201,8 @@ def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect
     done = again.run()
     assert done["lines"][0] == "run whole is finished: nothing to do" and not done["changed"]
     preview = RunSession(hosts(bed.folder), connect, options, spec=session.spec, home=bed.folder).plan(preview=True)
-    assert preview["lines"] == ["run whole is finished: nothing to plan; set another run name to plan a new run"]
+    assert preview["lines"][0].startswith("run whole is finished and will not start again: this is its plan")
+    assert {"world size 2", "rows: packed"} <= {line[:12] for line in preview["lines"][1:]}, preview["lines"]
     other = make_spec(fields | {"lr": 1e-3}, "the test")
     with pytest.raises(PlanError, match="run whole exists with another spec"):
         RunSession(hosts(bed.folder), connect, options, spec=other, home=bed.folder, report=lines.append).plan()

@@ -180,6 +180,11 @@ async def drip(server: Server, path: str, out: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)
 
 
+async def drip_ps(server: Server, path: str, out: asyncio.StreamWriter) -> None:
+    """Ollama whose list of loaded models does not end."""
+    await (drip if path == "/api/ps" else ollama)(server, path, out)
+
+
 async def tarpit(server: Server, path: str, out: asyncio.StreamWriter) -> None:
     await asyncio.sleep(3600)
 

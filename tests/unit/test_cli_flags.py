@@ -89,7 +89,6 @@ def test_words_without_a_flag() -> None:
         (["queue", "ad"], "unknown command 'queue ad'; did you mean 'queue add'?"),
         (["queue", "add", "--prioity", "low"], "queue add: unknown flag --prioity; did you mean --priority?"),
         (["queue", "hold"], "queue: name the runs, as in trainyard queue hold NAME"),
-        (["queue", "list"], "the queue is not installed on node1: set queue_state: present"),
         (["completion", "tcsh"], "completion: shell: expected one of bash, zsh, got 'tcsh'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -186,7 +185,8 @@ def test_options_are_those_of_the_module(options: type[PlaybookOptions]) -> None
 
 def test_playbooks_of_the_commands_exist() -> None:
     for command in COMMANDS.values():
-        assert (TOP / command.playbook.split()[0]).is_file()
+        if not command.playbook.startswith("python -m trainer "):
+            assert (TOP / command.playbook.split()[0]).is_file()
 
 
 def documented() -> list[list[str]]:

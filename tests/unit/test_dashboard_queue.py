@@ -30,7 +30,6 @@ from trainyard.dashboard.timeline import Timeline
 from trainyard.dashboard.views import Pages
 from trainyard.queue.client import QueueClient, QueueState
 from trainyard.queue.history import list_queue
-from trainyard.queue.host import queue_host
 from trainyard.queue.manage import ChangeOptions, change_runs
 from trainyard.remote import queue as remote_queue
 from trainyard.remote import queue_job
@@ -222,11 +221,17 @@ def test_the_queue_host_is_asked_only_while_a_page_is_open(monkeypatch: pytest.M
 
 
 def test_without_a_queue_the_page_says_how_to_get_one() -> None:
-    groups = {"cluster": ["node1"]}
-    found = QueueWatch(cluster(), {}, lambda: queue_host(groups, lambda host, name: None))
+    host = QueueHost()
+    found = watch(host)
+    host.error = (
+        "Slurm is not installed: set queue_state: present for the group cluster in the inventory, and run site.yml"
+    )
+    asyncio.run(found.update())
     html = page(found)
     assert "set queue_state: present for the group cluster in the inventory" in html and "<table" not in html
-    asyncio.run(asyncio.wait_for(found.run(), 1))  # asks nobody
+    host.error = ""
+    asyncio.run(found.update())
+    assert "wantvram" in page(found), "the queue was installed meanwhile"
     assert "is not among the hosts" in watch(QueueHost(), "node9").missing
 
 
@@ -391,7 +396,7 @@ def test_a_hanging_slurm_blocks_neither_the_sampler_nor_the_next_question(
     monkeypatch.setattr(Sampler, "_receive", lambda self: None)
     monkeypatch.setattr(Sampler, "_repeat", lambda self, *arguments: None)
     monkeypatch.setattr(remote_queue, "info", info)
-    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_port": 0})
+    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_urls": []})
     ask = lambda number: sampler._reply(json.dumps({"id": number, "query": "queue", "recent": 5}).encode())  # noqa: E731
     ask(1)
     ask(2)
@@ -457,9 +462,9 @@ def test_without_a_queue_the_run_folders_say_who_had_which_gpu() -> None:
     assert running.until == pytest.approx(now + 1200, abs=5)
     week = Allocation(found).timeline("7 days", None, 0.0)[1]
     assert bars(week)["node2"] == ["yesterday", "cores"]
-    html = Pages(
-        found, "token", QueueWatch(found, {}, lambda: queue_host({"cluster": ["node1"]}, lambda *_: None))
-    ).page("queue", "7 days", queue=QueueWatch(found, {}, lambda: ""))
+    html = Pages(found, "token", QueueWatch(found, {}, lambda: "node1")).page(
+        "queue", "7 days", queue=QueueWatch(found, {}, lambda: "")
+    )
     assert 'href="/runs/yesterday"' in html and "in the last 7 days" in html
 
 

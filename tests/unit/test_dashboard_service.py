@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import zipfile
@@ -21,14 +20,23 @@ TOP = Path(__file__).resolve().parents[2]
 
 def test_the_settings_have_no_secret_and_log_in_with_the_key_of_the_service(tmp_path: Path) -> None:
     login = Login("controller.example", "ubuntu", 2222, "/home/me/.ssh/id", ("-o", "ProxyCommand=evil"))
-    host = Host("node1", "10.0.0.1", "/srv/t", "/srv/t/venv/bin/python", env={"TOKEN": "secret"}, login=login)
+    host = Host(
+        "node1",
+        "10.0.0.1",
+        "/srv/t",
+        "/srv/t/venv/bin/python",
+        env={"TOKEN": "secret"},
+        ollama_urls=("http://o:1",),
+        login=login,
+    )
     groups = {"cluster": ["node1"]}
-    text = service_config([host], groups, {"node1": {"queue_state": "present"}}, "10.0.0.1", 5443)
+    text = service_config([host], groups, "10.0.0.1", 5443)
     assert not any(word in text for word in ("secret", "evil", "/home/me", "controller.example"))
     (tmp_path / "config.json").write_text(text)
     hosts, queue, options = read_config(tmp_path)
     assert queue == "node1" and (options.dashboard_listen, options.dashboard_port) == ("10.0.0.1", 5443)
     assert options.dashboard_password_file == str(tmp_path / "password") and options.dashboard_certificate == ""
+    assert hosts[0].ollama_urls == ("http://o:1",)
     there = hosts[0].login
     assert (there.address, there.user, there.port, there.key_file) == (
         "10.0.0.1",
@@ -37,7 +45,6 @@ def test_the_settings_have_no_secret_and_log_in_with_the_key_of_the_service(tmp_
         str(Path.home() / KEY),
     )
     assert "UserKnownHostsFile=/etc/ssh/ssh_known_hosts" in there.extra_arguments
-    assert json.loads(service_config([host], groups, {"node1": {}}, "10.0.0.1", 5443))["queue"] == ""
     (tmp_path / "certificate.pem").touch()
     assert read_config(tmp_path)[2].dashboard_key == str(tmp_path / "key.pem")
     for broken in ("{", "[]", '{"hosts": [{}], "queue": "", "address": "10.0.0.1", "port": 1}'):

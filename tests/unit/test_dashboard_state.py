@@ -256,7 +256,7 @@ def test_the_sampler_sends_a_run_once_until_it_changes(tmp_path: Path, monkeypat
     folder.mkdir(parents=True)
     (tmp_path / "runs/<script>").mkdir()
     (folder / "node.json").write_text(json.dumps(run_line(status="finished")["state"]["node"]))
-    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_port": 0})
+    sampler = Sampler({"data_dir": str(tmp_path), "address": "127.0.0.1", "ollama_urls": []})
     for _ in range(2):
         sampler._send_runs(every=True)
     assert [line["name"] for line in sent] == ["r"] and _parse(json.dumps(sent[0]).encode())

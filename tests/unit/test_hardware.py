@@ -14,12 +14,18 @@ from typing import Any
 
 import pytest
 from fake_nvidia_smi import write_nvidia_smi
+from fake_target import serve_target
 
-from trainyard.connection import Host, HostConnection
+from trainyard.connection import HostConnection, InventoryError
+from trainyard.extra_vars import check_given
 from trainyard.host_variables import make_host
+from trainyard.ollama.servers import host_urls
 from trainyard.openssh import LocalTransport
 from trainyard.preflight.hardware import gather_hardware, hardware_table
 from trainyard.remote.hardware import ollama_models
+from trainyard.remote.host_use import ollama_use
+
+TOP = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
@@ -46,7 +52,8 @@ def test_the_hardware_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     write_nvidia_smi(tmp_path, 2)
     names = json.dumps({"models": [{"name": "b:1b"}, {"name": "a:1b"}]}).encode()
     with ollama(names) as port:
-        host = Host("here", "127.0.13.1", str(tmp_path / "data"), sys.executable, ollama_port=port)
+        variables = {"cluster_data_dir": str(tmp_path / "data"), "cluster_python": sys.executable}
+        host = make_host("here", variables | {"ollama_url": f"http://127.0.13.1:{port}/"})
         found = gather_hardware([host], lambda name: HostConnection(host, LocalTransport()), 30)
     here = found["here"]
     assert here["gpus"] == [{"name": "Stand-in GPU", "memory_mib": 24576}] * 2
@@ -61,11 +68,11 @@ def test_the_hardware_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_another_server_on_ollamas_port_has_no_models(body: bytes) -> None:
     with ollama(body) as port:
-        assert ollama_models(["127.0.13.1"], port) is None
+        assert ollama_models([f"http://127.0.13.1:{port}"]) is None
     with ollama(b'{"models": []}', 500) as port:
-        assert ollama_models(["127.0.13.1"], port) is None
+        assert ollama_models([f"http://127.0.13.1:{port}"]) is None
     with ollama(b'{"models": []}') as port:
-        assert ollama_models(["127.0.13.9", "127.0.13.1"], port) == []
+        assert ollama_models([f"http://127.0.13.{n}:{port}" for n in (9, 1)]) == []
 
 
 @pytest.mark.parametrize(
@@ -83,3 +90,29 @@ def test_another_server_on_ollamas_port_has_no_models(body: bytes) -> None:
 )
 def test_hosts_whose_ollama_is_part_of_the_cluster(variables: dict[str, Any], port: int) -> None:
     assert make_host("a", variables).ollama_port == port
+
+
+def test_the_servers_of_a_host_come_from_its_variables() -> None:
+    def urls(**variables: Any) -> list[str]:
+        return host_urls(make_host("a", {"cluster_address": "10.0.0.1", **variables}))
+
+    assert urls() == ["http://127.0.0.1:11434", "http://10.0.0.1:11434"]
+    assert urls(ollama_port=5) == ["http://127.0.0.1:5", "http://10.0.0.1:5"]
+    assert urls(discovered_url="http://10.0.0.1:7")[0] == "http://127.0.0.1:7"
+    assert urls(ollama_url="http://other:5/", ollama_port=6) == ["http://other:5"]
+    for wrong in ("other:5", "https://other", "http://me:secret@other", "http://other:x"):
+        with pytest.raises(InventoryError, match="a: ollama_url is no address of a server: set it to") as caught:
+            urls(ollama_url=wrong)
+        assert "secret" not in str(caught.value)
+
+
+def test_the_dashboard_asks_the_server_of_the_host(tmp_path: Path) -> None:
+    with serve_target("127.0.13.1", "0.30.0", lambda model, question: "") as target:
+        target.models["mine:latest"] = {}
+        host = make_host("a", {"cluster_data_dir": str(tmp_path), "ollama_url": target.url})
+        found = ollama_use({"data_dir": str(tmp_path), "ollama_urls": host_urls(host)})
+    assert (found["version"], found["installed"]) == ("0.30.0", ["mine:latest"])
+
+
+def test_ollama_url_is_a_name_for_every_playbook() -> None:
+    check_given({"ollama_url": "http://127.0.0.1:1"}, TOP, [])

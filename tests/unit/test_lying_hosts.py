@@ -35,7 +35,7 @@ from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
 from trainyard.openssh import LocalTransport
 from trainyard.preflight.runner import run_preflight
-from trainyard.run import copy_files, follower
+from trainyard.run import copy_files, follower, planning
 from trainyard.run.artifacts import collect_artifacts
 from trainyard.run.errors import RunError
 from trainyard.run.gather import describe
@@ -456,3 +456,15 @@ def test_a_slow_drip_ends_with_the_limit(tmp_path: Path) -> None:
     connection.transport.abort()
     drip.threads["node1"].join(5)
     assert not drip.threads["node1"].is_alive()
+
+
+def test_the_plan_of_a_finished_run_is_shown_with_a_line_that_it_has_ended(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [describe(host) for host in cluster.hosts]
+    before = plan_run(states, cluster.connect, PREPARED, OPTIONS, preview=True).lines
+    monkeypatch.setattr(planning, "is_finished", lambda *_: True)
+    shown = plan_run(states, cluster.connect, PREPARED, OPTIONS, preview=True)
+    assert shown.phase == "finished" and shown.lines == [planning.finished_line(RUN), *before] and len(before) > 3
+    started = plan_run(states, cluster.connect, PREPARED, OPTIONS)
+    assert (started.phase, started.lines) == ("finished", []), "train.yml says that there is nothing to do"

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fake_slurm import FakeSlurm
 
 from trainer.errors import UserError
 from trainer.planner.recommend import estimate_seconds
 from trainyard.cluster import Cluster
-from trainyard.connection import Host
+from trainyard.connection import Host, HostConnection
+from trainyard.openssh import LocalTransport
 from trainyard.queue.client import Job, Node, QueueState
 from trainyard.queue.host import queue_host
 from trainyard.queue.manage import change_options, check_verb, manage_queue
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import QueueOptions, Request
 from trainyard.queue.requests import Site, add_runs, time_limit
+from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.spec_files import PreparedRun, prepare
 
@@ -185,13 +191,28 @@ def test_verbs_and_their_options() -> None:
             change_options(verb, values)  # type: ignore[arg-type]
 
 
-def test_the_queue_host_is_that_of_the_role_or_a_hint() -> None:
-    groups = {"cluster": ["a", "b"], "head": ["b"], "queue": ["c"]}
-    assert queue_host(groups, lambda host, name: "present") == "b"
-    with pytest.raises(UserError, match="the queue is not installed on b: set queue_state: present"):
-        queue_host(groups, lambda host, name: None)
+def test_the_queue_host_is_that_of_the_role() -> None:
+    assert queue_host({"cluster": ["a", "b"], "head": ["b"], "queue": ["c"]}) == "b"
     with pytest.raises(UserError, match="no group cluster"):
-        queue_host({}, lambda host, name: "present")
+        queue_host({})
+
+
+def test_the_host_is_asked_whether_it_has_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(HOST, data_dir=str(tmp_path / "data"), python=sys.executable)
+    connect = lambda name: HostConnection(here, LocalTransport())  # noqa: E731
+    cluster = Cluster([here], {"cluster": ["node1"]}, lambda host, name: None, connect, launch_of)
+    conf = tmp_path / "slurm.conf"
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    slurm = FakeSlurm(tmp_path / "slurm", tmp_path / "data")
+    with pytest.raises(RunError, match="queue host node1: Slurm is not installed: set queue_state: present"):
+        manage_queue({"do": "list"}, cluster, TOP, print, False)
+    monkeypatch.setenv("PATH", f"{slurm.programs}:{os.environ['PATH']}")
+    # Its queue_state was given to site.yml with -e: the inventory does not have it.
+    conf.write_text((TOP / "roles/queue/templates/slurm.conf.j2").read_text())
+    assert manage_queue({"do": "list"}, cluster, TOP, print, False)["runs"] == []
+    conf.write_text("ClusterName=other\n")
+    with pytest.raises(RunError, match="queue host node1: its Slurm is not the queue of trainyard"):
+        manage_queue({"do": "list"}, cluster, TOP, print, False)
 
 
 def test_no_host_is_asked_before_mistakes_are_found() -> None:
@@ -203,7 +224,6 @@ def test_no_host_is_asked_before_mistakes_are_found() -> None:
         {"do": "cancel"},
         {"do": "lst"},
         {"do": "list", "rnu": "a"},
-        {"do": "list"},
     ):
         cluster = Cluster([HOST], {"cluster": ["node1"]}, lambda host, name: None, connect, launch_of)
         with pytest.raises(UserError):

@@ -217,6 +217,7 @@ def model_type(spec: RunSpec) -> str:
 
 def _config_of(spec: RunSpec) -> Any:
     from trainer.config import TINY
+    from trainer.model_name import check_model_name
 
     if spec.model == TINY:
         from trainer.data.tiny import CONFIG, VOCABULARY
@@ -226,6 +227,7 @@ def _config_of(spec: RunSpec) -> Any:
     path = user_path(spec.model, "model")
     path = path / "config.json" if path_kind(path) == "folder" else path
     if path_kind(path) != "file":
+        check_model_name(spec.model)
         try:
             from huggingface_hub import hf_hub_download
 

@@ -13,6 +13,7 @@ from trainyard.cli.call import Call
 from trainyard.cli.flags import COMMON, LAUNCH, LAUNCH_OPTIONS, SPEC, Group, SpecGroup
 from trainyard.cli.options import (
     CompletionOptions,
+    DataOptions,
     LogsOptions,
     PreflightOptions,
     RunOptions,
@@ -27,7 +28,7 @@ from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.options import DeployOptions, make_deploy_options
-from trainyard.ollama.servers import server_urls
+from trainyard.ollama.servers import host_urls
 from trainyard.preflight.runner import run_preflight
 from trainyard.queue.host import queue_host
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE, manage_queue
@@ -47,6 +48,7 @@ def _launch(*names: str) -> Group:
     return Group(LAUNCH.title, {name: LAUNCH_OPTIONS[name] for name in names})
 
 
+DATA = Group("command options", DataOptions.model_fields)
 RUN = Group("command options", RunOptions.model_fields)
 STATUS = Group("command options", StatusOptions.model_fields)
 STOP = Group("command options", StopOptions.model_fields)
@@ -81,7 +83,16 @@ def plan(call: Call) -> dict[str, Any]:
     if failure := session.state.failure:  # max_restarts leaves it to `follow`
         raise RunError(failure["msg"])
     state = session.state
-    return {"run": session.run_name, "phase": state.phase, "plan": state.plan, "lines": planned["lines"]}
+    found = {"run": session.run_name, "phase": state.phase, "plan": state.plan, "data": session.prepared.data}
+    return found | {"lines": planned["lines"]}
+
+
+def data(call: Call) -> None:
+    """Show what a run trains on."""
+    from trainyard.run.data import show_data  # imports numpy, which other commands do not need
+
+    options, output = DataOptions.from_variables(call.own(DATA), call.command), call.output
+    show_data(call.spec(DATA), options.samples, output.as_json, call.top / ".trainyard", output.report)
 
 
 def status(call: Call) -> dict[str, Any]:
@@ -170,9 +181,9 @@ def queue(call: Call, verb: str) -> dict[str, Any]:
 def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
     options, inventory = DashboardOptions.from_variables(call.own(DASHBOARD), call.command), call.inventory
-    find_queue = functools.partial(queue_host, inventory.groups, inventory.variable)
+    find_queue = functools.partial(queue_host, inventory.groups)
     password = str(inventory.variable(inventory.hosts[0].name, PASSWORD) or "")
-    project = Project.of(call.top, inventory.hosts, inventory.groups, inventory.variables)
+    project = Project.of(call.top, inventory.groups, inventory.variables)
     how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check, "password": password}
     return run_dashboard(inventory.hosts, inventory.connect, call.launch, options, call.output.report, **how)
 
@@ -195,7 +206,7 @@ def _manage(call: Call, state: str, run: str, **how: Any) -> dict[str, Any]:
 
 def _deployment(call: Call, group: Group, remove: bool) -> Deployment:
     options, inventory = make_deploy_options(call.own(group), remove=remove), call.inventory
-    urls = {host.name: server_urls(inventory.variables[host.name]) for host in inventory.hosts}
+    urls = {host.name: host_urls(host) for host in inventory.hosts}
     how: dict[str, Any] = {"work": call.top / ".trainyard", "report": call.output.report, "check": call.check}
     return Deployment(inventory.hosts, inventory.connect, urls, options, **how)
 
@@ -213,15 +224,15 @@ class Command:
 
     Attributes:
         summary: one line.
-        playbook: the playbook that does the same.
-        run: does it; returns the result, whose `lines` are printed.
+        playbook: the playbook, or the command of the trainer, that does the same.
+        run: does it; returns the result, whose `lines` are printed, or None if it has printed its result.
         groups: the flags, without those of every command.
         positional: the option that words without a flag set.
     """
 
     summary: str
     playbook: str
-    run: Callable[[Call], dict[str, Any]]
+    run: Callable[[Call], dict[str, Any] | None]
     groups: tuple[Group, ...]
     positional: str = ""
 
@@ -272,6 +283,10 @@ COMMANDS: dict[str, Command] = {
         plan,
         (SPEC, LAUNCH),
         "spec",
+    ),
+    "data": Command(
+        "show the text that a run trains on, with the trained parts marked, and what it drops",
+        *("python -m trainer data", data, (DATA, SPEC, _launch("spec")), "spec"),
     ),
     "status": Command(
         "list the hardware of every host, and the runs",

@@ -15,6 +15,7 @@ from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Action, Pages
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
+from trainyard.ollama.servers import host_urls
 from trainyard.queue.client import QueueClient
 from trainyard.queue.manage import Verb, change_options, change_runs
 from trainyard.run.errors import RunError
@@ -115,7 +116,7 @@ class Actions:
         def work(progress: Progress) -> dict[str, Any]:
             options = make_deploy_options({"run": run, "deploy_name": name, "deploy_base": base or None})
             more: dict[str, Any] = {"work": self._project.work, "report": progress.report}
-            urls = {host.name: self._project.urls_of(host) for host in self._hosts}
+            urls = {host.name: host_urls(host) for host in self._hosts}
             with following(self._service(progress), self._project.work):
                 return Deployment(self._hosts, progress.connect, urls, options, **more).deploy()
 

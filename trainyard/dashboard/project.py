@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
-from trainyard.ollama.servers import server_urls
 from trainyard.run.options import LaunchOptions
 from trainyard.run.service_start import read_service_start
 from trainyard.run.session import RunSession
@@ -20,18 +19,15 @@ from trainyard.service_records import dashboard_host
 
 @dataclass(frozen=True)
 class Project:
-    """The project's folder, with the starts of runs and the progress of other programs, and the inventory's settings of
-    Ollama.
+    """The project's folder, with the starts of runs and the progress of other programs.
 
     Attributes:
         home: the folder.
-        ollama_urls: Ollama URLs of the hosts, see `deploy.server_urls`; without those of a host, its address and port.
         service: name of the host with the dashboard's service, which receives records; empty without it, and in the service.
         is_service: whether the folder is that of the service, which has records of the controllers and none of their files.
     """
 
     home: Path
-    ollama_urls: Mapping[str, list[str]] = field(default_factory=dict)
     service: str = ""
     is_service: bool = False
 
@@ -39,13 +35,11 @@ class Project:
     def of(
         cls,
         home: Path,
-        hosts: Iterable[Host],
         groups: Mapping[str, Sequence[str]],
         variables: Mapping[str, Mapping[str, Any]],
     ) -> Project:
-        """Return the project with the settings of Ollama from the `variables` of each host, by its name."""
-        service = dashboard_host(groups, lambda host, name: variables[host].get(name))
-        return cls(home, {host.name: server_urls(variables[host.name]) for host in hosts}, service)
+        """Return the project of an inventory, with the `variables` of each host by its name."""
+        return cls(home, dashboard_host(groups, lambda host, name: variables[host].get(name)))
 
     @property
     def work(self) -> Path:
@@ -99,8 +93,3 @@ class Project:
 
     def _received_start(self, run: str) -> Path:
         return self.received / "starts" / f"{run}.json"
-
-    def urls_of(self, host: Host) -> list[str]:
-        """Return the addresses at which a host may reach its own Ollama."""
-        known = {"cluster_address": host.address, "ollama_port": host.ollama_port}
-        return self.ollama_urls.get(host.name) or server_urls(known)

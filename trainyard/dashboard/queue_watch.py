@@ -14,6 +14,7 @@ from trainyard.dashboard.state import Cluster
 from trainyard.queue.client import QueueState, parse_state
 from trainyard.queue.history import ENDED, describe, list_history, list_queue, read_attempts, run_state
 from trainyard.queue.lease import AGAIN, ASKED_FOR
+from trainyard.remote.queue_job import NOT_INSTALLED
 
 PAUSE = 3.0  # s between an answer of the queue host and the next query
 RECENT = 100  # ended runs that the queue host returns
@@ -61,7 +62,7 @@ class QueueWatch(PageWatch):
     """Asks the queue host while a page shows the queue. Used in the event loop only.
 
     Attributes:
-        host: name of the queue host; empty without a queue.
+        host: name of the queue host; empty if it is not among the hosts of the dashboard.
         missing: why there is no queue, and how to get one.
         view: the newest answer, or None.
         error: why the last request has no answer, or an empty string.
@@ -99,11 +100,12 @@ class QueueWatch(PageWatch):
         """Ask once, and keep the answer or the error."""
         try:
             answer = await self._streams[self.host].ask("queue", recent=RECENT)
-            self.view, self.error = make_view(parse_state(answer), time.time()), ""
+            self.view, self.error, self.missing = make_view(parse_state(answer), time.time()), "", ""
             add_events(self.view.state, self._cluster)
         except RemoteError as error:
             self.since = self.since if self.error else time.time()
             self.error = str(error)
+            self.missing = self.error if NOT_INSTALLED in self.error else ""
         except Exception as error:  # a fault in this code affects the queue only, and must be visible
             self.since = self.since if self.error else time.time()
             self.error = f"{type(error).__name__}: {error}"

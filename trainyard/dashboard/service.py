@@ -29,7 +29,7 @@ KEY = ".ssh/trainyard_dashboard_ed25519"  # in the home of the service's user; m
 
 
 def read_config(folder: Path) -> tuple[list[Host], str, DashboardOptions]:
-    """Return the hosts, the name of the queue host or an empty string, and the options. Raises UserError."""
+    """Return the hosts, the name of the queue host, and the options. Raises UserError."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -48,16 +48,17 @@ def serve(folder: Path) -> None:
     """Serve until SIGTERM. Raises UserError."""
     hosts, queue, options = read_config(folder)
 
-    def find_queue() -> str:
-        if not queue:
-            raise UserError("the queue is not installed: set queue_state: present in the inventory, and run site.yml")
-        return queue
-
     def connect(host: Host) -> HostConnection:
         return HostConnection(host, OpenSSHTransport(host.login))
 
     run_dashboard(
-        hosts, connect, LaunchOptions(), options, print, find_queue=find_queue, project=Project(folder, is_service=True)
+        hosts,
+        connect,
+        LaunchOptions(),
+        options,
+        print,
+        find_queue=lambda: queue,
+        project=Project(folder, is_service=True),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from trainer.errors import MAX_MESSAGE
 from trainer.formats import printable
 from trainyard.connection import Host, RemoteError, Transport, last_line
+from trainyard.ollama.servers import host_urls
 from trainyard.remote_archive import remote_command, remote_input
 from trainyard.replies import REPLY_LIMIT, ReplyError, checked_reply, untrusted_json
 
@@ -119,7 +120,7 @@ class HostStream:
         request = {
             "data_dir": self.host.data_dir,
             "address": self.host.address or "127.0.0.1",
-            "ollama_port": self.host.ollama_port,
+            "ollama_urls": host_urls(self.host),
         }
         helpers = [asyncio.create_task(_read_errors(process.stderr, errors))]
         try:

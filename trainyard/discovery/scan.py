@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import functools
 import resource
 import socket
 import time
@@ -106,7 +107,8 @@ class _Scanner:
     async def _ask(self, target: Target, connection: socket.socket) -> None:
         async with self.asking:
             try:
-                answer = await ask(target, self.settings.answer_timeout, connection)
+                identify = functools.partial(self._host_keys, target.address)
+                answer = await ask(target, self.settings.answer_timeout, connection, identify)
             except BadReply as error:
                 self.findings.rejected.append((target, str(error)))
                 if self.settings.verify:
@@ -114,16 +116,21 @@ class _Scanner:
                 answer = Answer(target, version="")
             self.findings.answers.append(replace(answer, host_keys=await self._host_keys(target.address)))
 
-    async def _host_keys(self, address: str) -> tuple[str, ...]:
-        """Return the host keys of an address, and fetch them once for all its ports."""
+    def _host_keys(self, address: str) -> asyncio.Task[tuple[str, ...]]:
+        """Fetch the host keys of an address, once for all its ports."""
         if address not in self.host_keys:
             port = self.ssh_ports.get(address, self.settings.ssh_port)
-            fetching = fetch_host_keys(address, port, self.settings.ssh_timeout)
+            fetching = fetch_host_keys(address, port, self.settings.answer_timeout)
             self.host_keys[address] = asyncio.create_task(fetching)
-        return await self.host_keys[address]
+        return self.host_keys[address]
 
 
-async def ask(target: Target, timeout: float, connection: socket.socket | None = None) -> Answer:
+async def ask(
+    target: Target,
+    timeout: float,
+    connection: socket.socket | None = None,
+    identify: Callable[[], object] = lambda: None,
+) -> Answer:
     """Return version, models and loaded models of an Ollama server, which are requested at the same time.
 
     A server without /api/ps (before 0.1.33) has no loaded models.
@@ -132,6 +139,7 @@ async def ask(target: Target, timeout: float, connection: socket.socket | None =
         target: the server.
         timeout: seconds for each reply, to its last byte.
         connection: a socket that is already connected to the server.
+        identify: called as soon as the reply of /api/version is from Ollama, while the other replies are read.
 
     Raises:
         BadReply: the reply of /api/version or /api/tags is not from Ollama.
@@ -143,7 +151,9 @@ async def ask(target: Target, timeout: float, connection: socket.socket | None =
         start = time.perf_counter()
         body = await get(*target, "/api/version", timeout, connection)
         took = time.perf_counter() - start
-        return replies.parse_version(body)
+        found = replies.parse_version(body)
+        identify()
+        return found
 
     async def tags() -> tuple[list[replies.Model], int]:
         return replies.parse_tags(await get(*target, "/api/tags", timeout))

@@ -30,10 +30,9 @@ class Settings:
     max_addresses: int = 4096
     verify: bool = True
     ssh_port: int = 22
-    ssh_timeout: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "answer_timeout", "second_timeout", "ssh_timeout"):
+        for name in ("connect_timeout", "answer_timeout", "second_timeout"):
             _within(name, getattr(self, name), 0.01, 60)
         _within("passes", self.passes, 1, 2)
         _within("concurrency", self.concurrency, 1, 4096)

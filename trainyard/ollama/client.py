@@ -122,6 +122,15 @@ class _BoundedSocket(socket.socket):
         super().sendall(*args)
 
 
+def is_server_url(url: str) -> bool:
+    """Return whether a text is the address of a server: `http://ADDRESS[:PORT]`."""
+    try:
+        OllamaClient(url)
+    except (OllamaError, ValueError):
+        return False
+    return True
+
+
 class OllamaClient:
     """One server. Every method raises OllamaError; a method may be used in several threads at once.
 

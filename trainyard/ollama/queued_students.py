@@ -137,7 +137,7 @@ def student_queue(
         again: see StudentQueue.
 
     Raises:
-        UserError: a bad value, or the queue is not installed.
+        UserError: a bad value, or the inventory has no cluster.
         InventoryError: a host is not described completely.
     """
     options = QueueOptions.from_variables(values, "distill")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainyard.connection import Host
+
 _PORT = 11434
 
 
@@ -20,6 +22,11 @@ def server_urls(variables: Mapping[str, Any]) -> list[str]:
     return list(
         dict.fromkeys(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in ("127.0.0.1", address))
     )
+
+
+def host_urls(host: Host) -> list[str]:
+    """Return the addresses at which a host may reach its own Ollama server."""
+    return list(host.ollama_urls) or server_urls({"cluster_address": host.address, "ollama_port": host.ollama_port})
 
 
 def shared_servers(states: Mapping[str, Mapping[str, Any]], urls: Mapping[str, Sequence[str]]) -> dict[str, str]:

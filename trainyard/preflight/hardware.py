@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.formats import printable, table
 from trainyard.connection import FanOut, Host, HostConnection
+from trainyard.ollama.servers import host_urls
 
 COLUMNS = ["host", "GPUs", "GPU memory", "CPU", "cores", "RAM", "disk free", "Ollama models"]
 NAME_LIMIT = 40  # characters of the name of a device
@@ -27,7 +28,7 @@ def gather_hardware(
 
 def hardware_request(host: Host) -> dict[str, Any]:
     """Return the request of the verb `hardware`."""
-    return {"data_dir": host.data_dir, "address": host.address or "127.0.0.1", "ollama_port": host.ollama_port}
+    return {"data_dir": host.data_dir, "ollama_urls": host_urls(host)}
 
 
 def hardware_table(names: Sequence[str], answers: Mapping[str, Mapping[str, Any]]) -> list[str]:

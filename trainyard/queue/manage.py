@@ -230,10 +230,10 @@ def open_queue(cluster: Cluster, top: Path, report: Report, check: bool) -> Site
     """Return the queue of a cluster. No host is contacted. Arguments are those of `manage_queue`.
 
     Raises:
-        UserError: the queue is not installed.
+        UserError: the inventory has no cluster.
         InventoryError: a host is not described completely.
     """
-    host = queue_host(cluster.groups, cluster.variable)
+    host = queue_host(cluster.groups)
     for member in cluster.hosts:
         member.check()
     limited = len(cluster.hosts) < len(cluster.groups["cluster"])

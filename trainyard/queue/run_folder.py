@@ -98,6 +98,7 @@ def read_host(entry: dict[str, Any], key: str = KEY) -> Host:
         "login": Login(user=login["user"], port=login["port"]),
         "gpus": None if entry["gpus"] is None else tuple(entry["gpus"]),
         "cpus": tuple(entry["cpus"]),
+        "ollama_urls": tuple(entry.get("ollama_urls", ())),
     }
     return service_login(Host(**fields), key)
 

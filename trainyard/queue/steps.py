@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.files import sha256_file, write_atomic
 from trainer.inputs import user_path
 from trainyard.cluster import Cluster
-from trainyard.ollama.client import OllamaClient, OllamaError
+from trainyard.ollama.client import is_server_url
 from trainyard.ollama.converter import converter_archive
 from trainyard.ollama.distill_options import AnswerOptions, DistillOptions
 from trainyard.ollama.options import MODEL_NAME_RULES, DeployOptions
@@ -162,7 +162,7 @@ def prepare_student(
     asked = {PROMPTS: options.prompts} | ({EVAL_PROMPTS: options.eval_prompts} if options.eval_prompts else {})
     files = list(prepared.files)
     for kind, name in asked.items():
-        chats = read_prompts(user_path(name, kind), options.system if kind == PROMPTS else "", spec)
+        chats = read_prompts(user_path(name, kind), options.system_message if kind == PROMPTS else "", spec)
         text = "".join(json.dumps({"prompt": chat}) + "\n" for chat in chats).encode()
         digest = hashlib.sha256(text).hexdigest()
         path = work / PROMPTS / f"{digest[:16]}.jsonl"
@@ -224,7 +224,5 @@ def step_data(steps: Steps, run: str, servers: Servers) -> dict[str, Any]:
 def _check_urls(urls: Iterable[tuple[str, str]]) -> None:
     """Check the addresses of the servers of hosts. Raises UserError, which shows no address: it may hold a password."""
     for name, url in urls:
-        try:
-            OllamaClient(url)
-        except OllamaError:
-            raise UserError(f"{name}: ollama_url is no address of a server: expected http://ADDRESS:PORT") from None
+        if not is_server_url(url):
+            raise UserError(f"{name}: ollama_url is no address of a server: expected http://ADDRESS:PORT")

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     """Return the hardware of this host.
 
     Args:
-        request: `data_dir`; `address`, the cluster address of this host; `ollama_port`, 0 for Ollama's usual one.
+        request: `data_dir`; `ollama_urls`, where this host may reach its Ollama.
 
     Returns:
         `gpus` with `name` and `memory_mib`; `cpu`, the model; `cores`; `memory_mib`; `free_bytes` below `data_dir`;
         `models`, names of Ollama's models, or None if no Ollama answers; `model_count`.
     """
     rows = nvidia_smi.query("name", "memory.total", "uuid")
-    models = ollama_models(["127.0.0.1", request["address"]], request["ollama_port"] or OLLAMA_PORT)
+    models = ollama_models(request["ollama_urls"])
     return {
         "gpus": [{"name": name, "memory_mib": nvidia_smi.mib(memory)} for name, memory, _ in rows],
         "cpu": cpu_model(),
@@ -52,10 +53,12 @@ def cpu_model() -> str:
     return next((name for name in names if name), platform.machine())
 
 
-def ollama_models(addresses: list[str], port: int) -> list[str] | None:
+def ollama_models(urls: list[str]) -> list[str] | None:
     """Return the names of the models of an Ollama at the first address that answers, or None."""
-    for address in addresses:
-        connection = http.client.HTTPConnection(address, port, timeout=OLLAMA_LIMIT)
+    for url in urls:
+        parts = urllib.parse.urlsplit(url)
+        address = urllib.parse.unquote(parts.hostname or "")  # the zone of a link-local IPv6 address
+        connection = http.client.HTTPConnection(address, parts.port or OLLAMA_PORT, timeout=OLLAMA_LIMIT)
         try:
             connection.request("GET", "/api/tags")
             reply = connection.getresponse()

@@ -15,7 +15,6 @@ from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.remote.host_facts import nearest_folder
 from trainyard.remote.network import interface_mbit
 
-OLLAMA_PORT = 11434
 MODELS = 100  # names in a sample
 SECTOR = 512  # bytes, in /proc/diskstats on any disk
 RECORD_LIMIT = 64 << 10  # bytes
@@ -131,13 +130,12 @@ def ollama_use(request: dict[str, Any]) -> dict[str, Any]:
     """Return the models of this host's Ollama: `installed`, `loaded`, `deployed` by trainyard; `version`, empty without one.
 
     Args:
-        request: `address` and `ollama_port`, see `sampler.sample`; `data_dir`, which has the records of deployments.
+        request: `ollama_urls`, see `sampler.sample`; `data_dir`, which has the records of deployments.
     """
     deployed = _deployed(Path(request["data_dir"]) / "deployed")
-    for address in dict.fromkeys(["127.0.0.1", request["address"]]):
+    for url in request["ollama_urls"]:
         try:
-            port = request["ollama_port"] or OLLAMA_PORT
-            client = OllamaClient(f"http://{address}:{port}", connect_timeout=2.0, idle_timeout=5.0, deadline=5.0)
+            client = OllamaClient(url, connect_timeout=2.0, idle_timeout=5.0, deadline=5.0)
             version = ".".join(map(str, client.version()))
             installed, loaded = sorted(client.tags()), client.loaded()
         except (OllamaError, OSError):

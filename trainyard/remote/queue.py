@@ -25,6 +25,8 @@ from trainyard.remote.queue_phases import LIVE
 
 JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
 NODE_FORMAT = "%N|%T|%c|%m|%G"
+CONFIGURATION = "/etc/slurm/slurm.conf"
+OURS = b"# trainyard: the queue"  # roles/queue/templates/slurm.conf.j2
 COMPLETED = "/var/log/slurm/jobcomp.log"
 LOG_LIMIT = 1 << 20  # bytes of the completion log, from its end
 RECENT_LOG_LIMIT = 1 << 17  # bytes of it that are read if only `recent` runs are asked for
@@ -52,6 +54,7 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
         ahead of UTC; `now`.
     """
     os.environ["SLURM_TIME_FORMAT"] = "%s"  # of this process, which answers one request
+    _check_owner(Path(os.environ.get("SLURM_CONF", CONFIGURATION)))
     jobs = _lines(["squeue", "--noheader", "--all", f"--format={JOB_FORMAT}"])
     nodes = _lines(["sinfo", "--noheader", "--Node", "--partition=normal", f"--format={NODE_FORMAT}"])
     words = [line.split("|", 8) for line in jobs if line.count("|") >= 8]
@@ -160,6 +163,15 @@ def change(request: dict[str, Any]) -> dict[str, Any]:
         except SupervisorError as error:
             refused[str(job)] = str(error)
     return {"changed": changed, "refused": refused}
+
+
+def _check_owner(path: Path) -> None:
+    """Check that the role `queue` configured the Slurm of this host, by the first line. Raises SupervisorError."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if not file.read(len(OURS)) == OURS:
+            raise SupervisorError(
+                f"its Slurm is not the queue of trainyard ({path}): use it with launcher=slurm, see docs/slurm.md"
+            )
 
 
 def _lines(words: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from trainyard.remote.queue_phases import NEW, RELEASED
 
 PROGRAMS = "/usr/local/lib/trainyard/queue"  # of the role queue
 WARNING = 30  # s between the checkpoint request and the time limit of a run
+NOT_INSTALLED = "Slurm is not installed"
 COMMAND_LIMIT = 60.0  # s for an answer of Slurm
 
 # Every step ends with the same code, which is not 0: --kill-on-bad-exit would kill those of the other hosts when the first one ends,
@@ -78,7 +79,9 @@ def command(words: Sequence[str], stdin: str = "") -> str:
             words, input=stdin, capture_output=True, text=True, errors="replace", timeout=COMMAND_LIMIT, check=False
         )
     except FileNotFoundError:
-        raise SupervisorError("Slurm is not installed: run site.yml with queue_state=present") from None
+        raise SupervisorError(
+            f"{NOT_INSTALLED}: set queue_state: present for the group cluster in the inventory, and run site.yml"
+        ) from None
     except subprocess.TimeoutExpired:
         raise SupervisorError(f"{words[0]} did not answer within {COMMAND_LIMIT:.0f} s") from None
     if done.returncode:

@@ -36,7 +36,7 @@ def sample(request: dict[str, Any]) -> dict[str, Any]:
     """Send samples until standard input ends, or is silent for SILENCE seconds.
 
     Args:
-        request: `data_dir`; `address`, the cluster address of this host; `ollama_port`, 0 for Ollama's usual one.
+        request: `data_dir`; `address`, the cluster address of this host; `ollama_urls`, where it may reach its Ollama.
     """
     try:
         Sampler(request).run()

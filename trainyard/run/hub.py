@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from trainer.errors import UserError
 from trainer.formats import printable
+from trainer.model_name import in_hub_cache
 from trainyard.connection import RemoteError
 from trainyard.run.copy_files import NAME, in_time
 from trainyard.run.errors import StageError
@@ -29,13 +30,6 @@ _HUB_VARIABLE = re.compile(r"(?i)(HF_|HUGGING_FACE_)\w+|(https?|all|no)_proxy")
 def is_offline() -> bool:
     """Return whether nothing may be fetched: HF_HUB_OFFLINE is set on the controller."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def in_hub_cache(name: str) -> bool:
-    """Return whether this machine's hub cache holds a model."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
 
 
 def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Callable[[str], None]) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from trainer.config import TINY, RunSpec
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, read_regular, user_path
+from trainer.model_name import check_model_name, in_hub_cache
 from trainer.planner.model_shape import read_shape
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles
-from trainyard.run.hub import fetch_again, fetch_on_controller, fetch_on_host, in_hub_cache, is_offline
+from trainyard.run.hub import fetch_again, fetch_on_controller, fetch_on_host, is_offline
 from trainyard.run.teacher_host import access_for
 
 Report = Callable[[str], None]
@@ -179,12 +179,7 @@ def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Re
         return tiny_folder(spec.with_dataset_paths(list(map(str, datasets))) if datasets else spec, work, report)
     folder = user_path(name, setting)
     if not path_kind(folder):
-        looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if looks_like_path or not (is_hub_id(name) or in_hub_cache(name)):
-            what = "no folder" if looks_like_path else "no such model:"
-            tiny = "'tiny', " if setting == "model" else ""
-            near = f" (did you mean {TINY!r}?)" if get_close_matches(name, [TINY]) else ""
-            raise UserError(f"{setting}: {what} {name}{near}: give {tiny}a local model folder, or a hub id (org/name)")
+        check_model_name(name, setting)
         if is_offline() and not in_hub_cache(name):
             raise UserError(
                 f"{setting}: {name} is not in this machine's hub cache and HF_HUB_OFFLINE is set: fetch it first"

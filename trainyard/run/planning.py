@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
 from trainer.config.dataset_source import with_paths
+from trainer.data.report import DataReport
 from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.planner.model_shape import shape_of
@@ -143,17 +144,29 @@ def plan_run(
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"])
     if previous.begun and was_stopped(ordered, last_attempt):
         return RunPlan(entries, "stopped", port, [stopped_line(run)])
-    if is_finished(hosts, entries[0]["spec"], run):
-        return RunPlan(entries, "finished", port, _finished_lines(run, preview))
-    lines = [*_host_lines(ordered, left_out, preview), *plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))]
+    phase: Phase = "finished" if is_finished(hosts, entries[0]["spec"], run) else "new"
+    if phase == "finished" and not preview:
+        return RunPlan(entries, phase, port, [])
+    lines = [finished_line(run)] if phase == "finished" else []
+    lines += _host_lines(ordered, left_out, preview)
+    lines += plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))
     if spec["script"]:  # has no rows that the plan knows
-        return RunPlan(entries, "new", port, lines + isolation_lines(isolation, ordered))
+        return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered))
     with spec_here(spec, prepared.files) as here:
         check_layers(here, [len(node.ranks) for node in nodes if not node.teaches])
-        lines += [f"rows: {packing_text(here)}", *filter(None, [chosen])]
+        lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
         if teacher:
             lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
-    return RunPlan(entries, "new", port, lines + isolation_lines(isolation, ordered))
+    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered))
+
+
+def data_lines(prepared: PreparedRun) -> list[str]:
+    """Return the lines of the plan about the samples of a run."""
+    if prepared.spec["fake_data"] or prepared.spec["script"]:
+        return []
+    if not prepared.data:
+        return ["data: the ranks count it before the first step"]
+    return DataReport.of(prepared.data).lines("data: ")
 
 
 def _rendezvous_port(requested: int | None, head: HostState, run: str) -> int:
@@ -162,8 +175,9 @@ def _rendezvous_port(requested: int | None, head: HostState, run: str) -> int:
     return choose_port(requested, head.facts["free_ports"], head.name, run_dir, head.host.lease)
 
 
-def _finished_lines(run: str, preview: bool) -> list[str]:
-    return [f"run {run} is finished: nothing to plan; set another run name to plan a new run"] if preview else []
+def finished_line(run: str) -> str:
+    """Return the line that precedes the plan of a run that has ended with a result."""
+    return f"run {run} is finished and will not start again: this is its plan, which a run of another name would have"
 
 
 def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bool) -> list[str]:

@@ -37,9 +37,6 @@ SMALL: dict[str, Any] = {
 }
 # Whether the samples of a packed row stay apart.
 ARCHITECTURES = dict.fromkeys(sorted(KEEPS_APART), True) | dict.fromkeys(sorted(MIXES), False)
-# One of each kind: the common decoder, tied weights, experts, transposed weights, a recurrent layer, learned positions. The others
-# repeat what these show.
-EVERY_DAY = {"llama", "gemma2", "qwen3_moe", "gpt2", "mamba", "opt"}
 
 
 def random_model(kind: str, folder: Path, tokenizer: Path) -> Path:
@@ -57,9 +54,7 @@ def random_model(kind: str, folder: Path, tokenizer: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in EVERY_DAY else pytest.mark.long) for kind in ARCHITECTURES]
-)
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
 def test_an_architecture_trains_merges_and_reloads(kind: str, here: Here, tmp_path: Path) -> None:
     here.model = random_model(kind, tmp_path / kind, here.model)
     assert here(max_steps=2, merge=True) == 0, here.err

@@ -22,6 +22,15 @@ def test_each_hostile_server(kind):
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.parametrize("kind", ["ollama", "drip_ps"])
+def test_an_ssh_server_that_drips_takes_no_longer_than_the_limit_of_answers(kind):
+    with serve([Server("127.0.7.1", 18434, kind=kind), Server("127.0.7.1", 18022, kind="drip")]):
+        start = time.perf_counter()
+        findings = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(answer_timeout=0.4, ssh_port=18022), {}))
+        assert time.perf_counter() - start < 0.75, "the host keys are fetched while the other replies are read"
+    assert [(answer.version, answer.host_keys) for answer in findings.answers] == [("0.12.3", ())]
+
+
 @pytest.mark.slow
 def test_all_hostile_servers_together_with_a_valid_one():
     servers = [Server(f"127.0.7.{i}", 18434, kind=kind) for i, kind in enumerate(HOSTILE, 2)]

@@ -31,12 +31,12 @@ RESULT = {"status": "finished", "step": 5, "steps": 5, "world_size": 1, "tokens"
 RESULT |= {"tokens_per_second": 1.0, "loss_first": 2.0, "loss_last": 1.0, "eval_loss_first": 2.0, "eval_loss": 0.5}
 
 
-def cluster(state: str = "present") -> Cluster:
+def cluster() -> Cluster:
     def connect(name: str) -> Any:
         return type("Connection", (), {"host": next(host for host in HOSTS if host.name == name)})()
 
     groups = {"cluster": ["node1", "node2"]}
-    return Cluster(HOSTS, groups, lambda host, name: state, connect, make_options)
+    return Cluster(HOSTS, groups, lambda host, name: None, connect, make_options)
 
 
 def made(hybrid: bool = False, **values: Any) -> StudentQueue:
@@ -58,16 +58,15 @@ def test_hybrid_students_have_two_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "state", "said"),
+    ("values", "said"),
     [
-        ({}, "absent", "the queue is not installed on node1: set queue_state: present"),
-        ({"priority": "urgent"}, "present", "distill: priority: expected one of low, normal, high, critical"),
-        ({"quueue": True}, "present", "-e quueue: unknown name"),
+        ({"priority": "urgent"}, "distill: priority: expected one of low, normal, high, critical"),
+        ({"quueue": True}, "-e quueue: unknown name"),
     ],
 )
-def test_mistakes_are_found_before_a_host_is_asked(values: dict[str, Any], state: str, said: str) -> None:
+def test_mistakes_are_found_before_a_host_is_asked(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        distill(GIVEN | values, cluster(state), {}, TOP, print, False)
+        distill(GIVEN | values, cluster(), {}, TOP, print, False)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 

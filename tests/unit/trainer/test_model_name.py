@@ -1,0 +1,50 @@
+"""Names of models that are refused before anything is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import make_spec
+from trainer.errors import UserError
+from trainer.model import load_tokenizer
+from trainer.model_name import check_model_name
+from trainer.planner.model_shape import shape_of
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache, and a network where every name of the hub would be looked up."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("the hub is asked"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NAME", "model: no such model: NAME: set 'tiny', a local model folder, or a hub id (org/name)"),
+        ("gpt2", "model: no such model: gpt2: "),
+        ("tinny", "model: no such model: tinny (did you mean 'tiny'?): "),
+        ("./none", "model: no such folder: ./none: "),
+        ("a/b/c", "model: no such folder: a/b/c: "),
+    ],
+)
+def test_a_name_without_an_owner_is_refused_at_once(name: str, said: str) -> None:
+    spec = make_spec({"model": name, "run": "r", "fake_data": True}, "the test")
+    for look in (check_model_name, load_tokenizer, lambda _: shape_of(spec)):
+        with pytest.raises(UserError) as caught:
+            look(name)
+        assert str(caught.value).startswith(said), look
+
+
+def test_a_folder_a_hub_id_and_a_model_of_the_cache_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hub/models--gpt2/snapshots/1").mkdir(parents=True)
+    (tmp_path / "hub/models--gpt2/snapshots/1/config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "./mine", "org/name", "gpt2"):
+        check_model_name(name)
+    with pytest.raises(UserError, match=r"^teacher: no such model: other: set a local"):
+        check_model_name("other", "teacher")

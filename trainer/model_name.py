@@ -1,0 +1,37 @@
+"""What may be the name of a model: a folder, or a name on the hub. No torch; nothing is asked."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+
+from trainer.config import TINY
+from trainer.data.files import is_hub_id
+from trainer.errors import UserError
+from trainer.inputs import path_kind, user_path
+
+
+def check_model_name(name: str, setting: str = "model") -> None:
+    """Check that a model is a folder, or that the hub may have it. Raises UserError.
+
+    A name without an owner, such as gpt2, is one of the hub only if its cache has the model: a mistyped folder would
+    otherwise be asked for on the hub, repeatedly.
+
+    Args:
+        setting: the field of the run spec that names the model.
+    """
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if path_kind(user_path(name, setting)) == "folder" or (not is_path and (is_hub_id(name) or in_hub_cache(name))):
+        return
+    tiny = "'tiny', " if setting == "model" else ""
+    near = f" (did you mean {TINY!r}?)" if tiny and get_close_matches(name, [TINY]) else ""
+    what = "folder" if is_path else "model"
+    raise UserError(f"{setting}: no such {what}: {name}{near}: set {tiny}a local model folder, or a hub id (org/name)")
+
+
+def in_hub_cache(name: str) -> bool:
+    """Return whether this machine's hub cache holds a model."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
