@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
-from trainer.data.answer_spans import REASONING_KEYS
+from trainer.data.chat_marks import REASONING_KEYS
 from trainer.data.record_keys import LABEL, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
 from trainer.formats import printable, quoted
 
