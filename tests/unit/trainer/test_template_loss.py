@@ -215,7 +215,7 @@ def test_any_text_in_a_chat(render: Any, chat: list[dict[str, str]]) -> None:
     except (UserError, ValueError) as error:
         assert "\n" not in str(error)
         odd = any(mark in m["content"] for m in chat for mark in _SPECIAL)
-        odd |= any(unicodedata.category(letter) == "Co" for m in chat for letter in m["content"])
+        odd |= any(unicodedata.category(letter) in ("Co", "Cn") for m in chat for letter in m["content"])
         assert odd or any(not m["content"].strip() for m in chat), error
         return
     text, trained = spelled(under.tokenizer, ids, mask)
@@ -270,3 +270,12 @@ def test_an_answer_without_an_end_is_noted() -> None:
     tokenizer.chat_template = next(template.text for template in REDUCTIONS if template.name == "no_end")
     notes = Encoder(tokenizer, seq_length=4096, train_on="answer").encode(to_sample(situations()["multi"])).notes
     assert notes == ("nothing ends the last answer: the tokenizer of the model has no eos_token",)
+
+
+@pytest.mark.parametrize("mark", ["\U0010fffe", "\U0010ffff"])
+def test_codes_that_are_no_characters_are_refused(mark: str) -> None:
+    row = situations()["tools"]
+    row["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"x": f"a{mark}b"}
+    for record in (row, {"prompt": "x", "completion": f"ab{mark}"}, {"messages": [{"role": "user", "content": mark}]}):
+        with pytest.raises(ValueError, match=f"U\\+{ord(mark):X}"):
+            to_sample(record)
