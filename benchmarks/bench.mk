@@ -1,11 +1,13 @@
 # Included by the Makefile: make bench NAME=speed [ARGS='--rounds 5'] runs the module benchmarks/NAME.py.
-BENCHMARKS := start faults alarms site speed traffic schedules spare_layers plan memory discovery replicas balance environment relay pool students deploy dashboard queued_runs scale
+BENCHMARKS := agree start faults alarms site speed traffic schedules spare_layers plan memory discovery replicas balance environment relay pool students deploy dashboard queued_runs scale
 NAME ?=
 # TRL and SOLLOL have separate environments, because they install many packages.
 TRL := .venv.bench
 SOLLOL := .venv.sollol
 BENCH_NEEDS_speed := $(TRL)/.ready
 BENCH_ARGS_speed := --trl $(TRL)/bin/python
+BENCH_NEEDS_agree := $(TRL)/.ready
+BENCH_ARGS_agree := --trl $(TRL)/bin/python
 BENCH_NEEDS_discovery := $(SOLLOL)/.ready
 BENCH_ARGS_discovery := --sollol $(SOLLOL)/bin/python
 

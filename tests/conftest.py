@@ -69,6 +69,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move LONGEST to the front, and mark the lab tests that run alone: SERIAL, and those that measure times in network namespaces."""
+    _skip_privileged(items)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         if not item.get_closest_marker("lab"):
@@ -79,6 +80,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
         if item.path.name in SERIAL or item.path.parent.name != "lab":
             item.add_marker(pytest.mark.serial)
+
+
+def _skip_privileged(items: list[pytest.Item]) -> None:
+    """Skip the tests with the mark `privileged` that this user, or this kernel, does not permit."""
+    for item in items:
+        mark = item.get_closest_marker("privileged")
+        if mark and not mark.kwargs.get("permitted", os.geteuid() == 0):
+            item.add_marker(pytest.mark.skip(reason=mark.kwargs.get("reason", "needs root, to act as another user")))
 
 
 def pytest_collection_finish() -> None:

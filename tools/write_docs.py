@@ -17,7 +17,7 @@ from trainer.config.conversions import CONVERSIONS
 from trainer.strategy import summaries
 from trainyard.cli.commands import COMMANDS
 from trainyard.cli.flags import COMMON
-from trainyard.cli.options import SHORT, LogsOptions, PreflightOptions, StatusOptions, StopOptions
+from trainyard.cli.options import SHORT, DataOptions, LogsOptions, PreflightOptions, StatusOptions, StopOptions
 from trainyard.dashboard.options import DashboardOptions
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
@@ -124,8 +124,8 @@ weights. A JSONL file holds one sample per line:
 {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}
 ```
 
-Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `result.json` counts
-both.
+Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `data` in `result.json` counts
+both. [The command `data`](datasets.md#what-is-trained) shows them.
 
 {names_of_other_tools()}
 {old_names if config.DEPRECATED else ""}"""
@@ -293,7 +293,13 @@ def command_line(text: str) -> str:
         rows.append(f"| `{name}{word}` | `{command.playbook}` | {command.summary} |")
     rows.append("| `completion [SHELL]` | | print the script that completes commands and flags in bash or zsh |")
     short = "\n".join(f"| `-{letter}` | `--{name.replace('_', '-')}` |" for letter, name in SHORT.items())
-    single = {"status": StatusOptions, "stop": StopOptions, "logs": LogsOptions, "preflight": PreflightOptions}
+    single = {
+        "status": StatusOptions,
+        "data": DataOptions,
+        "stop": StopOptions,
+        "logs": LogsOptions,
+        "preflight": PreflightOptions,
+    }
     tables = [f"`trainyard {name}`:\n\n{option_table(options.model_fields)}" for name, options in single.items()]
     verbs = "`trainyard queue list`, `history`, `cancel`, `hold`, `release` and `priority`"
     tables.append(f"{verbs}:\n\n{option_table(CHANGE_OPTIONS)}")

@@ -33,6 +33,9 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
                        [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     validate the spec and print it with all defaults
        python -m trainer fields                               print the fields of the run spec as a table
+       python -m trainer data [SPEC.yml] [--samples 3] [--json] [--model DIR --dataset FILE ...]
+                                                              show the text of samples with the parts that carry loss
+                                                              marked, what is truncated or dropped, and totals
        python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
                                                               estimate memory, communication and speed of every
                                                               strategy and recommend one
@@ -144,6 +147,26 @@ def check(argv: list[str]) -> int:
 def fields(argv: list[str]) -> int:
     """Print the table of the spec's fields."""
     print(table())
+    return 0
+
+
+def data(argv: list[str]) -> int:
+    """Show what a run trains on."""
+    from trainer.adapter_folder import refuse_adapter
+    from trainer.data.encode import Encoder
+    from trainer.data.show import View, check_shown, samples_of, show
+    from trainer.data.text_tokenizer import TextTokenizer
+    from trainer.data.tiny import with_tiny_model
+
+    data_dir, samples = take_path(argv, "--data-dir") or Path.cwd(), take_value(argv, "--samples")
+    view = View.of(samples, take_switch(argv, "--json"))
+    spec = take_spec(argv, None)
+    check_shown(spec)
+    spec = with_tiny_model(spec, data_dir / "store")
+    refuse_adapter(spec.model)
+    with without_collector():
+        from trainer.model import load_tokenizer
+    show(samples_of(spec), Encoder.of(spec, TextTokenizer.of(load_tokenizer(spec.model))), view)
     return 0
 
 
@@ -347,6 +370,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "check": check,
     "fields": fields,
+    "data": data,
     "plan": plan,
     "config": config,
     "merge": merge,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
 # Of one layer, times the rounding of its weights. One rounding of every weight is 0.6; float32 also has that of sums.
 _LAYER_LIMIT, _SUM_LIMIT = 2.0, 1e-5
+_FLIPPED = 0.01  # of the 16-bit numbers of a weight: roundings that differ because the last bit of a sum does
 _LOGIT_LIMIT = 1e-4  # of float32 logits, relative: roundings of 6e-8 grow to 1e-6 in 2 layers, and to 1e-5 in 80
 _NOISE_LIMIT = 4.0  # of 16-bit logits: times what roundings of the adapted layers' outputs do to them
 _PROBES = 16  # tokens and rows
@@ -50,7 +51,11 @@ def adapted_model(spec: RunSpec, adapter: Path, dtype: torch.dtype | str = torch
     from trainer.model import read_causal_model
 
     base = read_causal_model(spec, "model", spec.model, dtype=dtype)
-    return PeftModel.from_pretrained(base, str(adapter)).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*tie_word_embeddings"
+        )  # peft's merge does not untie; this module does
+        return PeftModel.from_pretrained(base, str(adapter)).eval()
 
 
 def merge_into_base(adapted: Any) -> Any:
@@ -179,21 +184,36 @@ def merge_layer(name: str, layer: Any, dtype: torch.dtype | None = None) -> None
     base = layer.get_base_layer()
     dtypes = {leaf: dtype or parameter.dtype for leaf, parameter in base.named_parameters(recurse=False)}
     _cast(base, dict.fromkeys(dtypes, torch.float32))
-    probe = _probe(base)
     with torch.no_grad():
-        expected = None if probe is None else layer(probe)
+        expected = _probe_outputs(layer, base)
         layer.merge()
-        _cast(base, dtypes)
-        if expected is None or probe is None:
-            return
-        kept = {leaf: parameter.data for leaf, parameter in base.named_parameters(recurse=False)}
-        _cast(base, dict.fromkeys(dtypes, torch.float32))
-        found = base(probe)
-        # Probes of a linear layer are normal: a rounding of its weights changes an output by the norm of a row.
-        size = found.norm() if probe.dtype == torch.long else base.weight.norm() * len(probe) ** 0.5
-        for leaf, value in kept.items():
-            getattr(base, leaf).data = value
-    limit = float(_LAYER_LIMIT * _ROUNDING.get(dtypes["weight"], 0.0) * size + _SUM_LIMIT * (size + expected.norm()))
+    _cast(base, dtypes)
+    _compare(name, expected, base)
+
+
+@torch.no_grad()
+def _probe_outputs(layer: Any, plain: nn.Module) -> torch.Tensor | None:
+    """Return what a layer computes from the probes of its plain form, in float32; None for a kind that only logits can check."""
+    probe = _probe(plain)
+    if probe is None:
+        return None
+    kept = {leaf: parameter.data for leaf, parameter in plain.named_parameters(recurse=False)}
+    _cast(plain, dict.fromkeys(kept, torch.float32))
+    found: torch.Tensor = layer(probe)
+    for leaf, value in kept.items():
+        getattr(plain, leaf).data = value
+    return found
+
+
+def _compare(name: str, expected: torch.Tensor | None, merged: nn.Module) -> None:
+    """Raises UserError if a merged layer computes what differs from `expected` by more than one rounding of its weights."""
+    found = _probe_outputs(merged, merged)
+    if expected is None or found is None:
+        return
+    weight: Any = merged.weight
+    # Probes of a linear layer are normal: a rounding of its weights changes an output by the norm of a row.
+    size = found.norm() if isinstance(merged, nn.Embedding) else weight.float().norm() * _PROBES**0.5
+    limit = float(_LAYER_LIMIT * _ROUNDING[weight.dtype] * size + _SUM_LIMIT * (size + expected.norm()))
     error = float((found - expected).norm())
     if error > limit:  # not where it is not a number: the caller tells that the weights overflow
         raise _difference(name, error, limit)
@@ -284,15 +304,55 @@ def _rounded_logits(model: Any, rounding: float) -> torch.Tensor:
             hook.remove()
 
 
-def check_saved(check: LogitCheck, folder: Path) -> None:
-    """Check a merged model as others load it. Raises UserError."""
+def check_merged(adapted: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Compare a merged model, as others load it, with the base model and the adapter: logits, changed layers and other weights.
+
+    Args:
+        adapted: both, read anew.
+        dtype: of the merged weights.
+
+    Raises:
+        UserError: they differ, or the configuration says that weights are tied which are not.
+    """
+    merged = saved_model(folder)
+    LogitCheck(adapted, dtype)(merged)
+    base = adapted.get_base_model()
+    own, changed = base.dtype, ".base_layer."
+    for name, value in base.named_parameters(remove_duplicate=False):
+        if not _FACTOR.search(name) and changed not in name:
+            _require_equal(_SAVED.sub("", name), merged, value.to(dtype if value.dtype == own else value.dtype))
+    for name, layer in _untied_layers(adapted).items():
+        plain = layer.get_base_layer()
+        merge_layer(name, layer, dtype if plain.weight.dtype == own else plain.weight.dtype)
+        for leaf, value in plain.named_parameters(recurse=False):
+            _require_equal(f"{name}.{leaf}", merged, value, exact=False)
+            value.data = value.data.new_empty(0)
+
+
+def _require_equal(name: str, merged: Any, expected: torch.Tensor, *, exact: bool = True) -> None:
+    """Raises UserError unless a weight is as expected.
+
+    Args:
+        exact: to the bit; otherwise the last bit of float32 sums may depend on where they lie in memory, and flip roundings.
+    """
+    found = merged.get_parameter(name)
+    if found.shape == expected.shape:
+        unlike = found != expected
+        error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+        if not unlike.any() or (not exact and (error <= 1e-6 or (error <= 1e-3 and unlike.float().mean() <= _FLIPPED))):
+            return
+    raise UserError(
+        f"merge: {name} of the merged model differs from the base model with the adapter: use the adapter itself, and set merge=false"
+    )
+
+
+def saved_model(folder: Path) -> Any:
+    """Return a saved model. Raises UserError if its configuration says that embedding and head are tied, but they differ."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    check(model)
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
     if model.config.tie_word_embeddings and outer is not None and not torch.equal(inner.weight, outer.weight):
         # transformers 5 reads such a model correctly; other programs would use the embedding as the head.
-        raise UserError(
-            f"merge: {folder.name.removeprefix('.tmp-')}/config.json says that embedding and head are tied, but they differ"
-        )
+        raise UserError("merge: config.json of the merged model says that embedding and head are tied, but they differ")
+    return model

@@ -15,6 +15,7 @@ import yaml
 from trainer import __version__
 from trainer.config import RunSpec
 from trainer.data.files import HUB_ID
+from trainer.data.report import DataReport
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.planner.cost import EXPORT_PART
@@ -93,8 +94,7 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
         **totals,
         "eval_loss": eval_loss,
         "packing": spec.packing,
-        "dropped_samples": job.corpus.dropped,
-        "cut_samples": job.corpus.cut,
+        "data": job.corpus.report.as_dict(),
         "adapter": None,
         "tensorboard": str(run_dir / "tensorboard") if "tensorboard" in spec.loggers else None,
         "trainer": __version__,
@@ -114,7 +114,7 @@ def export_weights(
     Raises:
         DiskError: the disk is full or not writable.
     """
-    from trainer.tokenizer_output import add_end_token, save_tokenizer
+    from trainer.tokenizer_output import add_end_token, save_ends, save_tokenizer
 
     spec = job.spec
     kind = "adapter" if spec.lora_r else "model"
@@ -124,10 +124,9 @@ def export_weights(
         options: dict[str, Any] = {"save_embedding_layers": False} if spec.lora_r else {}
         # transformers would otherwise write only on rank 0, as if all hosts shared a disk.
         model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
-        ends = getattr(model, "generation_config", None)
-        if ends is not None and add_end_token(ends, job.tokenizer) and spec.lora_r:
-            aside.mkdir(parents=True)
-            ends.save_pretrained(aside)
+        settings = getattr(model, "generation_config", None)
+        if settings is not None and add_end_token(settings, job.tokenizer) and spec.lora_r:
+            save_ends(settings, aside)  # peft writes no such file
         if weights is None or spec.lora_r:
             options |= {"state_dict": dict(weights)} if weights else {}
             model.save_pretrained(aside, **options)  # type: ignore[operator]
@@ -194,39 +193,54 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
         UserError: the merged weights are not finite or wrong, or this host lacks files of the base model of a pipeline.
         DiskError: the disk is full or not writable.
     """
-    import torch
     from transformers import AutoTokenizer
 
-    from trainer.adapter_merge import LogitCheck, adapted_model, check_saved, merged_dtype, merged_weights, weightless
+    from trainer.adapter_merge import check_merged, merged_dtype, merged_weights, weightless
     from trainer.tokenizer_output import add_end_token, save_tokenizer
 
-    dtype, pipeline = merged_dtype(spec), bool(plan_of(spec).pipeline_field(spec))
-    if pipeline:
-        _require_files(spec)
-    # What no host holds in memory stays on the disk; float32 logits of a 16-bit base would be those of rounding.
-    mapped = pipeline or dtype != torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "adapter")
+    dtype, tokenizer = merged_dtype(spec), AutoTokenizer.from_pretrained(run_dir / "adapter")
     with atomic_folder(run_dir / "merged", "merge") as aside:
-        adapted = adapted_model(spec, run_dir / "adapter", "auto" if mapped else dtype)
-        check = LogitCheck(adapted, dtype)
+        adapted = _adapted(spec, run_dir)
         weights = merged_weights(adapted, dtype)
         first = next(weights)  # the configuration says whether weights are tied once the first one is there
         model = weightless(adapted, dtype)
         add_end_token(model.generation_config, tokenizer)
         save_in_parts(model, _finite(spec, itertools.chain([first], weights)), aside)
         del adapted, weights, first
-        check_saved(check, aside)
+        check_merged(_adapted(spec, run_dir), dtype, aside)
         save_tokenizer(tokenizer, aside)
     return run_dir / "merged"
 
 
-def _require_files(spec: RunSpec) -> None:
-    from trainer.distributed.pipeline_weights import WeightFiles
+def merged_rightly(spec: RunSpec, run_dir: Path) -> bool:
+    """Return whether `run_dir/merged`, which an earlier version may have written, answers as the base with the adapter."""
+    from trainer.adapter_merge import check_merged, merged_dtype
 
-    if not WeightFiles(spec.model).complete:
-        raise UserError(
-            f"merge: this host lacks weight files of {spec.model}: copy them to the first host and start the run again, or set merge=false"
-        )
+    adapted = _adapted(spec, run_dir)
+    try:
+        check_merged(adapted, merged_dtype(spec), run_dir / "merged")
+    except (UserError, OSError, ValueError, AttributeError):  # it has other layers
+        return False
+    return True
+
+
+def _adapted(spec: RunSpec, run_dir: Path) -> Any:
+    """Return the base model of a run with its adapter. Raises UserError."""
+    import torch
+
+    from trainer.adapter_merge import adapted_model, merged_dtype
+
+    dtype, pipeline = merged_dtype(spec), bool(plan_of(spec).pipeline_field(spec))
+    if pipeline:
+        from trainer.distributed.pipeline_weights import WeightFiles
+
+        if not WeightFiles(spec.model).complete:
+            raise UserError(
+                f"merge: this host lacks weight files of {spec.model}: copy them to the first host and start the run again, or set "
+                "merge=false"
+            )
+    # What no host holds in memory stays on the disk; float32 logits of a 16-bit base would be those of rounding.
+    return adapted_model(spec, run_dir / "adapter", "auto" if pipeline or dtype != torch.float32 else dtype)
 
 
 def _finite(spec: RunSpec, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
@@ -268,6 +282,7 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
         "base model": f"{model}{checksum(origin.get('model_sha256'))}",
         "dataset": f"{dataset}{checksum(origin.get('dataset_sha256'))}",
         "samples as encoded": f"sha256 {data}",
+        "data": DataReport.of(result["data"]).line(),
         "steps": f"{result['step']} of {result['steps']}, {result['samples']} samples, {result['tokens']} tokens",
         "loss": f"{result['loss_first']:.4f} -> {result['loss_last']:.4f}, held out: {eval_loss}",
         **({"rank of the adapter": str(rank)} if (rank := result.get("adapter_rank")) else {}),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.adapter_merge import LogitCheck, adapted_model, check_saved, merge_into_base, untie_different
+from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec, read_spec
 from trainer.data.encode import Corpus, encoded_dataset, split
@@ -195,7 +195,7 @@ def _soup(request: MergeRequest) -> dict[str, Any]:
         add_end_token(model.generation_config, tokenizer)
         model.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
-        check_saved(LogitCheck(model, torch.float32), aside)
+        LogitCheck(model, torch.float32)(saved_model(aside))
     spec = first.spec.model_copy(update={"run": request.target.name, "lora_r": 0})
     return _finish(request, spec, "model", losses, base_loss)
 

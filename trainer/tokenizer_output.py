@@ -54,3 +54,12 @@ def add_end_token(config: Any, tokenizer: Any) -> bool:
         return False
     config.eos_token_id = ends if len(ends) > 1 else ends[0]
     return True
+
+
+def save_ends(config: Any, folder: Path) -> None:
+    """Write the special tokens of a generation config; its other settings, which may not be valid, stay with the base model."""
+    from transformers import GenerationConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    GenerationConfig(**{name: getattr(config, name, None) for name in names}).save_pretrained(folder)

@@ -116,6 +116,7 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, che
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date))
     if spec.fake_data:
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
+    corpus.report.loss.check(spec.allow_dropped)
     data = common_digest(corpus, world)
     check_token_ids(spec.model, tokenizer, corpus, rows)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
@@ -373,9 +374,10 @@ def open_records(job: Job, run_dir: Path, world: World, state: RunState) -> Reco
             print(line)
         print(
             f"{len(job.train_set)} samples, {job.order.rows_per_epoch} rows per epoch, {job.steps} steps of "
-            f"{job.spec.rows_per_step} rows on {world.size} ranks; {len(job.eval_set)} samples held out, "
-            f"{job.corpus.dropped} dropped without a token with loss, {job.corpus.cut} truncated"
+            f"{job.spec.rows_per_step} rows on {world.size} ranks; {len(job.eval_set)} samples held out"
         )
+        for line in job.corpus.report.lines("data: "):
+            print(line)
         if job.teacher:
             print(f"teacher: {job.spec.teacher}; {job.spec.gkd_lambda:.0%} of the steps use answers of the student")
         if targets := job.corpus.targets:

@@ -69,7 +69,7 @@ def run_spec(name: str, case: Case, scale: Scale, folder: Path) -> RunSpec:
 def predict(name: str, case: Case, scale: Scale, folder: Path, device: str) -> dict[str, Any]:
     """Return the predicted memory (MiB) of one process (on a CPU with Python and its libraries), and tokens/s if the case is `planned`."""
     spec = run_spec(name, case, scale, folder)
-    rows, _ = rows_of(spec, folder)
+    rows = rows_of(spec, folder)[0]
     layout = Layout((1,) * max(1, case.ranks))
     # Of rank 0, whose peak the metrics have. Ranks of one machine count as hosts, as those of a pipeline do.
     memory = plan_of(spec).memories(spec, shape_of(spec), layout, rows, cuda=device == "cuda")[0]

@@ -82,10 +82,16 @@ class Site:
         result = {"run": "mine", "status": "finished", "adapter": "x", "adapter_sha256": self.weights}
         (self.run_dir / "result.json").write_text(json.dumps(result))
 
-    def keep_answers(self) -> None:
-        """Write the answers that the run's host would otherwise compute."""
+    def keep_answers(self, stop: str = "") -> None:
+        """Write the answers that the run's host would otherwise compute. `stop`: what ends them."""
         prompts = [{"messages": [{"role": "user", "content": question}]} for question in ANSWERS]
-        record = {"weights": self.weights, "created": "2026-01-02T03:04:05", "max_tokens": 32, "bos": "<|begin|>"}
+        record = {
+            "weights": self.weights,
+            "created": "2026-01-02T03:04:05",
+            "max_tokens": 32,
+            "bos": "<|begin|>",
+            "stop": stop,
+        }
         (self.run_dir / "deploy").mkdir(exist_ok=True)
         record |= {"prompts": prompts, "answers": list(ANSWERS.values())}
         (self.run_dir / "deploy/answers.json").write_text(json.dumps(record))
@@ -149,6 +155,18 @@ def test_adapter_is_deployed_once_and_removed(site: Site) -> None:
         assert site.deployment(urls).remove()["changed"]
         assert all(set(server.models) == {"base:latest"} for server in servers)
         assert not site.deployment(urls).remove()["changed"]
+
+
+@pytest.mark.slow
+def test_answers_stop_at_the_end_of_a_turn(site: Site) -> None:
+    with targets(site, ["0.5.4", "0.5.5"]) as servers:
+        urls = [server.url for server in servers]
+        for stop in ("", "<|im_end|>"):
+            site.keep_answers(stop)
+            assert site.deployment(urls, deploy_base="base").deploy()["changed"], stop
+            old, new = (server.models[NAME] for server in servers)
+            assert new.get("parameters") == ({"stop": [stop]} if stop else None)
+            assert ('PARAMETER stop "<|im_end|>"' in old["modelfile"]) == bool(stop)
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ while True:
         process.wait()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+@pytest.mark.privileged
 def test_another_user_cannot_hand_over_a_request(bed: Bed) -> None:
     prepare(bed)
     start(bed)

@@ -16,7 +16,7 @@ from ansible.module_utils import _internal
 from ansible.module_utils.common import warnings
 from ansible.module_utils.testing import patch_module_args
 
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+NEEDS_ROOT = pytest.mark.privileged
 
 
 def run_module(module: Any, capsys: pytest.CaptureFixture[str], **arguments: Any) -> dict[str, Any]:

@@ -185,7 +185,8 @@ def test_options_are_those_of_the_module(options: type[PlaybookOptions]) -> None
 
 def test_playbooks_of_the_commands_exist() -> None:
     for command in COMMANDS.values():
-        assert (TOP / command.playbook.split()[0]).is_file()
+        if not command.playbook.startswith("python -m trainer "):
+            assert (TOP / command.playbook.split()[0]).is_file()
 
 
 def documented() -> list[list[str]]:

@@ -13,6 +13,7 @@ import pytest
 from trainer.config import RunSpec
 from trainer.distributed.listeners import PEERS, listen, peer_filter, restrict_listeners
 from trainer.supervise import sandbox
+from trainer.supervise.socket_filter import permits_socket_filter
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.network import addresses
@@ -24,6 +25,10 @@ from trainyard.run.plan import environment, plan_nodes
 SPEC = RunSpec().model_dump(mode="json")
 OWN = next(iter(addresses()), "")  # an address of this machine besides loopback
 NEEDS_ADDRESS = pytest.mark.skipif(not OWN, reason="this machine has no address besides loopback")
+
+NEEDS_FILTER = pytest.mark.privileged(
+    permitted=permits_socket_filter(), reason="this kernel permits no socket filter without privileges"
+)
 
 
 def host(name: str, address: str, **facts: Any) -> HostState:
@@ -43,6 +48,7 @@ def connects(address: str, port: int) -> bool:
 
 
 @NEEDS_ADDRESS
+@NEEDS_FILTER
 @pytest.mark.parametrize(("peers", "reached"), [("198.51.100.7", False), (f"198.51.100.7,{OWN}", True), ("", True)])
 def test_a_listener_accepts_hosts_of_the_run_only(monkeypatch: pytest.MonkeyPatch, peers: str, reached: bool) -> None:
     monkeypatch.setenv(PEERS, peers)
@@ -52,6 +58,7 @@ def test_a_listener_accepts_hosts_of_the_run_only(monkeypatch: pytest.MonkeyPatc
 
 
 @NEEDS_ADDRESS
+@NEEDS_FILTER
 def test_sockets_of_libraries_are_restricted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = server.getsockname()[1]
@@ -62,6 +69,7 @@ def test_sockets_of_libraries_are_restricted_too(monkeypatch: pytest.MonkeyPatch
         assert not connects(OWN, port)
 
 
+@NEEDS_FILTER
 @pytest.mark.parametrize("name", ["198.51.100.7", "localhost"])
 def test_a_listener_at_all_addresses_is_still_restricted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(PEERS, "198.51.100.7")
@@ -187,11 +195,24 @@ def test_a_run_that_nothing_protects_is_warned_of() -> None:
 def test_a_kernel_without_socket_filters_is_warned_of() -> None:
     isolation = choose_isolation("auto", SPEC | {"loggers": ["wandb"]}, True, {})
     hosts = [host("a", "10.0.0.1", socket_filter=False, firewall="ufw"), host("b", "10.0.0.2", socket_filter=False)]
-    assert (
-        "warning: nothing keeps other machines from the ports of the run on b:" in isolation_lines(isolation, hosts)[1]
-    )
-    hosts[1].facts["socket_filter"] = True
+    _, walled, bare = isolation_lines(isolation, hosts)
+    assert walled.startswith("a: the kernel permits no socket filter without privileges; their firewalls keep")
+    assert bare.startswith("warning: nothing keeps other machines from the ports of the run on b:")
+    assert bare.endswith("or set isolate=always")
+    for each in hosts:
+        each.facts["socket_filter"] = True
     assert len(isolation_lines(isolation, hosts)) == 1
+
+
+def test_the_plan_names_what_protects_a_run_without_a_socket_filter() -> None:
+    isolation = choose_isolation("auto", SPEC, True, {})
+    hosts = [host("a", "10.0.0.1"), host("b", "10.0.0.2", socket_filter=False, system_unit=True)]
+    (line,) = isolation_lines(isolation, hosts)
+    assert line.startswith("b: the kernel permits no socket filter") and "the systemd units of the run keep" in line
+    hosts[1].facts["system_unit"] = False  # a unit of the user's service manager, or none
+    (line,) = isolation_lines(isolation, hosts)
+    assert line.startswith("warning: nothing keeps other machines") and "isolate=always" not in line
+    assert isolation_lines(isolation, [host("a", "10.0.0.1", socket_filter=False)]) == []
 
 
 def test_the_addresses_cannot_be_set_by_run_env() -> None:

@@ -393,7 +393,7 @@ def test_unreadable_siblings_are_skipped_and_named(tmp_path: Path) -> None:
             check_idle(runs / "r")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+@pytest.mark.privileged
 def test_a_run_folder_of_another_user_is_skipped() -> None:
     # Every user reaches this folder, unlike `tmp_path`.
     with tempfile.TemporaryDirectory(prefix="trainyard-test-") as name:

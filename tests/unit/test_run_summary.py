@@ -33,3 +33,13 @@ def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, 
     assert lines[: 1 + len(more)] == ["run r finished: 1 of 1 steps on 2 ranks, 2 hosts", *more]
     assert lines[1 + len(more)] == "  loss         4.0000 -> 3.0000 (-25 %)"
     assert "  speed        47 tokens/s, 11 tokens of 1 sample (without the eval split)" in lines
+
+
+def test_the_summary_has_the_totals_of_the_dataset() -> None:
+    data = {"samples": 9, "answers": 12, "tokens": 80, "truncated": 2, "dropped": {"too long": 1}, "notes": {}}
+    head = {"host": "node1", "run_dir": "/d/runs/r"}
+    lines = summary(RESULT | {"data": data}, head, 2, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only
+    assert (
+        lines[4] == "  data         9 samples: 12 answers and 80 tokens with loss, 2 truncated, 1 dropped (1 too long)"
+    )
+    assert lines[5].startswith("WARNING: 1 of 9 samples of the dataset are not trained (1 too long): correct them")

@@ -178,14 +178,15 @@ def mismatch(field: FieldInfo, value: Any) -> str:
 
 
 def in_quotes(value: Any) -> str:
-    """Return the remedy for a boolean where a text is expected; an empty string for other values."""
+    """Return the remedy for a boolean, alone or in a list or mapping, where a text is expected; an empty string for other values."""
     hint = " (YAML reads no, off, yes and on as false and true: write the word in quotes)"
-    return hint if isinstance(value, bool) else ""
+    return hint if any(isinstance(part, bool) for part in _leaves(value)) else ""
 
 
 def _takes_text(kind: Any) -> bool:
-    """Return whether a field, or an entry of its list, may be any text."""
-    return kind is str or (get_origin(kind) not in (dict, Literal) and any(map(_takes_text, get_args(kind))))
+    """Return whether a field, an entry of its list or a value of its mapping may be any text."""
+    parts = get_args(kind)[-1:] if get_origin(kind) is dict else get_args(kind)
+    return kind is str or (get_origin(kind) is not Literal and any(map(_takes_text, parts)))
 
 
 def expected_value(field: FieldInfo) -> str:

@@ -19,6 +19,8 @@ _LATER_FIELDS = (
     "script",
     "dataset_config",
     "columns",
+    "ignore_keys",
+    "system",
     "distill_alpha",
     "distill_temperature",
     "teacher",

@@ -100,6 +100,7 @@ class RunSpec(BaseModel):
         "keep",
         "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
         "for templates without a system role",
+        expected="keep or prepend (the system message of a distillation is system_message)",
     )
     template_date: IsoDate = declare(
         "",
@@ -113,6 +114,9 @@ class RunSpec(BaseModel):
         "answer",
         "tokens that contribute to the loss: only the assistant's answers, or all",
         aliases=["train_on_inputs", "completion_only_loss", "assistant_only_loss"],
+    )
+    allow_dropped: bool = declare(
+        False, "train even if more than half of the samples, or of a teacher's answers, are dropped", mutable=True
     )
     seq_length: int = declare(
         1024,

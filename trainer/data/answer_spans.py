@@ -10,13 +10,13 @@ found raises TemplateError: nothing is trained in part.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from trainer.data.hf_template import ChatTemplate, Rendered, TemplateError
@@ -67,6 +67,7 @@ class _Marker:
 
     plane: int
     middle: bool  # mark messages that are not answers in their middle: templates can look at how they begin and end
+    in_arguments: bool  # mark the names of arguments: templates can sort them
     pieces: list[_Piece] = field(default_factory=list)
 
     def _next(self, message: int, what: str, text: str = "") -> _Piece:
@@ -96,8 +97,11 @@ class _Marker:
             return self.text(message, "content", text)
         opening = _OPENING.match(text)
         start = opening.end() if opening else 0
-        last = [*_CLOSING.finditer(text)][-1].end()
-        inside, between = text[start : closing.start()], text[closing.start() : last]
+        final = [*_CLOSING.finditer(text)][-1]
+        last = final.end()
+        inside, between = text[start : closing.start()], closing[0]
+        if final.start() > closing.start():
+            between += self.text(message, "content", text[closing.end() : final.start()]) + final[0]
         head = text[:start] + self.text(message, "reasoning", inside)
         return head + between + self.text(message, "content", text[last:])
 
@@ -105,7 +109,7 @@ class _Marker:
         """Return the arguments of a call with marks: around a text, or around the names of an object."""
         if isinstance(value, str):
             return self.text(message, "arguments", value)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and self.in_arguments:
             return {self.text(message, "arguments", name): each for name, each in value.items()}
         return value
 
@@ -252,13 +256,16 @@ class AnswerFinder:
             TemplateError: the template rejects the chat, leaves out a part of it, or the answers cannot be located.
         """
         problems: list[TemplateError] = []
-        for form in _forms(messages):
-            try:
-                chat = self._prove(form, tools, variables or {})
-                return self._locate(chat, silent)
-            except TemplateError as error:
-                problems.append(error)
-        raise problems[0]
+        # Calls as Python writes them are the format of few templates, and a form that another template does not expect.
+        for python in (False, True) if any(message.get("tool_calls") for message in messages) else (False,):
+            for form in _forms(messages):
+                try:
+                    chat = self._prove(form, tools, variables or {})
+                    return self._locate(chat, silent, python)
+                except TemplateError as error:
+                    problems.append(error)
+        # What is left out of a rendering says more about the chat than a form that the template rejects.
+        raise min(problems, key=lambda error: ("leaves out" not in str(error), "rejects" in str(error)))
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -269,6 +276,22 @@ class AnswerFinder:
             return self.template.render(chat, False).rpartition(answer)[2].rstrip()
         except TemplateError:
             return ""
+
+    @cached_property
+    def _end_within(self) -> str:
+        """What ends an answer also where other turns follow, such as ``<|end|>`` without an EOS behind it; empty for nothing."""
+        answer = "zqanswerzq"
+        chat = [
+            {"role": "user", "content": "zquserzq"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "zqotherzq"},
+        ]
+        try:
+            tail = self.template.render(chat, False).rpartition(answer)[2].partition("zqotherzq")[0]
+        except TemplateError:
+            return ""
+        common = tail[: self._common(tail, self.end_of_turn)].rstrip()
+        return common if self._special.search(common) else ""
 
     @cached_property
     def _generation_prompt(self) -> str:
@@ -287,9 +310,12 @@ class AnswerFinder:
     ) -> _Chat:
         """Return the chat with its marks after the proof that they change nothing. Raises TemplateError."""
         plain = self.template.render_blocks(messages, tools=tools, variables=variables)
-        plane, marks = next((plane for plane in _PLANES if not plane[1].search(plain.text)), _PLANES[0])
-        for middle in (False, True):
-            marker = _Marker(plane, middle)
+        plane, marks = next((plane for plane in _PLANES if not plane[1].search(plain.text)), (0, None))
+        if marks is None:
+            raise TemplateError("a chat has characters of both private planes of Unicode: remove them")
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for in_arguments, middle in itertools.product((True, False) if has_calls else (True,), (False, True)):
+            marker = _Marker(plane, middle, in_arguments)
             marked = [marker.message(index, message) for index, message in enumerate(messages)]
             marked_tools = marker.tools(tools)
             try:
@@ -299,7 +325,7 @@ class AnswerFinder:
             reading = _Reading.of(rendered, marks)
             if reading.text == plain.text:
                 variables_key = json.dumps(variables, sort_keys=True) if variables else ""
-                key = (*map(_structure, messages), bool(tools), variables_key, middle)
+                key = (*map(_structure, messages), bool(tools), variables_key, middle, in_arguments)
                 return _Chat(messages, marked, marked_tools, variables, marker.pieces, marks, reading, key)
         raise TemplateError("chat template: it changes the texts of messages so that the answers cannot be located")
 
@@ -320,50 +346,71 @@ class AnswerFinder:
             if piece.open in chat.reading.places:
                 if is_answer and piece.what in ("content", "reasoning") and piece.open in chat.reading.repeated:
                     raise TemplateError(f"chat template: it writes the {piece.what} of an answer twice")
+                if is_answer:
+                    _check_whole(piece, chat.reading)
                 _check_arguments(piece, chat.reading)
                 continue
-            own = self._read(chat, piece.message + 1) if is_answer else None
+            # A template can leave out reasoning, and a text beside a call, which some take as reasoning; nothing else.
+            may_miss = is_answer and (
+                piece.what == "reasoning"
+                or (piece.what == "content" and chat.messages[piece.message].get("tool_calls"))
+            )
+            own = self._read(chat, piece.message + 1) if may_miss else None
             if own is None or piece.open not in own.places:
                 raise TemplateError(_missing(piece, is_answer=is_answer))
             yield piece.what
 
     # Places -------------------------------------------------------------------------------------------------------------
 
-    def _locate(self, chat: _Chat, silent: Collection[int]) -> Answers:
+    def _locate(self, chat: _Chat, silent: Collection[int], python: bool) -> Answers:
         left_out = tuple(self._left_out(chat))
         spans: list[Span] = []
         open_end = False
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 found, is_open = self._spans(chat, index)
-                _check_calls(message, chat.reading.text[found[0][0] : found[-1][1]])
+                _check_values(message, chat.reading.text[found[0][0] : found[-1][1]])
+                if not python:
+                    _check_calls(message, chat.reading.text[found[0][0] : found[-1][1]])
                 if index not in silent:
                     spans += found
                     open_end = is_open and index == len(chat.messages) - 1
-        if any(second[0] < first[1] for first, second in pairwise(spans)):
+        if any(second[0] < first[1] for first, second in itertools.pairwise(spans)):
             raise TemplateError("chat template: it writes the answers of a chat out of order")
         return Answers(chat.reading.text, tuple(spans), open_end, left_out)
 
     def _spans(self, chat: _Chat, index: int) -> tuple[list[Span], bool]:
         """Return where the answer with this index stands, and whether nothing ends it. Raises TemplateError."""
-        turn = _turn(chat, index)
-        blocks = [
-            (max(begin, turn.begin), min(end, turn.limit))
-            for begin, end in chat.reading.blocks
-            if begin < turn.limit and end > turn.begin
-        ]
         if chat.reading.blocks:
             for piece in chat.rendered_pieces(index):
                 first, last = chat.reading.places[piece.open], chat.reading.places[piece.close]
-                if not any(begin <= first and last <= end for begin, end in blocks):
+                if not any(begin <= first and last <= end for begin, end in chat.reading.blocks):
                     raise TemplateError(f"chat template: its generation blocks leave out the {piece.what} of an answer")
-        start = blocks[0][0] if blocks else turn.begin + self._header(chat, index, turn)
+        spans: list[Span] = []
+        is_open = False
+        for number, turn in enumerate(_turns(chat, index)):
+            found, is_open = self._turn_spans(chat, index, turn, is_first=number == 0)
+            spans += found
+        return spans, is_open
+
+    def _turn_spans(self, chat: _Chat, index: int, turn: _Turn, *, is_first: bool) -> tuple[list[Span], bool]:
+        # The block of the answer before ends behind its last mark, and that of the next one begins before its first.
+        low = turn.begin + 1 if turn.first is None else turn.first
+        high = turn.limit - 1 if turn.last is None else turn.last
+        blocks = [block for block in chat.reading.blocks if block[0] <= high and block[1] >= low]
+        if blocks and blocks[0][0] >= turn.begin:
+            start = blocks[0][0]
+        else:  # also where a block has more than the answer
+            start = turn.begin + self._header(chat, index, turn) if is_first or turn.first is None else turn.first
         anchor = start if turn.last is None else turn.last
         size, is_open = self._ending(chat, index, turn, anchor)
         end = anchor + size
         if not blocks:
             return [(start, end)], is_open
-        return [*blocks[:-1], (blocks[-1][0], max(blocks[-1][1], end))], is_open
+        if blocks[-1][1] <= turn.limit:
+            end = max(blocks[-1][1], end)
+        edges = [start, *[edge for block in blocks for edge in block][1:-1], end]
+        return list(zip(edges[::2], edges[1::2], strict=True)), is_open
 
     def _header(self, chat: _Chat, index: int, turn: _Turn) -> int:
         """Return the number of characters between the mark before an answer and the answer. Raises TemplateError."""
@@ -378,6 +425,11 @@ class AnswerFinder:
         if tail is not None:
             size = self._common(gap, tail)
             rest = tail[size:]
+            missing = self._generation_prompt.strip()
+            after = gap[size:].lstrip()
+            if not rest and missing and after.startswith(missing):
+                # The prompt for an answer after the result of a tool can lack the header that the rendering has.
+                return len(gap) - len(after.removeprefix(missing).lstrip())
             if not rest or not gap[size:].strip() or _REASONING_EDGE.fullmatch(rest):
                 return size
         header = self._generation_prompt
@@ -398,6 +450,8 @@ class AnswerFinder:
         """Return the number of characters after the last text of an answer that belong to it, and whether nothing ends it."""
         tail = chat.reading.text[anchor : turn.limit]
         is_last = index == len(chat.messages) - 1
+        if turn.last is None and self._end_within not in tail:
+            raise TemplateError(f"chat template: it leaves out the empty answer in message {index}: remove it")
         own = tail if is_last else self._own_tail(chat, index, turn, anchor, tail)
         body = own.rstrip()
         common = self._common(tail, body)
@@ -405,6 +459,8 @@ class AnswerFinder:
             return common, False
         if is_last:
             return len(tail), True
+        if self._end_within and (at := own.find(self._end_within)) >= 0 and at + len(self._end_within) <= common:
+            return at + len(self._end_within), False
         # Nothing ends an answer, or something else than at the end of a chat: then the next role's marker does.
         marker = self._special.search(tail, common)
         return (marker.end() if marker else len(tail.rstrip())), False
@@ -437,19 +493,37 @@ class AnswerFinder:
         return tail
 
 
-def _turn(chat: _Chat, index: int) -> _Turn:
-    """Return where an answer stands among the marks of a chat."""
+def _turns(chat: _Chat, index: int) -> list[_Turn]:
+    """Return where an answer stands among the marks of a chat: more than once if results of tools stand within. Raises TemplateError."""
     order, places = chat.reading.order, chat.reading.places
     message = {mark: piece.message for piece in chat.pieces for mark in (piece.open, piece.close)}
     own = [at for at, mark in enumerate(order) if message[mark] == index]
-    earlier = [at for at, mark in enumerate(order) if message[mark] < index]
-    at, next_at = (own[0], own[-1] + 1) if own else (earlier[-1] + 1, earlier[-1] + 1) if earlier else (0, 0)
-    before = order[at - 1] if at else ""
-    limit = places[order[next_at]] if next_at < len(order) else len(chat.reading.text)
     if not own:
-        return _Turn(before, places[before] if before else 0, limit, None, None, "")
-    last_mark = order[own[-1]]
-    return _Turn(before, places[before] if before else 0, limit, places[order[own[0]]], places[last_mark], last_mark)
+        at = max((at + 1 for at, mark in enumerate(order) if message[mark] < index), default=0)
+        begin, limit = (places[order[at - 1]] if at else 0), _place(chat, at)
+        return [_Turn(order[at - 1] if at else "", begin, limit, None, None, "")]
+    turns = []
+    for first, last in _runs(own):
+        before = order[first - 1] if first else ""
+        begin, mark = places[before] if before else 0, order[last]
+        turns.append(_Turn(before, begin, _place(chat, last + 1), places[order[first]], places[mark], mark))
+    within = {message[mark] for mark in order[own[0] : own[-1]]} - {index}
+    if any(chat.messages[other]["role"] != "tool" for other in within):
+        raise TemplateError("chat template: it writes the answers of a chat out of order")
+    return turns
+
+
+def _place(chat: _Chat, at: int) -> int:
+    """Return the place of a mark by its number; the end of the text behind the last one."""
+    order = chat.reading.order
+    return chat.reading.places[order[at]] if at < len(order) else len(chat.reading.text)
+
+
+def _runs(numbers: Sequence[int]) -> list[Span]:
+    """Return the first and the last of each run of numbers that follow each other."""
+    starts = [number for place, number in enumerate(numbers) if not place or numbers[place - 1] != number - 1]
+    ends = [number for place, number in enumerate(numbers, 1) if place == len(numbers) or numbers[place] != number + 1]
+    return list(zip(starts, ends, strict=True))
 
 
 def _structure(message: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -463,35 +537,48 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[s
     Templates test by different values whether an answer with calls has no content (empty text here, null there), and print the
     arguments of a call as text, or as JSON of an object.
     """
-    yield messages
-    if not any(message.get("tool_calls") for message in messages):
-        return
-    for other_content, other_arguments in ((True, False), (False, True), (True, True)):
-        yield [_form(message, other_content, other_arguments) for message in messages]
+    tried: list[Sequence[Mapping[str, Any]]] = []
+    for arguments in (None, _as_object, _as_text):
+        for is_null in (False, True):
+            form = [_form(message, arguments, is_null) for message in messages]
+            if form not in tried:
+                tried.append(form)
+                yield form
 
 
-def _form(message: Mapping[str, Any], other_content: bool, other_arguments: bool) -> Mapping[str, Any]:
+def _form(message: Mapping[str, Any], arguments: Callable[[Any], Any] | None, is_null: bool) -> Mapping[str, Any]:
+    """Return a message with calls in a form. `arguments` changes those of calls; `is_null`: null stands for no content."""
     if not message.get("tool_calls"):
         return message
     changed = dict(message)
-    if other_content and not message.get("content"):
+    if is_null and not message.get("content"):
         changed["content"] = None
-    if other_arguments:
-        changed["tool_calls"] = [_other_arguments(call) for call in message["tool_calls"]]
+    if arguments:
+        changed["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
     return changed
 
 
-def _other_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call with its arguments as text instead of as an object, or as an object instead of as text."""
-    arguments = call["function"]["arguments"]
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-    else:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+def _as_object(arguments: Any) -> Any:
+    """Return the arguments of a call as an object, or a text that is no JSON as it is."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _check_whole(piece: _Piece, reading: _Reading) -> None:
+    """Check that a template writes the content and the reasoning of an answer as they are. Raises TemplateError."""
+    if piece.what in ("content", "reasoning"):
+        first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
+        if reading.text[first:last] != piece.text:
+            raise TemplateError(f"chat template: it changes the {piece.what} of an answer")
 
 
 def _check_arguments(piece: _Piece, reading: _Reading) -> None:
@@ -499,11 +586,39 @@ def _check_arguments(piece: _Piece, reading: _Reading) -> None:
     if piece.what != "arguments" or not piece.text.startswith(("{", "[")):
         return
     first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
-    if (
-        reading.text[first:last] != piece.text
-        or reading.text[first - 1 : first] == reading.text[last : last + 1] == '"'
-    ):
-        raise TemplateError("chat template: it writes the arguments of a call, which are text, in quotes")
+    around = reading.text[first - 1 : first] + reading.text[last : last + 3].lstrip("\\")[:1]
+    if reading.text[first:last] != piece.text or around in ('""', "{}"):
+        raise TemplateError("chat template: it writes the arguments of a call, which are text, in quotes or braces")
+
+
+def _check_values(message: Mapping[str, Any], text: str) -> None:
+    """Check that a template writes all arguments of calls. Raises TemplateError."""
+    bare = text.replace("\\", "")  # quotes are escaped in several ways
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, dict):
+            for value in _leaves(arguments):
+                if not any(spelled.replace("\\", "") in bare for spelled in _spellings(value)):
+                    what = quoted(value, 40) if isinstance(value, str) else json.dumps(value)
+                    raise TemplateError(f"chat template: it leaves out or changes {what} in the arguments of a call")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the names and values of arguments."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _spellings(value: Any) -> Iterator[str]:
+    """Yield what templates write for a name or a value: text, JSON, or Python."""
+    yield str(value).strip()
+    for spelled in (json.dumps(value, ensure_ascii=False), json.dumps(value), repr(value)):
+        yield spelled[1:-1] if isinstance(value, str) else spelled
 
 
 def _check_calls(message: Mapping[str, Any], text: str) -> None:

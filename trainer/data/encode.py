@@ -7,9 +7,8 @@ import itertools
 import json
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.logprobs import COLUMN, TOP, Targets, Vocabulary, join_targets
+from trainer.data.report import BEYOND, NO_ANSWER, NO_DATA, DataReport
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.text_tokenizer import TextTokenizer
@@ -33,42 +33,6 @@ _FORMAT = 3  # version of the cached encoding: increment it when the encoding of
 
 
 _NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """What became of the samples of a dataset.
-
-    Attributes:
-        samples: all samples that were read.
-        answers: answers with loss; a text counts as one.
-        tokens: tokens with loss.
-        truncated: samples that were cut at seq_length, whether or not they were dropped.
-        dropped: the number of samples that were left out, by reason.
-        notes: the number of samples that the chat template changes, by what it changes.
-    """
-
-    samples: int = 0
-    answers: int = 0
-    tokens: int = 0
-    truncated: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    notes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def lost(self) -> int:
-        """The number of samples that were left out."""
-        return sum(self.dropped.values())
-
-    def __add__(self, other: "DataReport") -> "DataReport":
-        return DataReport(
-            self.samples + other.samples,
-            self.answers + other.answers,
-            self.tokens + other.tokens,
-            self.truncated + other.truncated,
-            dict(Counter(self.dropped) + Counter(other.dropped)),
-            dict(Counter(self.notes) + Counter(other.notes)),
-        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +48,7 @@ class Corpus:
     tokens: np.ndarray
     trained: np.ndarray
     starts: np.ndarray
-    report: DataReport = DataReport()
+    report: DataReport = NO_DATA
     sources: np.ndarray | None = None
     targets: Targets | None = None
 
@@ -146,6 +110,33 @@ class Encoded:
         return max(1, sum(any(mask[i] for i in run) for run in runs))
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What a run keeps of an encoded sample.
+
+    Attributes:
+        ids, trained: its tokens within seq_length, and which of them carry loss.
+        answers: number of answers with loss.
+        truncated: number of further tokens.
+        dropped: why the sample is left out; empty if it is not.
+        notes: what the chat template changes.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+    answers: int
+    truncated: int = 0
+    dropped: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def report(self) -> DataReport:
+        """The report of a dataset of this sample alone."""
+        notes = dict.fromkeys(self.notes, 1)
+        dropped = {self.dropped: 1} if self.dropped else {}
+        return DataReport(1, self.answers, sum(self.trained), bool(self.truncated), dropped, notes)
+
+
 class Encoder:
     """Encodes samples as (token ids, loss mask) with one tokenizer."""
 
@@ -172,6 +163,26 @@ class Encoder:
         self.seq_length, self.train_on, self._system = seq_length, train_on, system
         self._text = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer.of(tokenizer)
         self._today = today or datetime.datetime.now()
+
+    @classmethod
+    def of(cls, spec: RunSpec, tokenizer: Any, date: datetime.date | None = None) -> "Encoder":
+        """Return the encoder of a run.
+
+        Args:
+            tokenizer: as for the class; a `TextTokenizer` does not match log-probabilities.
+            date: the date of the run, for templates that print one; None for that of the spec, or today.
+
+        Raises:
+            UserError: the chat template is not valid.
+        """
+        return cls(
+            tokenizer,
+            seq_length=spec.seq_length,
+            train_on=spec.train_on,
+            logprobs=spec.needs_logprobs and not isinstance(tokenizer, TextTokenizer),
+            system=spec.system,
+            today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
+        )
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -219,6 +230,19 @@ class Encoder:
     def encode(self, sample: Sample) -> Encoded:
         """Return the encoding of one sample. Raises UserError as `__call__`."""
         return self._chat(sample) if sample.messages else self._raw(sample)
+
+    def fit(self, encoded: Encoded) -> Fitted:
+        """Return what a run keeps of an encoded sample. The first token of a row is never predicted, so it carries no loss."""
+        ids, mask = encoded.ids[: self.seq_length], self.mask(encoded.answered)[: self.seq_length]
+        trained = [False, *mask[1:]] if mask else mask
+        dropped = ""
+        if not any(trained):
+            dropped = BEYOND if any(encoded.answered[1:]) else NO_ANSWER
+        return Fitted(ids, trained, encoded.count_answers(trained), len(encoded.ids) - len(ids), dropped, encoded.notes)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, with that of special tokens."""
+        return self._text.decode(ids)
 
     def check(self, sample: Sample) -> Answers | None:
         """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `__call__`."""
@@ -298,24 +322,17 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     all_ids: list[list[int]] = []
     all_masks: list[list[bool]] = []
     matched = _Matched()
-    dropped: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
-    report = DataReport()
+    report = NO_DATA
     for sample in samples:
         encoded = encoder.encode(sample)
-        mask = kept_mask(encoded, encoder)
-        cut = len(encoded.ids) > encoder.seq_length
-        report = replace(report, samples=report.samples + 1, truncated=report.truncated + cut)
-        notes.update(encoded.notes)
-        if not any(mask):
-            dropped[drop_reason(encoded)] += 1
+        fitted = encoder.fit(encoded)
+        report += fitted.report
+        if fitted.dropped:
             continue
-        report = replace(report, answers=report.answers + encoded.count_answers(mask), tokens=report.tokens + sum(mask))
-        all_ids.append(encoded.ids[: encoder.seq_length])
-        all_masks.append(mask)
+        all_ids.append(fitted.ids)
+        all_masks.append(fitted.trained)
         if encoder.vocabulary:
-            matched.add(encoder.vocabulary, sample, encoded.ids, encoded.answered, mask)
-    report = replace(report, dropped=dict(dropped), notes=dict(notes))
+            matched.add(encoder.vocabulary, sample, encoded.ids, encoded.answered, fitted.trained)
     if not all_ids:
         raise UserError(
             f"dataset: none of {report.samples} samples has a token with loss within seq_length {encoder.seq_length}: "
@@ -329,17 +346,6 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         report,
         targets=matched.targets() if encoder.vocabulary else None,
     )
-
-
-def kept_mask(encoded: Encoded, encoder: Encoder) -> list[bool]:
-    """Return the loss mask of the tokens of a sample that a row can hold. The first one is never predicted."""
-    mask = encoder.mask(encoded.answered)[: encoder.seq_length]
-    return [False, *mask[1:]] if mask else mask
-
-
-def drop_reason(encoded: Encoded) -> str:
-    """Return why a sample without a token that carries loss has none."""
-    return "its answers lie beyond seq_length" if any(encoded.answered[1:]) else "it has no answer with loss"
 
 
 class _Matched:
@@ -402,28 +408,26 @@ def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path, date: datetime.d
     """
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
-    encoder = Encoder(
-        tokenizer,
-        seq_length=spec.seq_length,
-        train_on=spec.train_on,
-        logprobs=spec.needs_logprobs,
-        system=spec.system,
-        today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
-    )
+    encoder = Encoder.of(spec, tokenizer, date)
     corpus = joined([_encoded_source(source, encoder, store) for source in spec.sources])
     if corpus.targets:
         _check_targets(corpus.targets)
     return corpus
 
 
+def no_logprobs() -> UserError:
+    """Return the error of a run whose datasets lack the log-probabilities of a teacher."""
+    return UserError(
+        f"distill_alpha: no row of the dataset has {COLUMN}: make the dataset with playbooks/distill.yml and "
+        "distill_alpha, set teacher to a model folder, or set distill_alpha=0"
+    )
+
+
 def _check_targets(targets: Targets) -> None:
     """Raise UserError if no answer has log-probabilities, or more than half of those that do have other tokens."""
     found = targets.matched + targets.unmatched
     if not found:
-        raise UserError(
-            f"distill_alpha: no row of the dataset has {COLUMN}: make the dataset with playbooks/distill.yml and "
-            "distill_alpha, set teacher to a model folder, or set distill_alpha=0"
-        )
+        raise no_logprobs()
     if targets.unmatched > targets.matched:
         raise UserError(
             f"distill_alpha: the tokens of {COLUMN} differ from those of the model in {targets.unmatched} of {found} answers: "
@@ -462,7 +466,7 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         np.concatenate([corpus.tokens for corpus in corpora]),
         np.concatenate([corpus.trained for corpus in corpora]),
         np.concatenate([*starts, [ends[-1]]]).astype(np.int64),
-        sum((corpus.report for corpus in corpora), DataReport()),
+        sum((corpus.report for corpus in corpora), NO_DATA),
         np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
         join_targets([corpus.targets for corpus in corpora if corpus.targets]) if corpora[0].targets else None,
     )
@@ -471,7 +475,7 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
 def save_corpus(corpus: Corpus, path: Path) -> None:
     """Write a corpus to `path` atomically."""
     buffer = io.BytesIO()
-    report = np.array(json.dumps(asdict(corpus.report)))
+    report = np.array(json.dumps(corpus.report.as_dict()))
     arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "report": report}
     if found := corpus.targets:
         arrays |= {"taught": found.taught, "top_ids": found.ids, "top_values": found.values}
@@ -485,7 +489,7 @@ def load_corpus(path: Path) -> Corpus | None:
     """Return the corpus that `save_corpus` wrote, or None if the file is missing or unreadable."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            report = DataReport(**json.loads(str(arrays["report"])))
+            report = DataReport.of(json.loads(str(arrays["report"])))
             targets = None
             if "taught" in arrays:
                 matched, unmatched = map(int, arrays["matches"])

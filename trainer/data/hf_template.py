@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +142,40 @@ class ChatTemplate:
         Raises:
             TemplateError: the template rejects the conversation; the message is what the template says.
         """
-        chat = [dict(message) for message in messages]
         values = {
             **(variables or {}),
-            "messages": chat,
+            "messages": [_in_parts(message) if self._reads_parts else dict(message) for message in messages],
             "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
             "add_generation_prompt": generation_prompt,
         }
+        return _without_marks(self._render(values))
+
+    def _render(self, values: Mapping[str, Any]) -> str:
         try:
-            text = self._template.render(**(self.tokens | values))
+            return self._template.render(**{**self.tokens, **values})
         except Exception as error:  # a template can raise anything
             raise TemplateError(f"chat template: it rejects a conversation: {first_line(error)}") from None
-        return _without_marks(text)
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads a content only as a list of parts, as those of some models of images do."""
+        chat = [{"role": "user", "content": "zquserzq"}, {"role": "assistant", "content": "zqanswerzq"}]
+
+        def is_whole(messages: Sequence[Message]) -> bool:
+            try:
+                text = self._render({"messages": messages, "add_generation_prompt": False})
+            except TemplateError:
+                return False
+            return all(message["content"] in text for message in chat)
+
+        return not is_whole(chat) and is_whole([_in_parts(message) for message in chat])
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    """Return a message with its content as a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
 def _without_marks(text: str) -> Rendered:

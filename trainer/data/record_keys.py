@@ -101,7 +101,8 @@ MESSAGE_KEYS_REFUSED: Mapping[str, tuple[Test, str]] = {
 }
 # Keys that say something of an answer, which a dataset of prompts alone does not need.
 ABOUT_ANSWERS = frozenset(
-    {name for keys in (RECORD_KEYS, MESSAGE_KEYS_REFUSED) for name, (_, why) in keys.items() if why != _MEDIA} | {LABEL[0]}
+    {name for keys in (RECORD_KEYS, MESSAGE_KEYS_REFUSED) for name, (_, why) in keys.items() if why != _MEDIA}
+    | {LABEL[0]}
 )
 # A message with one of these that is false, or 0, carries no loss.
 LOSS_KEYS = ("weight", "train", "loss", "training")

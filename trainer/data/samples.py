@@ -100,6 +100,11 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
                 raise UserError(f"{path}: record {number}: {_problem(error, before)}") from None
 
 
+def needs_missing_library(name: str) -> bool:
+    """Return whether this machine cannot read all of the dataset of this name: it lacks the library `datasets`."""
+    return needs_library(name) and not has_library()
+
+
 def _problem(error: ValueError, before: int) -> str:
     """Return what is wrong with a record, and what to do. `before`: records before it, all of which have a known shape."""
     if before and isinstance(error, UnknownShapeError):

@@ -5,12 +5,17 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trainer.data.hf_template import ChatTemplate, TemplateError
+
 # Comments, raw text and expressions are matched first: what looks like a tag inside of them is none.
 _TAG = re.compile(
     r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}|\{\{.*?\}\}"
     r"|\{%(?P<open>[-+]?)\s*(?P<word>(?:end)?generation)\s*(?P<close>[-+]?)%\}",
     re.DOTALL,
 )
+_PLAIN_TAG = re.compile(
+    r"\{%[-+]?\s*((?:end)?generation)\s*[-+]?%\}"
+)  # what a comment says is read by some programs too
 _SET = re.compile(r"\{%[-+]?\s*set\s+(\w+)\b(?!\.)")
 _ANSWER = "zqAnszq"
 
@@ -31,7 +36,7 @@ def without_generation(source: str) -> str:
 
     def plain(tag: re.Match[str]) -> str:
         if not tag["word"]:
-            return tag[0]
+            return _PLAIN_TAG.sub(r"\1", tag[0]) if tag[0].startswith("{#") else tag[0]
         if scoped:
             return f"{{%{tag['open']} {tag['word'].replace('generation', 'with')} {tag['close']}%}}"
         return f"{{#{tag['open']} {tag['close']}#}}"
@@ -49,25 +54,12 @@ def end_of_turn(source: str, tokens: Mapping[str, Any], added: Iterable[str]) ->
     """
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = _render(without_generation(source), {name: str(token) for name, token in tokens.items()}, chat)
-    except Exception:  # a template can raise anything, and some reject this chat
+        template = ChatTemplate(source, {name: str(token) for name, token in tokens.items()}, datetime.datetime.now())
+        text = template.render(chat, False)
+    except TemplateError:  # some templates reject this chat
         return ""
     _, found, rest = text.rpartition(_ANSWER)
-    after = rest.lstrip()
-    return max((token for token in added if found and token and after.startswith(token)), key=len, default="")
-
-
-def _render(source: str, tokens: Mapping[str, str], chat: list[dict[str, str]]) -> str:
-    import jinja2
-    import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise jinja2.exceptions.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.globals |= {"raise_exception": refuse, "strftime_now": datetime.datetime.now().strftime}
-    values = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": False}
-    return environment.from_string(source).render(**tokens, **values)
+    # Several tokens can close an answer: the last one ends the turn. What stands behind a space ends the chat.
+    closing = rest.split()[0] if found and rest.split() else ""
+    ends = [(closing.rfind(token) + len(token), len(token), token) for token in added if token and token in closing]
+    return max(ends, default=(0, 0, ""))[2]

@@ -27,6 +27,7 @@ class TextTokenizer:
     Attributes:
         tokenize: returns the token ids of a text, without tokens that the text does not name, and the characters [start, end)
             of each; None instead of the characters if the tokenizer does not know them.
+        decode: returns the text of tokens, with that of special tokens.
         template: the chat template.
         tokens: the special tokens by name, such as bos_token.
         bos, eos: the ids of these two; None if there is none.
@@ -35,6 +36,7 @@ class TextTokenizer:
     """
 
     tokenize: Callable[[str], tuple[list[int], Offsets | None]]
+    decode: Callable[[list[int]], str]
     template: str
     tokens: Mapping[str, str]
     bos: int | None
@@ -54,6 +56,7 @@ class TextTokenizer:
 
         return cls(
             tokenize,
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
             # A model can have several named templates: this selects the default one.
             tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE,
             {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
@@ -90,6 +93,7 @@ class TextTokenizer:
         added = {token.content for token in core.get_added_tokens_decoder().values()}
         return cls(
             tokenize,
+            lambda ids: str(core.decode(ids, skip_special_tokens=False)),
             template or PLAIN_TEMPLATE,
             tokens,
             core.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None,

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trainer.config import RunSpec
 from trainer.data.encode import Corpus
 from trainer.data.logprobs import last_answer
+from trainer.tokenizer_output import end_ids
 
 _STEP_KEY, _SAMPLE_KEY = 0x6B6401, 0x6B6402  # separate these random numbers from those of other purposes
 
@@ -59,11 +60,7 @@ class Writer:
         """`model`: the student, in full."""
         self._spec, self._device, self._count = spec, device, len(tokenizer)
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        config = self._model.generation_config
-        known = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-        self._ends = {
-            int(end) for each in known for end in (each if isinstance(each, list) else [each]) if end is not None
-        }
+        self._ends = {*end_ids(tokenizer, self._model.generation_config), tokenizer.eos_token_id} - {None}
         # Without the model's own settings, such as a penalty for repetition: they would change what the student learns from.
         self._config = GenerationConfig(
             do_sample=False,

@@ -1,8 +1,8 @@
 """Listening sockets that only the hosts of the run can reach. Standard library only.
 
 The stores of torch, gloo, NCCL and torchft do not authenticate their peers. A socket filter (classic BPF, socket(7)) on each listening
-socket drops packets from other machines, so that they cannot even connect. It needs no privileges, and connections that
-the socket accepts inherit it. Some kernels reserve such filters for privileged processes: then only a warning remains.
+socket drops packets from other machines, so that they cannot even connect. Connections that the socket accepts inherit it. Most
+kernels ask for no privileges. Some reserve such filters for privileged processes: then only a warning remains.
 """
 
 from __future__ import annotations

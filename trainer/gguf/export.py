@@ -1,8 +1,7 @@
 """Prepare a finished run for Ollama on a host: its greedy answers, and the merged model as GGUF.
 
 `python -P -m trainer.gguf.export` with a request as JSON on standard input; the last line of standard output is the reply.
-Existing data is returned, and a plain Llama model is written, without torch: the imports of torch, transformers and
-peft
+Existing data is returned, and a plain Llama model is written, without torch: the imports of torch, transformers and peft
 take longer than a small model. One child process does what needs them.
 """
 
@@ -24,6 +23,7 @@ from typing import Any
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
 from trainer.gguf.fields import adds_bos, is_byte_level
+from trainer.gguf.special import complete
 from trainer.greedy_answers import greedy_answers, known_answers
 
 QUANTIZATIONS = ("f16", "q8_0")
@@ -76,8 +76,9 @@ def _known_gguf(run_dir: Path, request: dict[str, Any]) -> dict[str, Any] | None
 
 
 def _plain_writer() -> str:
-    """Return what names the version of trainer/gguf/llama.py."""
-    return hashlib.sha256(pkgutil.get_data("trainer.gguf", "llama.py") or b"").hexdigest()
+    """Return what names the version of the code that writes such a file."""
+    code = [pkgutil.get_data("trainer.gguf", f"{name}.py") or b"" for name in ("llama", "special")]
+    return hashlib.sha256(b"".join(code)).hexdigest()
 
 
 def _target(run_dir: Path, request: dict[str, Any], writer: str) -> Path:
@@ -143,7 +144,7 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
 def compute(request: dict[str, Any], work: Path) -> None:
     """Compute missing data in this process. Raises UserError, and the exceptions of the converter."""
     from trainer.config import RunSpec, make_spec, read_yaml
-    from trainer.export import merge_adapter
+    from trainer.export import merge_adapter, merged_rightly
 
     run_dir = Path(request["run_dir"])
     values = read_yaml(run_dir / "spec.yml")
@@ -152,7 +153,7 @@ def compute(request: dict[str, Any], work: Path) -> None:
     if not request["quantize"] or _known_gguf(run_dir, request):
         return
     model = run_dir / ("merged" if spec.lora_r else "model")
-    if spec.lora_r and not model.exists():
+    if spec.lora_r and not (model.exists() and merged_rightly(spec, run_dir)):
         merge_adapter(spec, run_dir)
     zipfile.ZipFile(request["converter"]).extractall(work / "converter")
     aside = work / "model.gguf"
@@ -183,6 +184,13 @@ def convert(converter: str, model: str, target: str, quantize: str) -> bool:
             raise FileNotFoundError("tokenizer.model")
         return sentencepiece(self)
 
+    write_special = gguf.SpecialVocab.add_to_gguf
+
+    def complete_special(self: Any, *words: Any, **options: Any) -> None:
+        complete(self, Path(model))
+        write_special(self, *words, **options)
+
+    gguf.SpecialVocab.add_to_gguf = complete_special  # type: ignore[method-assign]
     text_model.get_vocab_base_pre, text_model._create_vocab_sentencepiece = known_or_byte_level, only_with_its_file
     sys.argv = ["convert_hf_to_gguf.py", "--outfile", target, "--outtype", quantize, model]
     runpy.run_path(f"{converter}/convert_hf_to_gguf.py", run_name="__main__")

@@ -18,7 +18,9 @@ from trainer.errors import UserError, first_line
 from trainer.formats import quoted
 from trainer.gguf.fields import is_byte_level
 from trainer.gguf.plain_adapter import AdapterError, float32_array, read_plain_adapter
+from trainer.gguf.special import complete
 
+SUM_LIMIT = 1e-5  # of a merged layer's outputs, relative: roundings of float32
 # Of the weights, which are in memory at once. For a larger model the time to import torch does not matter.
 MAX_BYTES = 1 << 30
 TYPES = {
@@ -154,9 +156,14 @@ def _merge(weights: dict[str, np.ndarray], adapter: Path) -> None:
         name = f"{module}.weight"
         if name not in weights or weights[name].shape != (b.shape[0], a.shape[1]):
             raise UnsupportedModelError(f"{adapter}: the model has no layer of this shape for {quoted(module)}")
-        weights[name] = weights[name] + np.float32(alpha / a.shape[0]) * (b @ a)
+        base, scale = weights[name], np.float32(alpha / a.shape[0])
+        weights[name] = base + scale * (b @ a)
         if not np.isfinite(weights[name]).all():
             raise UnsupportedModelError(f"{adapter}: the merged weights of {quoted(module)} are not finite")
+        probe = np.random.default_rng(1).standard_normal((a.shape[1], 4), np.float32)
+        expected, found = base @ probe + scale * (b @ (a @ probe)), weights[name] @ probe
+        if np.linalg.norm(found - expected) > SUM_LIMIT * (np.linalg.norm(found) + np.linalg.norm(expected)):
+            raise UnsupportedModelError(f"{adapter}: the merged weights of {quoted(module)} are wrong")
 
 
 def _add_parameters(writer: gguf.GGUFWriter, config: dict[str, Any], sizes: dict[str, int]) -> None:
@@ -196,6 +203,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, base: Path, folder: Path, size: int)
         for file in [base / "config.json", *folder.glob("tokenizer*.json"), *folder.glob("chat_template.jinja")]:
             shutil.copy(file, together)
         special = gguf.SpecialVocab(together, load_merges=True)
+    complete(special, folder)
     special.add_to_gguf(writer, quiet=True)
     fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
     first = special.add_special_token.get("bos")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
+from trainer.data.report import DataReport
 from trainer.errors import model_errors
 from trainer.formats import counted, mib, table
 from trainer.inputs import path_kind, user_path
@@ -31,14 +32,14 @@ _FULL_ROWS = "full rows, every token with loss"
 _HEAD = ["strategy", "processes", "memory MiB", "sent MB/step", "s/step", "tokens/s", "communication", "fits"]
 
 
-def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
-    """Return the properties of the rows of the spec's dataset, and a description.
+def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str, DataReport | None]:
+    """Return the properties of the rows of the spec's dataset, a description, and the totals of the dataset.
 
-    Without a local file of the dataset, or with `fake_data`, every row counts as full.
+    Without a local file of the dataset, or with `fake_data`, every row counts as full, and there are no totals.
     """
     paths = [user_path(source.path, "dataset") for source in spec.sources]
     if spec.fake_data or not all(path_kind(path) in ("file", "folder") for path in paths):
-        return Rows.full(spec), _FULL_ROWS
+        return Rows.full(spec), _FULL_ROWS, None
     spec = spec.with_dataset_paths([str(path) for path in paths])
     import tempfile
 
@@ -66,6 +67,7 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str]:
     return (
         Rows(places, sum(filled) / len(filled), trained / (places * len(epoch))),
         f"{spec.dataset_name}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
+        corpus.report,
     )
 
 
@@ -139,6 +141,7 @@ def plan(
     """
     shape = shape_of(spec)
     kernels: list[str] = []
+    totals: DataReport | None = None
     gpus = have_gpus(hosts)
     if fast or (gpus and not _has_gpu()):
         rows, data, device = Rows.full(spec), _FULL_ROWS, "cuda" if gpus else "cpu"
@@ -147,7 +150,7 @@ def plan(
         about_speed = f"nominal speed: {NOMINAL[device] * (1 if gpus else threads) / 1e9:,.0f} GFLOP/s per process"
     else:
         packing, spec = spec.packing, _with_packing(spec)
-        rows, data = rows_of(spec, data_dir)
+        rows, data, totals = rows_of(spec, data_dir)
         if packing and not spec.packing:
             data += "; packing: off, because the model mixes the samples of a packed row"
         with model_errors(spec.model):
@@ -168,6 +171,7 @@ def plan(
         f"{counted(len(hosts), 'host')}, {counted(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
         f"{'' if link else ' (assumed)'}; {about_speed}",
         f"data: {data}; settings: {', '.join(settings)}",
+        *(totals.lines() if totals else []),
     ]
     return {
         "model": spec.model,
@@ -175,6 +179,7 @@ def plan(
         "trained_parameters": shape.trained(spec),
         "hosts": list(hosts),
         "link_mbit": link or LINK,
+        "data": totals.as_dict() if totals else {},
         "rows": asdict(rows),
         "speed": asdict(speed),
         "settings": settings,

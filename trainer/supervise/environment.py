@@ -55,6 +55,12 @@ def systemctl_environment() -> dict[str, str]:
     return {**clean_environment(), "XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
 
 
+def starts_system_unit() -> bool:
+    """Return whether a run of this user gets a unit of the system's service manager, which alone can limit its connections."""
+    found = choose_backend("auto")
+    return found is not None and "--user" not in found
+
+
 def choose_backend(wanted: str) -> list[str] | None:
     """Return the start of the systemd-run command that works on this host, or None for a detached process.
 

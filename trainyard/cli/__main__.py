@@ -118,7 +118,9 @@ def _run(name: str, words: list[str]) -> int:
     output, check, top = Output(arguments.switch("json")), arguments.switch("check"), project_folder()
     os.environ.setdefault("ANSIBLE_CONFIG", str(top / "ansible.cfg"))
     try:
-        output.result(command.run(Call(name, command.all_groups, arguments, top, check, output)))
+        result = command.run(Call(name, command.all_groups, arguments, top, check, output))
+        if result is not None:
+            output.result(result)
         return 0
     except (UserError, InventoryError) as error:
         output.error(error)

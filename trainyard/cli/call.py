@@ -94,9 +94,10 @@ class Call:
         flags = [self.arguments.of(group) for group in self.groups if group is not COMMON]
         return functools.reduce(lambda all_values, values: all_values | values, flags, dict(self.inventory.extra_vars))
 
-    def spec(self) -> RunSpec:
-        """Read the run spec. Raises UserError."""
-        return read_run_spec(self.launch.spec, self.everything(), self.top, self.output.report, source=SOURCE)
+    def spec(self, own: Group | None = None) -> RunSpec:
+        """Read the run spec. `own`: options of the command that are not of a run. Raises UserError."""
+        values = {name: value for name, value in self.everything().items() if not (own and own.knows(name))}
+        return read_run_spec(self.launch.spec, values, self.top, self.output.report, source=SOURCE)
 
     def service_records(self) -> ServiceRecords | None:
         """Return what sends records to the service of the dashboard; None without it."""

@@ -13,6 +13,7 @@ from trainyard.cli.call import Call
 from trainyard.cli.flags import COMMON, LAUNCH, LAUNCH_OPTIONS, SPEC, Group, SpecGroup
 from trainyard.cli.options import (
     CompletionOptions,
+    DataOptions,
     LogsOptions,
     PreflightOptions,
     RunOptions,
@@ -47,6 +48,7 @@ def _launch(*names: str) -> Group:
     return Group(LAUNCH.title, {name: LAUNCH_OPTIONS[name] for name in names})
 
 
+DATA = Group("command options", DataOptions.model_fields)
 RUN = Group("command options", RunOptions.model_fields)
 STATUS = Group("command options", StatusOptions.model_fields)
 STOP = Group("command options", StopOptions.model_fields)
@@ -81,7 +83,16 @@ def plan(call: Call) -> dict[str, Any]:
     if failure := session.state.failure:  # max_restarts leaves it to `follow`
         raise RunError(failure["msg"])
     state = session.state
-    return {"run": session.run_name, "phase": state.phase, "plan": state.plan, "lines": planned["lines"]}
+    found = {"run": session.run_name, "phase": state.phase, "plan": state.plan, "data": session.prepared.data}
+    return found | {"lines": planned["lines"]}
+
+
+def data(call: Call) -> None:
+    """Show what a run trains on."""
+    from trainyard.run.data import show_data  # imports numpy, which other commands do not need
+
+    options, output = DataOptions.from_variables(call.own(DATA), call.command), call.output
+    show_data(call.spec(DATA), options.samples, output.as_json, call.top / ".trainyard", output.report)
 
 
 def status(call: Call) -> dict[str, Any]:
@@ -213,15 +224,15 @@ class Command:
 
     Attributes:
         summary: one line.
-        playbook: the playbook that does the same.
-        run: does it; returns the result, whose `lines` are printed.
+        playbook: the playbook, or the command of the trainer, that does the same.
+        run: does it; returns the result, whose `lines` are printed, or None if it has printed its result.
         groups: the flags, without those of every command.
         positional: the option that words without a flag set.
     """
 
     summary: str
     playbook: str
-    run: Callable[[Call], dict[str, Any]]
+    run: Callable[[Call], dict[str, Any] | None]
     groups: tuple[Group, ...]
     positional: str = ""
 
@@ -272,6 +283,10 @@ COMMANDS: dict[str, Command] = {
         plan,
         (SPEC, LAUNCH),
         "spec",
+    ),
+    "data": Command(
+        "show the text that a run trains on, with the trained parts marked, and what it drops",
+        *("python -m trainer data", data, (DATA, SPEC, _launch("spec")), "spec"),
     ),
     "status": Command(
         "list the hardware of every host, and the runs",

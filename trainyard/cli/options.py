@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import MAX_SECONDS, Words, declare
+from trainer.config.fields import MAX_COUNT, MAX_SECONDS, Words, declare
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.runs import GRACE, WATCH
 
@@ -75,6 +75,17 @@ class PreflightOptions(RunOptions):
     """What is checked."""
 
     quick: bool = declare(False, "skip the all-reduce, which takes about eight of the ten seconds")
+
+
+class DataOptions(PlaybookOptions):
+    """What is shown."""
+
+    samples: int | None = declare(
+        None,
+        "number of samples that are shown, from the first one; unset: 3, and with `--json` all",
+        ge=0,
+        le=MAX_COUNT,
+    )
 
 
 class CompletionOptions(PlaybookOptions):

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": (gguf.MODEL_ARCH.STARCODER2, False),
     "StableLmForCausalLM": (gguf.MODEL_ARCH.STABLELM, False),
 }
+# Those whose embedding and head are tied where config.json does not say it.
+_TIED = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Starcoder2ForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class _Base:
 
     arch: gguf.MODEL_ARCH
     permute: bool
+    tied: bool
     layers: int
     heads: int
     kv_heads: int
@@ -63,7 +66,12 @@ def write_adapter(folder: Path, config: Mapping[str, Any], target: Path) -> None
     out: dict[str, np.ndarray] = {}
     for name, (a, b) in factors.items():
         key = names.get_name(name)
-        if key is None or (name == "lm_head" and config.get("tie_word_embeddings")):
+        if base.tied and name in ("lm_head", "model.embed_tokens"):  # llama.cpp has one tensor for both
+            raise AdapterError(
+                f"{folder}: GGUF cannot express an adapter of {quoted(name)} that shares its weights with "
+                f"{'the embedding' if name == 'lm_head' else 'the head'}; set deploy_as=merged"
+            )
+        if key is None:
             raise AdapterError(
                 f"{folder}: GGUF has no adapter for {quoted(name)} of this architecture; set deploy_as=merged"
             )
@@ -89,7 +97,8 @@ def _read_base(config: Mapping[str, Any]) -> _Base:
     for key, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10_000:
             raise AdapterError(f"config.json of the base model: {key} is {quoted(value)}, expected 1 to 9999")
-    return _Base(arch, permute, *numbers.values())  # type: ignore[arg-type]
+    tied = config.get("tie_word_embeddings")
+    return _Base(arch, permute, name in _TIED if tied is None else bool(tied), *numbers.values())  # type: ignore[arg-type]
 
 
 def _permute(b: np.ndarray, heads: int, name: str) -> np.ndarray:

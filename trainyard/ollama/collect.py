@@ -126,14 +126,17 @@ def make_dataset(
     answers: AnswerFile,
     folder: Path,
     report: Report,
+    *,
+    allow_dropped: bool = False,
 ) -> tuple[Path, Filtered]:
     """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
 
     Args:
         evaluation: texts of the evaluation prompts.
+        allow_dropped: whether less than half of the answers may be left.
 
     Raises:
-        UserError: no node answers, or no answer is left.
+        UserError: no node answers, or too few answers are left.
         DiskError: the disk is full.
     """
     options = questions.options
@@ -151,8 +154,11 @@ def make_dataset(
         evaluation=evaluation,
         logprobs=questions.logprobs,
     )
+    if missing := len(questions) - len(records):
+        filtered.counts["unanswered"] = missing
     for line in filtered.lines():
         report(line)
+    filtered.dropped.check(allow_dropped)
     return write_dataset(filtered.samples, folder, answers.path.stem), filtered
 
 

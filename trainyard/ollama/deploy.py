@@ -319,7 +319,8 @@ class Deployment:
             today = datetime.datetime.fromisoformat(answers["created"])
             derived = self._derive(source or PLAIN_TEMPLATE, json.dumps(special), today, bos if added else "")
             text, notes = derived.text, derived.notes
-        key = hashlib.sha256(f"{origin} {base} {text}".encode()).hexdigest()
+        stop = answers.get("stop", "")
+        key = hashlib.sha256(f"{origin} {base} {text}{stop and f' {stop}'}".encode()).hexdigest()
         return Artifact(file, digest, text, base, key, "" if added else bos, notes)
 
     @functools.cache  # noqa: B019
@@ -469,6 +470,7 @@ class Deployment:
             "file": f"{incoming}/{artifact.sha256}-{secrets.token_hex(4)}",
             "sha256": artifact.sha256,
             "template": artifact.template,
+            "stop": answers.get("stop", ""),
             "base": artifact.base,
             "prompts": prompts,
             "options": options,

@@ -106,7 +106,7 @@ class Distillation:
         if self.queue:
             self.queue.check(self.specs)
         first = self.specs[0]
-        chats = read_prompts(user_path(options.prompts, "prompts"), options.system, first)
+        chats = read_prompts(user_path(options.prompts, "prompts"), options.system_message, first)
         evaluation = read_evaluation(options, first)
         logprobs = any(spec.needs_logprobs for spec in self.specs)
         nodes = self._find_teachers(logprobs, check)
@@ -117,10 +117,18 @@ class Distillation:
             return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}{then}"}
         with AnswerFile(answers_path(work, options.teacher)) as answers:
             questions = Questions(chats, options, first.seed, logprobs)
-            dataset, filtered = make_dataset(questions, evaluation, nodes, answers, work / "distill", self.report)
+            allowed = all(spec.allow_dropped for spec in self.specs)
+            how = (questions, evaluation, nodes, answers, work / "distill", self.report)
+            dataset, filtered = make_dataset(*how, allow_dropped=allowed)
         self.report(f"dataset: {dataset}")
-        # The settings of the prompts' columns are not those of the dataset.
-        change = {"dataset": str(dataset), "dataset_split": "train", "dataset_config": "", "columns": {}}
+        # The settings of the prompts are not those of the dataset.
+        change = {
+            "dataset": str(dataset),
+            "dataset_split": "train",
+            "dataset_config": "",
+            "columns": {},
+            "ignore_keys": (),
+        }
         specs = [spec.model_copy(update=change) for spec in self.specs]
         if self.queue:
             added = self.queue.add(specs)

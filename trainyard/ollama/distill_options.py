@@ -23,7 +23,7 @@ class AnswerOptions(PlaybookOptions):
     samples: int = declare(1, "answers to each prompt", ge=1, le=1000)
     temperature: float = declare(0.7, "temperature of the teacher", ge=0, le=100)
     max_tokens: int = declare(1024, "maximum length of an answer", unit="tokens", ge=1, le=1_000_000)
-    system: str = declare("", "system message for prompts that have none")
+    system_message: str = declare("", "system message for prompts that have none")
     teachers: Literal["trusted", "all"] = declare(
         "trusted",
         "machines that receive prompts; trusted: the hosts of the cluster; all: also discovered machines that are not trusted",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.data.report import Dropped
 from trainyard.ollama.logprobs import align, unpack
 
 REASONS = {
@@ -19,7 +20,15 @@ REASONS = {
     "evaluation": "overlap with the evaluation prompts",
     "duplicate": "exact duplicates",
     "near_duplicate": "near duplicates",
+    "unanswered": "without an answer",
 }
+# What to do about the most frequent reason.
+_REMEDIES = {
+    "cut": "increase max_tokens, or set keep_cut=true",
+    "near_duplicate": "set near_duplicates=0, or ask more different questions",
+    "unanswered": "start the teachers, and repeat this command",
+}
+_REMEDY = "change the prompts or the teacher"
 _THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 _LOOP = re.compile(r"(.{1,200}?)\1{3,}\s*$", re.DOTALL)
 _LOOP_TAIL = 1200  # characters at the end in which a loop is searched
@@ -41,10 +50,18 @@ class Filtered:
     counts: Counter[str] = field(default_factory=Counter)
     without_logprobs: int | None = None
 
+    @property
+    def dropped(self) -> Dropped:
+        """The answers that are left out."""
+        first = next((name for name, _ in self.counts.most_common(1)), "")
+        reasons = {REASONS[name]: count for name, count in self.counts.items()}
+        return Dropped("answers", len(self.samples), reasons, _REMEDIES.get(first, _REMEDY))
+
     def lines(self) -> list[str]:
         """Return a readable summary of the answers that were kept and left out."""
-        left_out = ", ".join(f"{count} {REASONS[name]}" for name, count in self.counts.items())
+        left_out, warning = self.dropped.by_reason, self.dropped.warning()
         lines = [f"{len(self.samples)} answers to train on" + (f"; left out: {left_out}" if left_out else "")]
+        lines += [warning] if warning else []
         if self.without_logprobs:
             lines.append(f"{self.without_logprobs} of them have no log-probabilities and train on the text alone")
         return lines

@@ -61,6 +61,7 @@ class GreedyAnswers(OpenReply):
     created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d$")]
     max_tokens: Annotated[int, Field(strict=True, ge=1, le=1000)]
     bos: Annotated[str, Field(max_length=100)]
+    stop: NotRequired[Annotated[str, Field(max_length=100)]]
     prompts: Annotated[list[GreedyPrompt], Field(max_length=1000)]
     answers: Annotated[list[Text], Field(max_length=1000)]
 

@@ -57,7 +57,7 @@ def ask_teachers(
 
     Raises:
         LeaseLostError: it must leave them. The answers so far are kept.
-        UserError: no teacher answers, or no answer is left to train on.
+        UserError: no teacher answers, or too few answers are left to train on.
     """
     options, machines = _read_student(data)
     paths = {file["kind"]: Path(file["src"]) for file in prepared["files"] if file["kind"] in (PROMPTS, EVAL_PROMPTS)}
@@ -84,7 +84,8 @@ def ask_teachers(
     while True:
         try:
             with AnswerFile(answers_path(folder.parent / ANSWERS, options.teacher)) as answers:
-                return make_dataset(questions, evaluation, nodes, answers, folder / "dataset", watched)[0]
+                how = (questions, evaluation, nodes, answers, folder / "dataset", watched)
+                return make_dataset(*how, allow_dropped=spec.allow_dropped)[0]
         except AnswersInUseError:
             if not waiting:
                 report(f"waits for the answers of {options.teacher} to another run")

@@ -162,7 +162,7 @@ def prepare_student(
     asked = {PROMPTS: options.prompts} | ({EVAL_PROMPTS: options.eval_prompts} if options.eval_prompts else {})
     files = list(prepared.files)
     for kind, name in asked.items():
-        chats = read_prompts(user_path(name, kind), options.system if kind == PROMPTS else "", spec)
+        chats = read_prompts(user_path(name, kind), options.system_message if kind == PROMPTS else "", spec)
         text = "".join(json.dumps({"prompt": chat}) + "\n" for chat in chats).encode()
         digest = hashlib.sha256(text).hexdigest()
         path = work / PROMPTS / f"{digest[:16]}.jsonl"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
+from trainer.supervise.environment import starts_system_unit
 from trainer.supervise.files import other_runs, read_json, run_devices
 from trainer.supervise.network import interface_of, source_address
 from trainer.supervise.processes import held_gpus
@@ -39,7 +40,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         checkpoints or is alive; `result`; `rows` of its last step; `running`; `part`, the supervisor's state;
         `stop_wanted`. `busy_with` is another run that is alive on this host without GPUs of its own; `held_gpus` has the
         run that uses a GPU, by its UUID; `unreadable` are run folders beside it that
-        cannot be read. `firewall` is the name of the active firewall, or an empty string.
+        cannot be read. `firewall` is the name of the active firewall, or an empty string; `socket_filter` and
+        `system_unit` say whether the kernel permits the filter of the ranks' sockets, and whether a unit can limit them.
     """
     run_dir, data_dir = Path(request["run_dir"]), Path(request["data_dir"])
     alive, unreadable = other_runs(run_dir)
@@ -53,6 +55,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "addresses_v6": addresses_v6(),
         "firewall": firewall(),
         "socket_filter": permits_socket_filter(),
+        "system_unit": starts_system_unit(),
         **route_to(request["head"]),
         "free_ports": [port for port in request["ports"] if port_is_free(port)],
         "cpus": len(os.sched_getaffinity(0)),

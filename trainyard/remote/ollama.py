@@ -214,7 +214,7 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an adapter, or
-            empty for a whole model; `template`; `prompts`, `options`; `expected`, one answer for each prompt, of which
+            empty for a whole model; `template`; `stop`, text that ends an answer, or empty; `prompts`, `options`; `expected`, one answer for each prompt, of which
             `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
 
     Returns:
@@ -252,15 +252,21 @@ def _answer(client: OllamaClient, name: str, prompt: dict[str, Any], options: di
 def create_body(version: tuple[int, int, int], name: str, request: dict[str, Any]) -> dict[str, Any]:
     """Return the body of /api/create in the form that this version of the server takes."""
     digest, base, template = f"sha256:{request['sha256']}", request["base"], request["template"]
+    stop = request["stop"]
     if version >= NEW_FORM:
         source: dict[str, Any] = (
             {"from": base, "adapters": {"adapter.gguf": digest}} if base else {"files": {"model.gguf": digest}}
         )
-        return {"model": name, "template": template, **source}
+        return {"model": name, "template": template, **source, **({"parameters": {"stop": [stop]}} if stop else {})}
     if '"""' in template:
         raise ValueError('the template contains """, which this version of Ollama cannot read')
+    if '"' in stop or "\n" in stop:
+        raise ValueError('the token that ends an answer contains ", which this version of Ollama cannot read')
     head = f"FROM {base}\nADAPTER @{digest}" if base else f"FROM @{digest}"
-    return {"model": name, "modelfile": f'{head}\nTEMPLATE """{template}"""\n'}
+    return {
+        "model": name,
+        "modelfile": f'{head}\nTEMPLATE """{template}"""\n' + (f'PARAMETER stop "{stop}"\n' if stop else ""),
+    }
 
 
 def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> None:

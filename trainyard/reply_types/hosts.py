@@ -36,6 +36,7 @@ class HostFacts(OpenReply):
     addresses_v6: NotRequired[Lines]
     firewall: NotRequired[Line]
     socket_filter: NotRequired[Flag]
+    system_unit: NotRequired[Flag]
     source: Line
     interface: Interface
     link_mbit: Count

@@ -153,6 +153,17 @@ class Result(OpenReply):
     status: Line
 
 
+class DataTotals(OpenReply):
+    """The fields of DataReport"""
+
+    samples: Count
+    answers: Count
+    tokens: Count
+    truncated: Count
+    dropped: Annotated[dict[Line, Count], Field(max_length=100)]
+    notes: Annotated[dict[Line, Count], Field(max_length=100)]
+
+
 class FinalResult(OpenReply):
     """result.json of a run that has ended, for the summary"""
 
@@ -164,6 +175,7 @@ class FinalResult(OpenReply):
     tokens: Count | Number
     samples: Count | Number
     tokens_per_second: Optional
+    data: NotRequired[DataTotals]
     loss_first: Optional
     loss_last: Optional
     eval_loss: NotRequired[Optional]

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from trainer.data.report import DataReport
 from trainer.formats import counted
 from trainyard.connection import FanOut, HostConnection, RemoteError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
@@ -202,6 +203,7 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
         f"  loss         {losses}{change}",
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
+        *(DataReport.of(result["data"]).lines("  data         ") if "data" in result else []),
         f"  {kind:<12} {head['run_dir']}/{kind}{where}{_averaged(result)}",
         *([f"  merged       {head['run_dir']}/merged{where}"] if result.get("merged") else []),
         f"  logs         {head['run_dir']}/logs",

@@ -64,15 +64,9 @@ def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[st
     """Return the sentences of the plan about the filter: what remains open, and a warning where nothing protects."""
     if isolation.reason:
         lines = [f"outgoing connections of the ranks are not limited to these hosts, because of {isolation.reason}"]
-        bare = [h.name for h in hosts if h.facts.get("socket_filter") is False and not h.facts.get("firewall")]
-        if bare and len({host.address for host in hosts}) > 1:
-            lines.append(
-                f"warning: nothing keeps other machines from the ports of the run on {', '.join(bare)}: the kernel permits "
-                "no socket filter, and no firewall is active; run site.yml --tags firewall, or set isolate=always"
-            )
-        return lines
+        return lines + _unfiltered_lines(isolation, hosts)
     if isolation.incoming or len({host.address for host in hosts}) == 1:
-        return []
+        return _unfiltered_lines(isolation, hosts)
     open_hosts = [host.name for host in hosts if not host.facts.get("firewall")]
     if not open_hosts:
         return []
@@ -81,3 +75,33 @@ def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[st
         "the ports of the run can read its weights and run code on the hosts; omit isolate, or run "
         "site.yml --tags firewall"
     ]
+
+
+def _unfiltered_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[str]:
+    """Return what protects a run on hosts whose kernel permits no socket filter, and a warning where nothing does."""
+    if len({host.address for host in hosts}) == 1:
+        return []  # all ports are on loopback
+    refused = [host for host in hosts if host.facts.get("socket_filter") is False]
+    walled = [host.name for host in refused if host.facts.get("firewall")]
+    limited = [
+        host.name
+        for host in refused
+        if host.name not in walled
+        and isolation.outgoing
+        and host.facts.get("system_unit")
+        and host.host.backend != "process"
+    ]
+    bare = [host.name for host in refused if host.name not in [*walled, *limited]]
+    protected = (("their firewalls keep", walled), ("the systemd units of the run keep", limited))
+    lines = [
+        f"{', '.join(names)}: the kernel permits no socket filter without privileges; {what} other machines from the ports of the run"
+        for what, names in protected
+        if names
+    ]
+    if bare:
+        unit = "" if isolation.outgoing else ", or set isolate=always"
+        lines.append(
+            f"warning: nothing keeps other machines from the ports of the run on {', '.join(bare)}: the kernel permits no socket "
+            f"filter without privileges, no firewall is active, and no system unit limits the ranks; run site.yml --tags firewall{unit}"
+        )
+    return lines

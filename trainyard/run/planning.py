@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
 from trainer.config.dataset_source import with_paths
+from trainer.data.report import DataReport
 from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.planner.model_shape import shape_of
@@ -153,10 +154,19 @@ def plan_run(
         return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered))
     with spec_here(spec, prepared.files) as here:
         check_layers(here, [len(node.ranks) for node in nodes if not node.teaches])
-        lines += [f"rows: {packing_text(here)}", *filter(None, [chosen])]
+        lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
         if teacher:
             lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
     return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered))
+
+
+def data_lines(prepared: PreparedRun) -> list[str]:
+    """Return the lines of the plan about the samples of a run."""
+    if prepared.spec["fake_data"] or prepared.spec["script"]:
+        return []
+    if not prepared.data:
+        return ["data: the ranks count it before the first step"]
+    return DataReport.of(prepared.data).lines("data: ")
 
 
 def _rendezvous_port(requested: int | None, head: HostState, run: str) -> int:

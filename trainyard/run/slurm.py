@@ -25,6 +25,7 @@ from trainyard.run.planning import (
     PreviousStart,
     RunPlan,
     check_running_spec,
+    data_lines,
     finished_line,
     host_spec,
     is_finished,
@@ -96,10 +97,10 @@ def plan_job(
         return RunPlan([entry], "running", 0, [f"run {run} is already running: following it"])
     if previous.begun and was_stopped(hosts, int(part.get("attempt") or 0)):
         return RunPlan([entry], "stopped", 0, [stopped_line(run)])
+    lines = [*_plan_lines(login, options, processes, spec), *data_lines(prepared)]
     if is_finished(hosts, entry["spec"], run):
-        lines = [finished_line(run), *_plan_lines(login, options, processes, spec)] if preview else []
-        return RunPlan([entry], "finished", 0, lines)
-    return RunPlan([entry], "new", 0, _plan_lines(login, options, processes, spec))
+        return RunPlan([entry], "finished", 0, [finished_line(run), *lines] if preview else [])
+    return RunPlan([entry], "new", 0, lines)
 
 
 def _entry(login: HostState, run: str, world: int, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import importlib.metadata
 import itertools
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,14 @@ class PreparedRun:
             place among those of the spec, `source`. What the hosts have already has no `src`, and its path there as
             `on_hosts`. What a host fetched from the hub has no `src`, and the host as `fetched_by`. Both have the text of a model's config.json as `config`.
         origin: names of model and dataset in the spec, and their checksums, for the model card.
+        data: the totals of the samples, as those of DataReport; empty if only the hosts can count them.
     """
 
     run: str
     spec: dict[str, Any]
     files: list[dict[str, Any]]
     origin: dict[str, str]
+    data: dict[str, Any] = field(default_factory=dict)
 
     @property
     def base_model(self) -> str:
@@ -106,6 +108,7 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
     complete = len(datasets) == len(spec.sources)
     models = model_entries(spec, datasets if complete else [], on_hosts, access, digests, work, report)
     files += models
+    data = _check_data(spec, files, datasets if complete else [], work)
     identity |= {entry["kind"]: entry["digest"] for entry in models}
     if spec.script:
         files.append(script_entry(check_script(spec.script)))
@@ -127,7 +130,35 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
         spec=spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step},
         files=files,
         origin=origin | known,
+        data=data,
     )
+
+
+def _check_data(
+    spec: RunSpec,
+    files: Sequence[dict[str, Any]],
+    datasets: Sequence[Path],
+    work: Path,
+) -> dict[str, Any]:
+    """Return the totals of the samples of a run; empty if it has none, or if the controller lacks the model or a dataset.
+
+    Args:
+        files: the entries of datasets and models.
+        datasets: those on the controller, if it has all of them.
+
+    Raises:
+        UserError: the run cannot train on them.
+    """
+    model = next((entry["src"] for entry in files if entry["kind"] == "model"), "")
+    if spec.fake_data or spec.script or not datasets or not model:
+        return {}
+    from trainyard.run.data_check import (
+        check_data,  # imports numpy, which a program that only follows runs does not need
+    )
+
+    digest = " ".join(entry["digest"] for entry in files if entry["kind"] == "dataset")
+    found = check_data(spec.with_dataset_paths(list(map(str, datasets))), Path(model), digest, work)
+    return found.as_dict() if found else {}
 
 
 def dataset_entries(
@@ -277,7 +308,7 @@ def _suggest_file(path: Path) -> str:
 
 def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool) -> None:
     """Check the records of a dataset, once for each content and way to read it. Raises UserError."""
-    settings = source.model_dump_json(include={"split", "config", "columns"}) + " logprobs" * logprobs
+    settings = source.model_dump_json(exclude={"path", "weight"}) + " logprobs" * logprobs
     mark = work / "checked" / hashlib.sha256(f"{digest} {settings}".encode()).hexdigest()
     if not mark.exists():
         check_source(source, logprobs=logprobs)

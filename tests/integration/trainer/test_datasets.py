@@ -13,10 +13,12 @@ import yaml
 from dataset_folder import CASES, Case, write_cases
 from trainer_runs import Cluster, Here, lines, records, until, write_jsonl
 
+from trainer.__main__ import main as trainer_main
 from trainer.config import make_spec
 from trainer.data.encode import encoded_dataset, split
 from trainer.data.order import Order, held_out
 from trainer.model import load_tokenizer
+from trainyard.cli.__main__ import main as program
 
 WITH_CALLS = ("tools.jsonl", "calls.jsonl", "calls.parquet")
 READABLE = [case for case in CASES if isinstance(case.expect, int) and case.name not in WITH_CALLS]
@@ -113,3 +115,36 @@ def test_a_mixture_is_the_same_on_any_number_of_hosts(tmp_path: Path, model_fold
     assert 2 <= len(alone) == min(12, order.steps)
     for step in range(len(alone)):
         assert [row for rank in rows for row in rank[step]["rows"]] == order.step(step)
+
+
+def test_a_run_stops_if_it_loses_more_than_half_and_counts_what_it_loses(here: Here, tmp_path: Path) -> None:
+    asked = [{"messages": [{"role": "user", "content": "the cat"}]}] * 7
+    dataset = write_jsonl(tmp_path / "d.jsonl", [*records(6), *asked])
+    assert here(dataset=dataset) == 1
+    (error,) = here.err.splitlines()
+    assert "7 of 13 samples of the dataset are not trained (7 without an answer with loss), more than half" in error
+    assert here(dataset=dataset, allow_dropped=True, eval_split=0, max_steps=1) == 0, here.err
+    assert "\nWARNING: 7 of 13 samples of the dataset are not trained" in here.out
+    data = here.result()["data"]
+    assert (data["samples"], data["answers"], data["dropped"]) == (13, 6, {"without an answer with loss": 7})
+    card = (Path(here.result()["adapter"]) / "README.md").read_text()
+    assert "| data | 13 samples: 6 answers and " in card
+
+
+def test_the_trainer_and_the_program_show_the_same(
+    here: Here, tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer uses the tokenizer of transformers, the program of the controller the library tokenizers."""
+    flags = ["--model", str(here.model), "--dataset", str(dataset), "--seq-length", "16"]
+    shown = []
+    for more in (["--json"], ["--samples", "5"]):
+        for main in (trainer_main, program):
+            assert main(["data", *flags, *more]) == 0
+            shown.append(capsys.readouterr())
+    assert shown[0] == shown[1] and shown[2] == shown[3]
+    assert len(shown[0].out.splitlines()) == 120 and "120 samples: " in shown[0].err
+    assert shown[2].out.count("\u27e6") == 5 and not shown[2].err
+    for main in (trainer_main, program):
+        assert main(["data", *flags, "--samples", "x"]) == 2
+        assert main(["data", *flags, "--fake-data"]) == 2
+        assert "a run with fake_data reads no samples" in capsys.readouterr().err

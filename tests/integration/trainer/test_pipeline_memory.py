@@ -73,6 +73,7 @@ def test_a_model_of_twice_the_memory_of_a_host_trains_on_three_hosts(
     assert result["step"] == 3 and (cluster.run_dir(2) / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.privileged(reason="limits of memory need root")
 def test_limits_of_cgroups_count(groups: list[Path]) -> None:
     before = available_bytes("cpu", 1)
     set_limit(groups[0], 300)

@@ -121,6 +121,33 @@ def test_adapter_that_gguf_cannot_express_is_refused(settings: dict[str, Any], r
     assert not (tmp_path / "a.gguf").exists()
 
 
+@pytest.mark.parametrize(
+    ("arch", "tied", "refused"),
+    [
+        ("LlamaForCausalLM", None, False),
+        ("LlamaForCausalLM", True, True),
+        ("GemmaForCausalLM", None, True),
+        ("Gemma2ForCausalLM", False, False),
+    ],
+)
+def test_the_head_has_an_adapter_unless_it_is_tied(arch: str, tied: bool | None, refused: bool, tmp_path: Path) -> None:
+    config = make_adapter(tmp_path / "a", arch) | ({} if tied is None else {"tie_word_embeddings": tied})
+    factors = {
+        f"base_model.model.lm_head.lora_{side}.weight": shape for side, shape in (("A", (4, 32)), ("B", (64, 4)))
+    }
+    save_file(
+        {name: np.ones(shape, np.float32) for name, shape in factors.items()}, tmp_path / "a/adapter_model.safetensors"
+    )
+    if refused:
+        with pytest.raises(
+            AdapterError, match=r"adapter of 'lm_head' that shares its weights with the embedding; set deploy_as=merged"
+        ):
+            write_adapter(tmp_path / "a", config, tmp_path / "a.gguf")
+        return
+    write_adapter(tmp_path / "a", config, tmp_path / "a.gguf")
+    assert set(read(tmp_path / "a.gguf")[0]) == {"output.weight.lora_a", "output.weight.lora_b"}
+
+
 def test_swapped_factors_unknown_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
     config = make_adapter(tmp_path / "a")
     with pytest.raises(AdapterError, match="adapters of 'BertModel'"):

@@ -91,7 +91,7 @@ def test_bos_token_that_the_server_adds_is_left_out() -> None:
     ("source", "reason"),
     [
         ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "2 times"),
-        ("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}", "0 times|rejects"),
+        ("{% for m in messages %}{{ m['content'][1]['text'] }}{% endfor %}", "0 times|rejects"),
         ("{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}", "out of order"),
         ("{% for m in messages %}{{ loop.index ~ m['content'] }}{% endfor %}", "depends on more than roles"),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "0 times"),
@@ -106,6 +106,12 @@ def test_template_that_cannot_be_derived_is_refused(source: str, reason: str) ->
     with pytest.raises(TemplateError, match=reason) as error:
         derive(ChatTemplate(source, TOKENS, TODAY))
     assert "\n" not in str(error.value)
+
+
+def test_template_that_reads_contents_as_parts_is_derived() -> None:
+    parts = TEMPLATES["llama3"].replace("m['content']", "m['content'][0]['text']")
+    assert parts != TEMPLATES["llama3"]
+    assert derive(ChatTemplate(parts, TOKENS, TODAY)) == derive(ChatTemplate(TEMPLATES["llama3"], TOKENS, TODAY))
 
 
 def test_differences_are_reported() -> None:

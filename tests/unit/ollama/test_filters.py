@@ -44,6 +44,7 @@ def test_every_reason_is_counted() -> None:
     reasons = ("cut", "empty", "repeated", "evaluation", "duplicate", "near_duplicate")
     assert dict(result.counts) == dict.fromkeys(reasons, 1)
     assert "1 answers to train on; left out: 1 cut off at max_tokens, 1 empty" in result.lines()[0]
+    assert result.lines()[1].startswith("WARNING: 6 of 7 answers are not trained (1 cut off at max_tokens, 1 empty")
 
 
 def test_thinking() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from run_hosts import TOP, free_port
 
 from trainer.errors import UserError
 from trainyard.connection import Host
+from trainyard.ollama import collect
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, make_dataset
 from trainyard.ollama.distill import student_specs
@@ -125,6 +127,48 @@ def test_log_probabilities_from_the_server_to_the_dataset(tmp_path: Path) -> Non
     asked = (tmp_path / "asked").read_text().splitlines()
     assert dataset(rich) == rows and dataset(plain)
     assert (tmp_path / "asked").read_text().splitlines() == asked and len(asked) == 12
+
+
+@pytest.mark.parametrize(
+    ("cut", "unanswered", "outcome"),
+    [
+        (0, 0, ""),
+        (1, 0, ""),
+        (
+            2,
+            0,
+            "WARNING: 2 of 10 answers are not trained (2 cut off at max_tokens): increase max_tokens, or set keep_cut",
+        ),
+        (6, 0, "6 of 10 answers are not trained (6 cut off at max_tokens), more than half: increase max_tokens"),
+        (1, 5, "6 of 10 answers are not trained (5 without an answer, 1 cut off at max_tokens), more than half"),
+    ],
+)
+def test_answers_that_are_lost_are_loud_and_more_than_half_stop(
+    tmp_path: Path, cut: int, unanswered: int, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(number: int) -> dict[str, Any]:
+        finished = "length" if number < cut else "stop"
+        chat = [{"role": "user", "content": f"Question {number}"}]
+        return {"messages": chat, "text": f"Answer {number}", "finished": finished}
+
+    monkeypatch.setattr(collect, "collect_answers", lambda *_: None)
+    monkeypatch.setattr(collect, "wanted_records", lambda *_: [record(n) for n in range(10 - unanswered)])
+    chats = [[{"role": "user", "content": f"Question {n}"}] for n in range(10)]
+    questions = Questions(chats, make_distill_options({"teacher": "t", "prompts": "p", "near_duplicates": 0}))
+    lines: list[str] = []
+    with AnswerFile(tmp_path / "a.jsonl") as answers:
+
+        def make(**how: Any) -> int:
+            return len(make_dataset(questions, [], [], answers, tmp_path, lines.append, **how)[1].samples)
+
+        if "more than half" not in outcome:
+            assert make() == 10 - cut
+        else:
+            with pytest.raises(UserError, match=re.escape(outcome)):
+                make()
+            assert make(allow_dropped=True) == 10 - cut - unanswered
+    assert any(line.startswith("WARNING") for line in lines) == bool(outcome)
+    assert not outcome.startswith("WARNING") or any(line.startswith(outcome) for line in lines)
 
 
 def write_table(path: Path) -> None:

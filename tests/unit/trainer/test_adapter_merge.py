@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,36 @@ def a_config_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_merge, "_declare_untied", lambda *_: None)
 
 
+def also_another_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = adapter_merge.merged_weights
+
+    def wrong(*words: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in right(*words):
+            yield name, value + 0.01 if name.endswith("norm.weight") else value
+
+    monkeypatch.setattr(adapter_merge, "merged_weights", wrong)
+
+
+def a_wrong_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        adapter_merge, "merge_layer", lambda name, layer, dtype: layer.merged_adapters.append("default")
+    )
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("fault", [wrong_updates, stays_tied, a_config_that_lies])
-def test_a_wrong_merge_fails(fault: Any, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapted(tmp_path, "llama", True, "layers,head")
+@pytest.mark.parametrize("size", [1.0, 0.1])
+@pytest.mark.parametrize("fault", [wrong_updates, stays_tied, a_config_that_lies, also_another_weight, a_wrong_file])
+def test_a_wrong_merge_fails(
+    fault: Any, size: float, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(tmp_path, "llama", True, "layers,head")
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            value.data.mul_(size)  # small updates are less than what roundings do to the logits
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     fault(monkeypatch)
     with pytest.raises(
-        UserError, match=r"^merge: .* (differs from the base model with the adapter by |tied, but they differ)"
+        UserError, match=r"^merge: .* (differs from the base model with the adapter|tied, but they differ)"
     ):
         merged(tmp_path, precision=precision)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"], "no merged model remains"

@@ -244,6 +244,22 @@ def test_a_word_means_the_same_in_yaml_and_in_a_flag(word: str) -> None:
         assert spec == flag or "in quotes" in error, text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run: no",
+        "lora_targets: [no]",
+        "columns: {prompt: yes}",
+        "columns: {on: q}",
+        "dataset: [{path: off}]",
+        "output_dir: no",
+    ],
+)
+def test_a_word_that_is_a_name_needs_quotes(text: str) -> None:
+    with pytest.raises(UserError, match="write the word in quotes"):
+        read_spec(None, parse_mapping(text, "spec.yml"), "spec.yml")
+
+
 @pytest.mark.parametrize("word", ["no", "off", "false", "yes", "on", "true"])
 def test_a_word_means_the_same_in_yaml_and_as_a_launch_option(word: str) -> None:
     for name in OPTIONS:

@@ -26,6 +26,7 @@ from trainer.data.encode import (
 )
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.report import BEYOND, NO_ANSWER
 from trainer.data.samples import Sample, to_sample
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.data.tiny import TEMPLATE
@@ -375,7 +376,7 @@ def test_the_report_says_what_became_of_the_samples(tokenizer: Any, tmp_path: Pa
     unseen = chat(" ".join(["runs"] * 100), "a tree")
     asked = Sample(messages=TALK.messages[:1])
     corpus = encode_all([TALK, long, unseen, asked], encoder(tokenizer, seq_length=48))
-    dropped = {"its answers lie beyond seq_length": 1, "it has no answer with loss": 1}
+    dropped = {BEYOND: 1, NO_ANSWER: 1}
     assert corpus.report == DataReport(4, 3, int(corpus.trained.sum()), 2, dropped, {})
     save_corpus(corpus, tmp_path / "c.npz")
     loaded = load_corpus(tmp_path / "c.npz")

@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
 from trainer_runs import records, write_jsonl
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer import merge
 from trainer.config import make_spec
@@ -90,6 +91,45 @@ def test_soup_equals_cat(runs: list[dict[str, str]], model_folder: Path, tmp_pat
     other = merged_weights(model_folder, tmp_path / "cat/adapter")
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=0, atol=1e-5)
+
+
+def test_adapters_of_tied_embeddings(runs: list[dict[str, str]], tokenizer: Any, tmp_path: Path) -> None:
+    """The mean of full weights has a head of its own, and answers as the base with the mean of the updates."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    parts = []
+    for number, targets in enumerate((("lm_head", "q_proj"), ("embed_tokens", "lm_head"), ("q_proj",))):
+        spec = yaml.safe_load((Path(runs[0]["folder"]) / "spec.yml").read_text())
+        values = make_spec(
+            spec | {"model": str(tmp_path / "base"), "lora_targets": targets, "run": f"tied{number}"}, "test"
+        )
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora_config(values))
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(weight, std=0.2)
+        folder = tmp_path / f"tied{number}"
+        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        tokenizer.save_pretrained(folder / "adapter")
+        (folder / "spec.yml").write_text(values.to_yaml())
+        parts.append({"run": folder.name, "folder": str(folder)})
+    merge.merge(merge.read_request(request(parts, tmp_path / "soup", "soup")))
+    soup = AutoModelForCausalLM.from_pretrained(tmp_path / "soup/model")
+    assert not soup.config.tie_word_embeddings
+    ids = torch.arange(12)[None]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").get_input_embeddings().weight
+    delta = load_file(tmp_path / "tied1/adapter/adapter_model.safetensors")
+    a, b = (delta[f"base_model.model.model.embed_tokens.lora_embedding_{side}"] for side in "AB")
+    mean = base + 2 / 3 * (b @ a).T
+    torch.testing.assert_close(soup.get_input_embeddings().weight, mean, rtol=0, atol=1e-5)
+    same = parts[:1] * 2
+    merge.merge(merge.read_request(request(same, tmp_path / "cat")))
+    merge.merge(merge.read_request(request(same, tmp_path / "one", "soup")))
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "cat/adapter")
+    )
+    one = AutoModelForCausalLM.from_pretrained(tmp_path / "one/model")
+    torch.testing.assert_close(one(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])

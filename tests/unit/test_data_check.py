@@ -1,0 +1,111 @@
+"""The samples of a run on the controller: a bad one is refused with its line before any host is contacted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_fixtures import model_folder
+from trainer_runs import records, write_jsonl
+
+from trainer.config import make_spec
+from trainer.data.report import DataReport
+from trainer.errors import UserError
+from trainyard.run import data_check
+from trainyard.run.planning import data_lines
+from trainyard.run.spec_files import PreparedRun, prepare
+
+__all__ = ["model_folder"]
+
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}"
+    "{% endif %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+USER, ASSISTANT = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}
+SYSTEM = {"role": "system", "content": "red"}
+
+
+@pytest.fixture
+def strict(model_folder: Path, tmp_path: Path) -> Path:
+    """A model whose template has no system role, and whose roles must alternate."""
+    folder = tmp_path / "strict"
+    folder.mkdir()
+    for file in model_folder.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": STRICT}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return folder
+
+
+def prepared(model: Path, rows: list[Any], folder: Path, **fields: Any) -> PreparedRun:
+    dataset = write_jsonl(folder / "d.jsonl", rows)
+    spec = make_spec({"model": str(model), "dataset": str(dataset), "seq_length": 64} | fields, "-e")
+    return prepare(spec, folder / "work", lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([SYSTEM, USER, ASSISTANT], "has no system role (System role not supported): remove it, or set system=prepend"),
+        ([USER, USER, ASSISTANT], "rejects the order of the roles user, user, assistant (Roles must alternate)"),
+        ([USER, {"role": "narrator", "content": "x"}], "has role 'narrator', expected one of"),
+        ([USER, ASSISTANT | {"content": [{"type": "image"}]}], "has a part of type 'image'"),
+    ],
+)
+def test_one_bad_record_among_many(strict: Path, tmp_path: Path, messages: list[Any], why: str) -> None:
+    rows: list[Any] = [{"messages": [USER, ASSISTANT]} for _ in range(400)]
+    rows[276] = {"messages": messages}
+    with pytest.raises(UserError, match=re.escape(why)) as error:
+        prepared(strict, rows, tmp_path)
+    assert f"{tmp_path}/d.jsonl:277: " in str(error.value)
+    if SYSTEM in messages:
+        assert prepared(strict, rows, tmp_path, system="prepend").data["samples"] == 400
+
+
+def test_totals_are_in_the_plan_and_are_kept(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = prepared(model_folder, records(30), tmp_path)
+    assert made.data["samples"] == made.data["answers"] == 30 and made.data["unread"] == 0
+    assert data_lines(made) == [f"data: {DataReport.of(made.data).line()}"]
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    with monkeypatch.context() as patch:  # nothing is encoded again
+        patch.setattr(data_check, "check_samples", fail)
+        assert prepared(model_folder, records(30), tmp_path).data == made.data
+    assert prepared(model_folder, records(30), tmp_path, train_on="all").data["tokens"] > made.data["tokens"]
+
+
+def test_more_than_half_of_the_samples_lost_stops_the_run(model_folder: Path, tmp_path: Path) -> None:
+    rows = [*records(4), *({"messages": [USER]} for _ in range(5))]
+    with pytest.raises(UserError, match=r"5 of 9 samples of the dataset are not trained .* or set allow_dropped=true"):
+        prepared(model_folder, rows, tmp_path)
+    made = prepared(model_folder, rows, tmp_path, allow_dropped=True)
+    assert [line for line in data_lines(made) if line.startswith("WARNING: 5 of 9 samples")]
+    assert prepared(model_folder, rows[:8], tmp_path).data["dropped"] == {"without an answer with loss": 4}
+
+
+def test_what_only_the_hosts_have_is_left_to_them(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow").mkdir()
+    for file in model_folder.iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / "slow" / file.name).symlink_to(file)
+    made = prepared(tmp_path / "slow", records(5), tmp_path)
+    assert made.data == {} and data_lines(made) == ["data: the ranks count it before the first step"]
+    assert data_lines(PreparedRun("r", {"fake_data": True, "script": ""}, [], {})) == []
+
+
+def test_a_dataset_without_the_log_probabilities_that_a_run_needs(model_folder: Path, tmp_path: Path) -> None:
+    prepared(model_folder, records(3), tmp_path)
+    with pytest.raises(UserError, match="distill_alpha: no row of the dataset has teacher_logprobs"):
+        prepared(model_folder, records(3), tmp_path, distill_alpha=0.5)
+    row = records(1)[0] | {"teacher_logprobs": [{"token": "61", "top": {"61": -0.1}}]}
+    assert prepared(model_folder, [row, *records(2)], tmp_path, distill_alpha=0.5).data["samples"] == 3

@@ -1,0 +1,185 @@
+"""Saved tokenizers and models work elsewhere: plain jinja renders the templates, and answers end where a turn ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jinja2
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainer_runs import Here
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer import greedy_answers
+from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.template_text import end_of_turn, without_generation
+from trainer.export import merge_adapter
+from trainer.gguf.special import complete
+from trainer.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": " b\n"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+MARKED = {
+    "plain": PLAIN_TEMPLATE,
+    "spaces": "{% for m in messages %}\n  {%- generation -%}  \n {{ m.content }} \n  {%- endgeneration -%}\n x\n{% endfor %}",
+    "lines": "{% for m in messages %}\n    {% generation %}\n    {{ m.content }}\n    {% endgeneration %}\n\t y\n{% endfor %}",
+    "kept": "{% for m in messages %}\n   {%+ generation +%}\n {{ m.content }}{%+endgeneration%}\nz{% endfor %}",
+    "right": "{% for m in messages %}{% generation -%}\n\n {{ m.content }}\n {%- endgeneration %}\n {% endfor %}",
+    "no tag": "{# {% generation %} #}{{ '{% generation %}' }}{% raw %}{% endgeneration %}{% endraw %}{% generation %}q{% endgeneration %}",
+    "a name": "{% set x = 1 %}{% generation %}{%- set x = 2 -%}{{ x }}{% endgeneration %}{{ x }}{%- generation -%} {% endgeneration %}",
+    "own name": "{% generation %}{% set y = 2 %}{{ y }}{% endgeneration %}",
+}
+
+
+def make_tokenizer(template: str | None = CHATML, **special: str) -> Any:
+    """Return a byte-level tokenizer whose eos_token is not what ends a turn of ChatML."""
+    names = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", *pre_tokenizers.ByteLevel.alphabet()]
+    core = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_special_tokens(names[:4])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, **{"bos_token": "<s>", "eos_token": "</s>", **special})
+    made.chat_template = template
+    return made
+
+
+def stock(source: str, trim: bool, messages: Any) -> str:
+    environment = jinja2.Environment(trim_blocks=trim, lstrip_blocks=trim)
+    return environment.from_string(source).render(messages=messages, eos_token="</s>", add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_template_without_its_marks_renders_the_same(name: str) -> None:
+    plain = without_generation(MARKED[name])
+    expected = render_jinja_template([CHAT], chat_template=MARKED[name], eos_token="</s>")[0][0]
+    assert render_jinja_template([CHAT], chat_template=plain, eos_token="</s>")[0][0] == expected
+    assert stock(plain, True, CHAT) == expected
+    assert stock(plain, False, CHAT) is not None, "it has no tag that jinja does not know"
+    assert without_generation(plain) == plain and ("{% with" in plain) == (name == "a name")
+
+
+def test_a_saved_tokenizer_has_no_marks(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    for template in (PLAIN_TEMPLATE, {"default": CHATML, "tool_use": PLAIN_TEMPLATE}):
+        tokenizer.chat_template = template
+        save_tokenizer(tokenizer, tmp_path)
+        assert tokenizer.chat_template == template, "the trainer needs the marks"
+        files = [file for file in tmp_path.rglob("*") if file.is_file() and "generation %" in file.read_text()]
+        assert not files
+        found = AutoTokenizer.from_pretrained(tmp_path)
+        assert found("a</s>").input_ids == tokenizer("a</s>").input_ids and found.eos_token == "</s>"
+        for name in template if isinstance(template, dict) else [None]:
+            texts = [each.apply_chat_template(CHAT, chat_template=name, tokenize=False) for each in (tokenizer, found)]
+            assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (PLAIN_TEMPLATE, "</s>"),
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", ""),
+        ("{% for m in messages %}[INST] {{ m.content }} {{ eos_token }}{% endfor %}", "</s>"),
+        ("{{ raise_exception('no') }}", ""),
+        ("{% broken", ""),
+        (None, ""),
+    ],
+)
+def test_what_ends_a_turn(template: str | None, end: str) -> None:
+    tokenizer = make_tokenizer(template)
+    assert end_of_turn(template or "", {"eos_token": "</s>"}, ["</s>", "<|im_end|>", "<|im"]) == end
+    assert other_end(tokenizer) == ("" if end == "</s>" else end)
+    other = [3] if end == "<|im_end|>" else []
+    assert end_ids(tokenizer, None) == [1, *other]
+    for known in (7, [7, 3]):
+        config = GenerationConfig(eos_token_id=known)
+        changed = add_end_token(config, tokenizer)
+        added = {"<|im_end|>": 3, "</s>": 1}.get(end)
+        unchanged = added is None or (isinstance(known, list) and added in known)
+        assert changed != unchanged
+        assert config.eos_token_id == (known if unchanged else [*([known] if known == 7 else known), added])
+
+
+def test_a_gguf_file_knows_what_ends_a_turn(tmp_path: Path) -> None:
+    for template, eot in ((CHATML, 3), (PLAIN_TEMPLATE, None)):
+        make_tokenizer(template).save_pretrained(tmp_path)  # as an earlier version saved it, with the marks
+        special = gguf.SpecialVocab(tmp_path, load_merges=True)
+        complete(special, tmp_path)
+        assert special.special_token_ids.get("eot") == eot and special.special_token_ids["eos"] == 1
+        assert special.chat_template == without_generation(template)
+
+
+@pytest.fixture
+def other_end_model(tmp_path: Path) -> Path:
+    """A model that answers everything with <|im_end|>, which is not the tokenizer's eos_token."""
+    tokenizer = make_tokenizer()
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**config, vocab_size=len(tokenizer), max_position_embeddings=128, **ids))
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_a_run_saves_the_end_of_a_turn(here: Here, other_end_model: Path) -> None:
+    here.model = other_end_model
+    assert here(max_steps=2, lora_r=4, merge=True, precision="32-true") == 0, here.err
+    for folder in ("adapter", "merged"):
+        assert GenerationConfig.from_pretrained(here.run_dir() / folder).eos_token_id == [1, 3]
+        assert AutoTokenizer.from_pretrained(here.run_dir() / folder).eos_token == "</s>"
+    kept = json.loads((here.run_dir() / "deploy/answers.json").read_text())
+    assert kept["stop"] == "<|im_end|>" and kept["answers"]
+    assert here("full", max_steps=2, lora_r=0) == 0, here.err
+    assert GenerationConfig.from_pretrained(here.run_dir("full") / "model").eos_token_id == [1, 3]
+
+
+def test_greedy_answers_stop_at_the_end_of_a_turn() -> None:
+    class Repeats:
+        """Answers `a`, what ends the turn, and `b`, whatever the prompt; stops only at the ends that it is told."""
+
+        device, generation_config = torch.device("cpu"), GenerationConfig(eos_token_id=1)
+
+        def eval(self) -> None:
+            pass
+
+        def generate(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            assert self.generation_config.eos_token_id == [1, 3]
+            a, b = tokenizer("ab").input_ids
+            return torch.cat([ids, torch.tensor([[a, 3, b]] * len(ids))], 1)
+
+    tokenizer = make_tokenizer()
+    prompts = [{"messages": CHAT[:1]}, {"prompt": "x"}]
+    assert greedy_answers.answer(Repeats(), tokenizer, prompts) == ["a", "a"]
+
+
+def test_answers_of_an_earlier_version_are_computed_again(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    for record, known in (({"weights": "w"}, False), ({"weights": "w", "stop": ""}, True)):
+        (tmp_path / "deploy/answers.json").write_text(json.dumps(record))
+        assert (greedy_answers.known_answers(tmp_path, "w") is not None) == known
+
+
+def test_a_merged_model_of_an_earlier_version_is_checked(here: Here, other_end_model: Path) -> None:
+    from trainer.config import make_spec, read_yaml
+    from trainer.export import merged_rightly
+
+    here.model = other_end_model
+    assert here(max_steps=2, lora_r=4, lr=0.1, precision="32-true") == 0, here.err
+    spec = make_spec(read_yaml(here.run_dir() / "spec.yml"), "spec.yml")
+    LlamaForCausalLM.from_pretrained(other_end_model).save_pretrained(here.run_dir() / "merged")  # without the adapter
+    assert not merged_rightly(spec, here.run_dir())
+    merge_adapter(spec, here.run_dir())
+    assert merged_rightly(spec, here.run_dir())

@@ -1,0 +1,135 @@
+"""What a dataset gives a run, and what it loses: a loud line from a tenth of it, an error from a half. Standard library only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.formats import counted, printable
+
+_MANY, _MOST = 10, 2  # one part in so many
+ALLOW = "allow_dropped=true"
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What was kept of a dataset, and what was not.
+
+    Attributes:
+        what: what is counted, in the plural, such as `samples`.
+        kept: number of those that are trained.
+        reasons: number of the rest by the reason, a few words that follow the number.
+        remedy: what to do, an imperative.
+    """
+
+    what: str
+    kept: int
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    remedy: str = ""
+
+    @property
+    def lost(self) -> int:
+        """The number of those that are not trained."""
+        return sum(self.reasons.values())
+
+    @property
+    def by_reason(self) -> str:
+        """The numbers and their reasons, the most frequent one first; empty if nothing is lost."""
+        ordered = sorted(self.reasons.items(), key=lambda item: -item[1])
+        return ", ".join(f"{count} {reason}" for reason, count in ordered if count)
+
+    def warning(self) -> str:
+        """Return one loud line if more than a tenth is lost, else an empty string."""
+        return f"WARNING: {self._line()}: {self.remedy}" if self._exceeds(_MANY) else ""
+
+    def check(self, allowed: bool) -> None:
+        """Raise UserError if more than a half is lost, unless that is `allowed`, or if all is."""
+        if self._exceeds(_MOST) and not (allowed and self.kept):
+            allow = f", or set {ALLOW} to train on the rest" if self.kept else ""
+            raise UserError(f"{self._line()}, more than half: {self.remedy}{allow}")
+
+    def _exceeds(self, part: int) -> bool:
+        return self.lost * part > self.lost + self.kept
+
+    def _line(self) -> str:
+        return f"{self.lost} of {self.lost + self.kept} {self.what} are not trained ({self.by_reason})"
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the samples of a dataset.
+
+    Attributes:
+        samples: all samples that were read.
+        answers: answers with loss; a text counts as one.
+        tokens: tokens with loss.
+        truncated: samples that were cut at seq_length, whether or not they were dropped.
+        dropped: the number of samples that were left out, by reason.
+        notes: the number of samples that the chat template changes, by what it changes.
+        unread: further samples that were not read, because that would have taken too long.
+    """
+
+    samples: int = 0
+    answers: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)
+    unread: int = 0
+
+    def __add__(self, other: DataReport) -> DataReport:
+        return DataReport(
+            self.samples + other.samples,
+            self.answers + other.answers,
+            self.tokens + other.tokens,
+            self.truncated + other.truncated,
+            _sum(self.dropped, other.dropped),
+            _sum(self.notes, other.notes),
+            self.unread + other.unread,
+        )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> DataReport:
+        """Return the report of `as_dict`, which may have more names."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return asdict(self)
+
+    @property
+    def lost(self) -> int:
+        """The number of samples that were left out."""
+        return self.loss.lost
+
+    @property
+    def loss(self) -> Dropped:
+        """The samples that are not trained."""
+        reason = max(self.dropped, key=lambda name: self.dropped[name], default="")
+        remedy = f"{_REMEDIES.get(reason, 'correct them')} (the command `data` shows them)"
+        return Dropped("samples of the dataset", self.samples - sum(self.dropped.values()), self.dropped, remedy)
+
+    def line(self) -> str:
+        """Return the totals as one line."""
+        loss = self.loss
+        answers, tokens = counted(self.answers, "answer"), counted(self.tokens, "token")
+        parts = [f"{counted(self.samples, 'sample')}: {answers} and {tokens} with loss, {self.truncated} truncated"]
+        parts[0] += f", {loss.lost} dropped" + (f" ({printable(loss.by_reason, 400)})" if loss.lost else "")
+        return "; ".join([*parts, *([f"{self.unread} further samples were not counted"] if self.unread else [])])
+
+    def lines(self, label: str = "") -> list[str]:
+        """Return the totals, and what a user must know about them. `label` begins the first line."""
+        notes = [f"note: {counted(count, 'sample')}: {printable(note, 400)}" for note, count in self.notes.items()]
+        return [label + self.line(), *notes, *filter(None, [self.loss.warning()])]
+
+
+NO_DATA = DataReport()
+BEYOND, NO_ANSWER = "with all answers beyond seq_length", "without an answer with loss"  # reasons
+_REMEDIES = {BEYOND: "increase seq_length", NO_ANSWER: "give them answers, or remove them"}
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, int]:
+    return dict(Counter(one) + Counter(other)) if one and other else one or other

@@ -1,0 +1,55 @@
+"""Check on the controller, before ranks start, that a run can train on its samples."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+from trainer.config import RunSpec
+from trainer.data.check import check_samples
+from trainer.data.encode import Encoder, no_logprobs
+from trainer.data.report import DataReport
+from trainer.data.samples import needs_missing_library
+from trainer.data.show import samples_of
+from trainer.data.text_tokenizer import TextTokenizer
+from trainer.files import write_atomic
+
+
+def check_data(spec: RunSpec, folder: Path, digest: str, work: Path) -> DataReport | None:
+    """Encode the samples of a run; return their totals, or None if only the hosts can.
+
+    Args:
+        spec: with the paths of datasets on the controller.
+        folder: of the model.
+        digest: of the contents of the datasets.
+        work: folder on the controller in which totals are kept.
+
+    Raises:
+        UserError: a sample is refused (`file:line: reason`), or more than half of the samples are lost.
+    """
+    tokenizer = TextTokenizer.read(folder)
+    if tokenizer is None or any(needs_missing_library(source.path) for source in spec.sources):
+        return None
+    encoder = Encoder.of(spec, tokenizer)
+    settings = [source.model_dump(mode="json", exclude={"path", "weight"}) for source in spec.sources]
+    known = json.dumps([digest, settings, encoder.fingerprint(), spec.needs_logprobs], sort_keys=True)
+    file = work / "checked" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
+    totals = _read(file)
+    if totals is None:
+        samples = list(samples_of(spec))
+        if spec.needs_logprobs and not any(sample.logprobs for sample in samples):
+            raise no_logprobs()
+        totals = check_samples(samples, encoder)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json.dumps(totals.as_dict()).encode())
+    if not totals.unread:  # the ranks count all
+        totals.loss.check(spec.allow_dropped)
+    return totals
+
+
+def _read(file: Path) -> DataReport | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return DataReport.of(json.loads(file.read_text()))
+    return None
