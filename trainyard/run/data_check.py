@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.config import RunSpec
 from trainer.data.check import check_samples
@@ -52,6 +53,24 @@ def check_data(
     if not totals.unread:  # the ranks count all
         totals.loss.check(spec.allow_dropped)
     return totals
+
+
+def check_prompts(spec: RunSpec, model: str, chats: Sequence[Sequence[Mapping[str, Any]]], name: str) -> None:
+    """Check that the chat template of a student accepts prompts, before teachers answer them.
+
+    Args:
+        model: folder of the model; empty if the controller does not have it.
+        name: of the prompts, for messages.
+
+    Raises:
+        UserError: the template rejects a prompt with an answer.
+    """
+    tokenizer = TextTokenizer.read(Path(model)) if model else None
+    if tokenizer is None:
+        return
+    answer = {"role": "assistant", "content": "yes"}
+    samples = [Sample((*chat, answer), where=f"{name}: prompt {number}") for number, chat in enumerate(chats, 1)]
+    check_samples(samples, Encoder.of(spec, tokenizer))
 
 
 def _read(file: Path) -> DataReport | None:
