@@ -190,9 +190,9 @@ CASES = [
     Case("text.csv.gz", _bytes(gzip.compress(b"text\nT\n")), 1),
     Case("text.csv.bz2", _bytes(bz2.compress(b"text\nT\n")), 1),
     Case("text.tsv.xz", _bytes(lzma.compress(b"text\tn\nT\t1\n")), 1),
-    Case("text.csv.zst", _zst(b"text\nT\n"), "text.csv.zst: decompress it first", needs_library=True),
+    Case("text.csv.zst", _zst(b"text\nT\n"), "text.csv.zst: decompress it first"),
     Case("twice.csv", _csv(["text", "text"], ["a", "b"]), "twice.csv:1: two columns have the name 'text': rename one"),
-    Case("wide.csv", _bytes(b"prompt,completion\na,b\na,b,c\n"), "Expected 2 fields in line 3, saw 3", needs_library=True),
+    Case("wide.csv", _bytes(b"prompt,completion\na,b\na,b,c\n"), "wide.csv: record 2: has more cells than the header has names"),
     Case("latin.csv", _bytes(b"text\n\xe9\n"), "not UTF-8 text"),
     Case("empty.csv", _bytes(b""), "empty.csv is empty: expected a first line with the names of the columns"),
     # Parquet, Arrow
