@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from trainyard.run.answer_times import LONGEST, SHORTEST
-from trainyard.run.follower import SHORT_POLL, Follower
-from trainyard.run.monitor import Part, Progress
+from trainyard.run.errors import first_of
+from trainyard.run.follower import SHORT_POLL, Follower, evidence
+from trainyard.run.monitor import Cause, Part, Progress
 from trainyard.run.options import LaunchOptions
 
 LOST_LIMIT = 2.0
@@ -150,3 +151,30 @@ def test_an_explicit_limit_holds() -> None:
     threading.Timer(1.0, hosts["b"].dead.set).start()
     cause = follower.follow()
     assert cause and cause.text.startswith("b has not answered for 1 s") and not hosts["b"].probes
+
+
+def test_a_traceback_that_the_log_has_too_is_shown_once() -> None:
+    traceback = "Traceback (most recent call last):\n  File \"t.py\", line 5\nKeyError: 'column'\n"
+
+    class Host:
+        def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+            lines = ["before the end", *traceback.splitlines()] if self.more else traceback.splitlines()
+            return {"logs": {"rank0.log": {"lines": lines, "path": "/logs/rank0.log"}}}
+
+        more = True
+
+    host = Host()
+    error = {"message": "KeyError: 'column'", "traceback": traceback}
+    part = Part("node1", "/run", 0, [0], answer={"ranks": {"0": {"error": error}}, "status": "failed"})
+    found = lambda: evidence([part], Cause(0, 0, "node1", "a column", "rank"), lambda name: host)  # type: ignore  # noqa: E731
+    shown = found()
+    assert shown[:3] == traceback.splitlines() and shown.count("KeyError: 'column'") == 1
+    assert shown[3:5] == ["last lines of rank0.log:", "  before the end"] and shown[5].endswith("/logs/rank0.log")
+    host.more = False
+    assert "last lines of rank0.log:" not in found()
+
+
+def test_each_of_several_problems_is_in_one_line() -> None:
+    assert first_of({"node1": "full"}) == ("node1: full", [])
+    message, others = first_of({"node1": "full", "node2": "away", "run r": "x"})
+    assert message == "node1: full (and 2 more problems, listed below)" and others == ["node2: away", "run r: x"]

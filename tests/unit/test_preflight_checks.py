@@ -305,8 +305,11 @@ def test_the_report_has_an_exit_code_and_names_the_first_failure() -> None:
     failure = Finding("disk", "node2", "failure", "full", "make room")
     assert Report([], []).exit_code == Report([Finding("names", "", "note", "x", "y")], []).exit_code == 0
     assert (Report([warning], []).exit_code, Report([warning], []).error) == (1, "")
-    assert Report([failure, warning], []).error == "node2: full: make room"
-    assert Report([failure, failure], []).error == "node2: full: make room (2 failures, all listed below)"
+    assert Report([failure, warning], []).error == "node2: full: make room [disk]"
+    several = Report([failure, failure, warning], ["table", failure.line, failure.line, warning.line])
+    assert several.error == "node2: full: make room [disk] (and 1 more failure, listed below)"
+    assert several.other_lines == ["table", failure.line, warning.line], "the error is printed above them"
+    assert Report([warning], [warning.line]).other_lines == [warning.line]
     report = Report([failure], [], healthy_hosts()).as_dict()
     assert report["exit"] == 2 and report["findings"] == [failure.as_dict()]
     assert set(report["hosts"]["node1"]) == {"address", "data_dir", "python", "facts", "health", "mesh"}

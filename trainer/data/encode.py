@@ -267,6 +267,8 @@ class Encoder:
             text += self._text.tokens.get("eos_token", "")
             spans = (*spans[:-1], (spans[-1][0], len(text)))
         notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
+        if found.open_end and self._text.eos is None:
+            notes.append("nothing ends the last answer: the tokenizer of the model has no eos_token")
         return Encoded(ids, answered, text, spans, tuple(notes))
 
     def _raw(self, sample: Sample) -> Encoded:

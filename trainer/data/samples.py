@@ -80,8 +80,10 @@ def read_dataset(spec: RunSpec) -> list[Sample]:
     return [sample for source in spec.sources for sample in read_source(source)]
 
 
-def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
+def check_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample] | None:
     """Check a dataset as far as the installed packages allow: without `datasets`, JSON and CSV files.
+
+    Returns its samples, or None if only a part of them can be read.
 
     Args:
         logprobs: also check the log-probabilities of a teacher.
@@ -92,11 +94,11 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
     path = Path(source.path)
     kind = path_kind(path)
     if has_library() or not needs_library(source.path):
-        if not sum(1 for _ in iter_source(source, logprobs=logprobs)):  # keeps no sample
-            raise _empty(source)
-    elif kind == "folder" and not is_saved(path) and not has_card(path):
+        return read_source(source, logprobs=logprobs)
+    if kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):
             check_source(source.model_copy(update={"path": str(file)}), logprobs=logprobs)
+    return None
 
 
 def needs_missing_library(name: str) -> bool:

@@ -4,7 +4,8 @@ The distribution does not change the result of a step: the loss is weighted by t
 distribution, up to rounding. Every rank passes the same numbers and gets the same counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Weight of a new measurement in the moving average: noise averages out, and a slowdown shows within ten steps.
 _NEWEST = 0.25
@@ -15,12 +16,20 @@ _MIN_GAIN = 0.04
 class Balance:
     """The number of rows of a step for every rank, from the measured seconds per row of each."""
 
-    def __init__(self, ranks: int, costs: Sequence[float] = ()) -> None:
+    def __init__(self, ranks: int, earlier: Mapping[str, Any] | None = None) -> None:
         """Args:
-        costs: seconds per row of every rank, as `costs` of an earlier start; ignored for another number of ranks.
+        earlier: `state()` of an earlier start, so that a resumed run distributes rows as if it had not been interrupted;
+            ignored for another number of ranks.
         """
-        self.costs: list[float] = list(costs) if len(costs) == ranks else [0.0] * ranks
-        self._used: dict[int, list[int]] = {}
+        earlier = earlier or {}
+        self._resumed = len(earlier.get("costs", ())) == ranks
+        self.costs: list[float] = list(earlier["costs"]) if self._resumed else [0.0] * ranks
+        # Checkpoints of older versions have costs only.
+        self._used: dict[int, list[int]] = dict(earlier.get("used", {})) if self._resumed else {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next start needs."""
+        return {"costs": self.costs, "used": self._used}
 
     def shares(self, rows: int) -> list[int]:
         """Distribute `rows` rows over the ranks, at least one to each if there are enough.
@@ -45,6 +54,9 @@ class Balance:
             seconds: seconds of computation of every rank, without waiting.
             counts: rows of every rank. The value of a rank without rows does not change.
         """
+        if self._resumed:  # the first step of a process is slower than those before the interruption
+            self._resumed = False
+            return
         for rank, (spent, count) in enumerate(zip(seconds, counts, strict=True)):
             if count and spent > 0:
                 cost, now = self.costs[rank], spent / count

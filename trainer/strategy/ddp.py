@@ -277,7 +277,7 @@ class DDP(Strategy):
             {
                 "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(),
-                "costs": self.balance.costs if self.balance else [],
+                **(self.balance.state() if self.balance else {"costs": []}),
             },
             folder / "optimizer.pt",
         )
@@ -293,4 +293,4 @@ class DDP(Strategy):
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.balance:
-            self.balance = Balance(self.world.size, state["costs"])
+            self.balance = Balance(self.world.size, state)

@@ -168,7 +168,7 @@ def preflight(call: Call) -> dict[str, Any]:
     how = {"all_reduce": not options.quick, "write": not call.check}
     report = run_preflight(inventory.hosts, inventory.connect, port, run=options.run, **how)
     if report.error:
-        raise RunError(report.error, lines=report.lines, **report.as_dict())
+        raise RunError(report.error, lines=report.other_lines, **report.as_dict())
     return {"lines": report.lines, **report.as_dict()}
 
 

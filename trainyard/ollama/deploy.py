@@ -35,7 +35,7 @@ from trainyard.progress_record import SUFFIX, ProgressRecord
 from trainyard.remote.ollama import BASES_LIMIT, equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file
-from trainyard.run.errors import RunError
+from trainyard.run.errors import RunError, first_of
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
 CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
@@ -154,9 +154,8 @@ class Deployment:
         for name, keeper in self._shared.items():
             self._note(name, "failed" if keeper in errors else "deployed", f"has the same server as {keeper}")
         if errors:
-            name, why = next(iter(errors.items()))
-            more = [f"{other}: {text}" for other, text in errors.items()] if len(errors) > 1 else []
-            raise RunError(f"{name}: {why}", lines=[*lines, *more], troubles=errors)
+            message, others = first_of(errors)
+            raise RunError(message, lines=[*others, *lines], troubles=errors)
         return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in choices}}
 
     def remove(self) -> dict[str, Any]:
@@ -176,8 +175,8 @@ class Deployment:
                 f"{name}: {self.options.deploy_name} {'would be ' if self.check and text == 'removed' else ''}{text}"
             )
         if errors:
-            name, why = next(iter(errors.items()))
-            raise RunError(f"{name}: {why}", lines=lines, troubles=errors)
+            message, others = first_of(errors)
+            raise RunError(message, lines=[*others, *lines], troubles=errors)
         return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
 
     # The nodes ----------------------------------------------------------------------------------------------------------

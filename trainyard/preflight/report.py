@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.formats import counted
 from trainyard.preflight.hardware import hardware_table
 from trainyard.preflight.host_state import HostState
 from trainyard.tables import table
@@ -67,8 +68,17 @@ class Report:
         failures = [finding for finding in self.findings if finding.level == "failure"]
         if not failures:
             return ""
-        more = f" ({len(failures)} failures, all listed below)" if len(failures) > 1 else ""
-        return failures[0].headline + more
+        more = f" (and {counted(len(failures) - 1, 'more failure')}, listed below)" if len(failures) > 1 else ""
+        return f"{failures[0].headline} [{failures[0].check}]{more}"
+
+    @property
+    def other_lines(self) -> list[str]:
+        """The lines without that of the failure in `error`, which is printed above them."""
+        failure = next((finding.line for finding in self.findings if finding.level == "failure"), None)
+        if failure not in self.lines:
+            return self.lines
+        place = self.lines.index(failure)
+        return self.lines[:place] + self.lines[place + 1 :]
 
     def output(self, json_to: str) -> list[str]:
         """Return the lines to print.
@@ -84,7 +94,7 @@ class Report:
             return [json.dumps(self.as_dict())]
         if json_to:
             Path(json_to).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-        return self.lines
+        return self.other_lines
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON report."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import MAX_MESSAGE
-from trainer.formats import printable
+from trainer.formats import counted, printable
 
 
 class RunError(Exception):
@@ -26,6 +27,16 @@ class RunError(Exception):
     def as_dict(self) -> dict[str, Any]:
         """Return the message as `msg`, and the details."""
         return {"msg": str(self), **self.details}
+
+
+def first_of(troubles: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the message for the first of several problems, and a line for each other one: each is printed once.
+
+    Args:
+        troubles: what is wrong, by host or run; at least one.
+    """
+    first, *others = [f"{place}: {why}" for place, why in troubles.items()]
+    return f"{first} (and {counted(len(others), 'more problem')}, listed below)" if others else first, others
 
 
 class PlanError(RunError):

@@ -295,5 +295,8 @@ def evidence(parts: list[Part], cause: Cause, connect: Connect) -> list[str]:
         f"{name} on {part.host}: {logs.get(name, {}).get('path') or f'{part.run_dir}/logs/{name}'}" for name in names
     ]
     shown = next((name for name in names if logs.get(name, {}).get("lines")), None)
-    tail = [f"last lines of {shown}:", *(f"  {line}" for line in logs[shown]["lines"][-TAIL:])] if shown else []
+    # The log has the traceback, too.
+    known = {line.strip() for line in traceback}
+    ends = [line for line in logs[shown]["lines"][-TAIL:] if line.strip() not in known] if shown else []
+    tail = [f"last lines of {shown}:", *(f"  {line}" for line in ends)] if ends else []
     return [*traceback, *([] if error.get("plain") else tail), *paths]

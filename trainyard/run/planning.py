@@ -377,5 +377,5 @@ def check_plan_mesh(
     findings = check_plan(states, lambda host: connect(host.name), port, write=write)
     report = Report(findings, [finding.line for finding in findings])
     if report.error:
-        raise RunError(report.error, **report.as_dict() | {"lines": report.lines})
+        raise RunError(report.error, **report.as_dict() | {"lines": report.other_lines})
     return [*report.lines, *skipped_checks(states, write)]

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.formats import counted
 from trainyard.connection import Host, HostConnection
 from trainyard.preflight.hardware import gather_hardware, hardware_table
-from trainyard.run.errors import RunError
+from trainyard.run.errors import RunError, first_of
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, stop_lines, stop_parts
@@ -113,10 +113,8 @@ def stop_all_runs(
     where = f"on {counted(len(here), 'host')}"
     line = f"stopped {counted(len(stopped), 'run')} {where}" if names else f"no run is alive {where}"
     if troubles:
-        place, why = next(iter(troubles.items()))
-        more = f" ({len(troubles)} problems, all listed below)" if len(troubles) > 1 else ""
-        lines = [f"{name}: {reason}" for name, reason in troubles.items()]
-        raise RunError(f"{place}: {why}{more}", troubles=troubles, lines=[line, *lines], runs=stopped)
+        message, others = first_of(troubles)
+        raise RunError(message, troubles=troubles, lines=[*others, line], runs=stopped)
     return {"changed": bool(stopped), "runs": stopped, "lines": [line]}
 
 

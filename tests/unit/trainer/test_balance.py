@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -62,13 +63,26 @@ def test_a_division_that_saves_little_is_not_used() -> None:
     balance.update([1.0, 1.05], [128, 128])
     assert divide(256, balance.costs) != [128, 128]
     assert balance.shares(256) == [128, 128]
-    assert Balance(2, [1.0, 1.2]).shares(256) == divide(256, [1.0, 1.2])
+    assert Balance(2, {"costs": [1.0, 1.2]}).shares(256) == divide(256, [1.0, 1.2])
 
 
 @pytest.mark.parametrize("costs", [[1.0], [1.0, 2.0, 3.0]])
 def test_costs_of_another_world_size_are_discarded(costs: list[float]) -> None:
-    assert Balance(2, costs).shares(8) == [4, 4]
+    assert Balance(2, {"costs": costs, "used": {8: [8]}}).shares(8) == [4, 4]
 
 
 def test_a_restart_uses_the_previous_costs() -> None:
-    assert Balance(2, [1.0, 3.0]).shares(8) == [6, 2]
+    assert Balance(2, {"costs": [1.0, 3.0]}).shares(8) == [6, 2]
+
+
+def test_a_resumed_run_distributes_rows_as_without_the_interruption() -> None:
+    balance = Balance(2)
+    balance.shares(256)
+    balance.update([1.0, 1.05], [128, 128])
+    assert divide(256, balance.costs) != balance.shares(256) == [128, 128], "a new start would move rows"
+    resumed = Balance(2, copy.deepcopy(balance.state()))
+    assert resumed.shares(256) == [128, 128]
+    resumed.update([9.0, 1.0], [128, 128])  # the first step of a process: one host has imported more slowly
+    assert resumed.shares(256) == [128, 128] and resumed.state() == balance.state()
+    resumed.update([2.0, 1.0], [128, 128])
+    assert resumed.shares(256) != [128, 128], "a host that has become slower is noticed"

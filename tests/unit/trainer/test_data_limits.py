@@ -125,5 +125,5 @@ def test_a_reader_that_stops_early_leaves_no_process(tmp_path: Path) -> None:
     (pid,) = (
         int(word) for word in Path("/proc/self/task", str(threading.get_native_id()), "children").read_text().split()
     )
-    rows.close()
+    del rows  # closes the generator
     assert not Path("/proc", str(pid)).exists()
