@@ -5,6 +5,7 @@ without a key like one with null. This reader also limits what a hostile file ca
 """
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
@@ -39,7 +40,7 @@ def json_records(path: Path) -> Iterator[tuple[int, Any]]:
         OSError: the file cannot be read.
     """
     try:
-        with open_regular(path) as raw, unpacked(raw, path) as file:
+        with decoded(path) as file:
             if format_of(path) == ".json":
                 yield from _list_or_lines(file, path)
             else:
@@ -48,6 +49,14 @@ def json_records(path: Path) -> Iterator[tuple[int, Any]]:
         if format_of(path) in _TEXT and "not JSON" in str(error):
             raise UserError(f"{error}; {_TEXT_HINT}") from None
         raise
+
+
+@contextlib.contextmanager
+def decoded(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, decompressed as its suffix says. Raises UserError if it is damaged, in the block too."""
+    try:
+        with open_regular(path) as raw, unpacked(raw, path) as file:
+            yield file
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise _damaged(path, error) from None
     except OSError as error:

@@ -10,17 +10,15 @@ import csv
 import importlib.util
 import io
 import json
-import lzma
 import os
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
 from trainer.data.files import COLUMNAR, TABLES, all_files, format_of
-from trainer.data.json_files import MAX_LINE, most_decoded, unpacked
+from trainer.data.json_files import MAX_LINE, decoded, most_decoded
 from trainer.data.record_keys import MEANINGFUL
 from trainer.data.table_process import MEMORY, plain, records_apart
 from trainer.errors import UserError, first_line
@@ -164,11 +162,8 @@ def csv_header(path: Path) -> tuple[list[str], str]:
     Raises:
         UserError: the file has no header, or a name occurs twice.
     """
-    with open_regular(path) as raw, unpacked(raw, path) as file:
-        try:
-            line = file.readline(MAX_HEADER)
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise UserError(f"{path}: damaged {path.suffix} file ({first_line(error)}): copy it again") from None
+    with decoded(path) as file:
+        line = file.readline(MAX_HEADER)
     if reason := not_utf8(line):
         raise UserError(f"{path}:1: {reason}")
     head = line.decode("utf-8-sig").rstrip("\r\n")
@@ -191,16 +186,10 @@ def csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, A
         UserError: the file is not CSV.
         OSError: it cannot be read.
     """
-    if path.suffix.lower() == ".zst":
-        raise UserError(f"dataset: {path}: decompress it first, or use .gz: zstd -d FILE")
     names, delimiter = csv_header(path)
     wanted = _wanted(names, columns)
     csv.field_size_limit(MAX_LINE)
-    with (
-        open_regular(path) as raw,
-        unpacked(raw, path) as file,
-        io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
-    ):
+    with decoded(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         rows = csv.DictReader(text, names, restval="", delimiter=delimiter)
         try:
             next(rows, None)  # the header
@@ -216,7 +205,7 @@ def csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, A
 
 def _not_utf8(path: Path) -> UserError:
     """Return the error of a table with a line that is not UTF-8 text."""
-    with open_regular(path) as raw, unpacked(raw, path) as file:
+    with decoded(path) as file:
         line, reason = first_not_utf8(file, MAX_LINE)
     return UserError(f"{path}:{line}: {reason}" if reason else f"dataset: cannot read {path}: not UTF-8 text")
 

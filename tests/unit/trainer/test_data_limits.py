@@ -127,3 +127,10 @@ def test_a_reader_that_stops_early_leaves_no_process(tmp_path: Path) -> None:
     )
     del rows  # closes the generator
     assert not Path("/proc", str(pid)).exists()
+
+
+@pytest.mark.parametrize("size", [5, 30, 60])
+def test_a_damaged_compressed_table(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"text\n" + bytes(range(97, 123)) * 20)[:size] + b"\xff" * 9)
+    assert "a.csv.gz: damaged .gz file" in refusal(path)
