@@ -182,7 +182,7 @@ CASES = [
     Case("alpaca.csv", _csv(["instruction", "input", "output"], ["Q", "", "A"], ["Q, \"x\"\nline", "NA", "007"]), 2),
     Case("qa.csv", _csv(["id", "question", "answer"], [1, "Q", "A"]), NEAREST_QA, {"prompt": "question", "completion": "answer"}, 1),
     Case("half.csv", _csv(["prompt", "response"], ["Q", "A"]), "use columns=completion=response", {"completion": "response"}, 1),
-    Case("half.parquet", _parquet(prompt=["Q"], response=["A"], extra=[b"x"]), "has the keys prompt, response, extra; expected", {"completion": "response"}, 1, True),
+    Case("half.parquet", _parquet(prompt=["Q"], response=["A"], number=[1]), "has the keys prompt, response, number; expected", {"completion": "response"}, 1, True),
     Case("excel.csv", _csv(["prompt", "completion"], ["Q", "A"], ["", "1,5"], delimiter=";", bom=True), 2),
     Case("tabs.tsv", _csv(["text", "n"], ["a, b", 1], delimiter="\t"), 1),
     Case("chat.csv", _csv(["messages"], [json.dumps([USER, ANSWER])]), 1),
@@ -198,7 +198,8 @@ CASES = [
     # Parquet, Arrow
     Case("chat.parquet", _parquet(messages=[[USER, ANSWER], [USER, ANSWER]], n=[1, 2]), 2, needs_library=True),
     Case("calls.parquet", _parquet(messages=[CALLS]), 1, needs_library=True),
-    Case("gpt.parquet", _parquet(conversations=[GPT], extra=[b"\x89PNG"]), 1, needs_library=True),
+    Case("gpt.parquet", _parquet(conversations=[GPT], id=[7]), 1, needs_library=True),
+    Case("image.parquet", _parquet(conversations=[GPT], image=[b"\x89PNG"]), "record 1: has 'image', which is not text", needs_library=True),
     Case("qa.parquet", _parquet(question=["Q"], answer=["A"]), NEAREST_QA, {"prompt": "question", "completion": "answer"}, 1, True),
     Case("null.parquet", _parquet(prompt=["Q", "Q"], completion=["A", None]),
          "null.parquet: record 2: 'completion' is NoneType, expected a string", needs_library=True),

@@ -75,5 +75,5 @@ def check_prompts(spec: RunSpec, model: str, chats: Sequence[Sequence[Mapping[st
 
 def _read(file: Path) -> DataReport | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return DataReport.of(json.loads(file.read_text()))
+        return DataReport.of(json.loads(file.read_text(encoding="utf-8")))
     return None
