@@ -19,7 +19,7 @@ from trainer.data.limited_process import (
 )
 from trainer.errors import UserError
 
-MEMORY = 1 << 30  # bytes of the process; a fourth of it is the libraries
+MEMORY = 768 << 20  # bytes of the process; a third of it is the libraries
 SECONDS = 60  # of CPU time between two parts
 _PART = 64  # records of a part
 _PLAIN = (str, int, float, bool, bytes, type(None))

@@ -170,7 +170,10 @@ def csv_header(path: Path) -> tuple[list[str], str]:
     if not head.strip():
         raise UserError(f"dataset: {path} is empty: expected a first line with the names of the columns")
     delimiter = "\t" if format_of(path) == ".tsv" else max(_DELIMITERS, key=head.count)
-    names = next(csv.reader([head], delimiter=delimiter))
+    try:
+        names = next(csv.reader([head], delimiter=delimiter))
+    except csv.Error as error:  # such as a carriage return alone at the end of lines
+        raise UserError(f"{path}:1: not CSV: {first_line(error)}: save it again with line feeds") from None
     if double := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{path}:1: two columns have the name {quoted(double)}: rename one")
     return names, delimiter

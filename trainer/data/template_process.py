@@ -26,7 +26,7 @@ from trainer.data.limited_process import (
 )
 from trainer.data.plain_template import PLAIN_TEMPLATE
 
-MEMORY = 1 << 30  # bytes
+MEMORY = 512 << 20  # bytes
 SECONDS = 10  # of CPU time for one conversation
 MAX_TEXT = 64 << 20  # characters of a rendered conversation
 

@@ -36,7 +36,7 @@ def _repeated(rows: int, lists: bool) -> object:
     ("lists", "reason"),
     [
         (False, "the records up to here are 256 MiB, far more than the file"),
-        (True, "cannot read record 1: it takes more than 1024 MiB of memory"),
+        (True, "cannot read record 1: it takes more than 768 MiB of memory"),
     ],
     ids=["many records", "one record"],
 )
@@ -134,3 +134,9 @@ def test_a_damaged_compressed_table(size: int, tmp_path: Path) -> None:
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(b"text\n" + bytes(range(97, 123)) * 20)[:size] + b"\xff" * 9)
     assert "a.csv.gz: damaged .gz file" in refusal(path)
+
+
+def test_a_table_with_carriage_returns_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"text\ra\rb\r")
+    assert "a.csv:1: not CSV: new-line character seen in unquoted field" in refusal(path)
