@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lying_host import NOW, Cluster, node
 
+from trainyard.run.errors import RunError
 from trainyard.run.options import make_options
 from trainyard.run.runs import manage_runs
 
@@ -95,6 +96,10 @@ def test_a_run_whose_record_is_unreadable_is_listed_as_alive_and_can_be_stopped(
     here = cluster.hosts[:1]
     lines = manage_runs("listed", "", here, cluster.connect, OPTIONS, print)["lines"]
     assert any(line.split()[:5] == ["run0", "node1", "-", "alive,", "unreadable"] for line in lines), lines
+    with pytest.raises(
+        RunError, match=r"node1: run run0 is alive, but its record state/node\.json is unreadable: stop"
+    ):
+        manage_runs("followed", "run0", here, cluster.connect, OPTIONS, print)
     said: list[str] = []
     manage_runs("stopped", "", here, cluster.connect, OPTIONS, said.append, every=True)
     assert stopped == ["run0", "run1"] and plain, "by the names of their folders"

@@ -69,7 +69,7 @@ def list_runs(request: dict[str, Any]) -> dict[str, Any]:
     runs, skipped, marked = [], [], marked_runs()
     for folder in sorted(Path(request["data_dir"]).glob("runs/*")):
         try:
-            has_processes = str(folder.resolve()) in marked
+            has_processes = os.path.realpath(folder) in marked
             if not has_processes:
                 os.lstat(folder / "state/node.json")
             state = read_state(folder, has_processes)
@@ -115,7 +115,7 @@ def read_state(run_dir: Path, has_processes: bool = True) -> dict[str, Any]:
 
         return job_status(run_dir, job) | {"left": False}
     node = read_node(run_dir)  # after the lock, so that an end written in between is seen
-    left = not alive and has_processes and bool(left_processes(run_dir.resolve()))
+    left = not alive and has_processes and bool(left_processes(Path(os.path.realpath(run_dir))))
     ranks = {}
     for path in sorted((run_dir / "state").glob("rank*.json")):
         if (rank := read_json(path)) is not None:

@@ -66,9 +66,18 @@ def find_parts(
 
     Returns:
         The parts by node rank, and why a host of the run did not answer, by name.
+
+    Raises:
+        RunError: without `every_start`, a host has a part whose record cannot be read.
     """
     parts = run_parts(hosts, run)
     errors = request_statuses(parts, connect, limit)
+    unreadable = next((part for part in parts if part.status == "unreadable"), None)
+    if unreadable and not every_start:
+        raise RunError(
+            f"{unreadable.host}: run {run} is alive, but its record state/node.json is unreadable: stop the run with "
+            f"ansible-playbook playbooks/stop.yml -e run={run}"
+        )
     found = newest_start(parts, every_start=every_start)
     members = {host for part in found for host in part.node.get("hosts", [])}
     missing = {host: error for host, error in errors.items() if host in members or not found}
