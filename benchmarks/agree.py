@@ -103,7 +103,7 @@ def small_model(kind: str, folder: Path, dataset: Path) -> Path:
 def marked_model(model: Path, folder: Path) -> Path:
     """Return a folder of links to a model, with a template that marks the answers."""
     words = AutoTokenizer.from_pretrained(model)
-    if "generation %}" not in words.get_chat_template():
+    if not words.chat_template or "generation %}" not in words.get_chat_template():
         words.chat_template = CHATML
     words.save_pretrained(folder)
     for file in model.resolve().iterdir():

@@ -20,7 +20,7 @@ from trainer.config import (
     table,
 )
 from trainer.distributed.replica import Replica
-from trainer.errors import DiskError, UserError, disk_failure
+from trainer.errors import DiskError, UserError, disk_failure, memory_failure
 from trainer.formats import quoted
 from trainer.imports import without_collector
 from trainer.inputs import path_kind, user_path
@@ -284,6 +284,8 @@ def train(argv: list[str]) -> int:
                 error = DiskError(
                     f"cannot write: {reason}: free disk space or fix permissions, and start the run again"
                 )
+            if isinstance(error, MemoryError):
+                error = UserError(memory_failure(error))
             return report_failure(heartbeat, error)
         heartbeat(result["status"], force=True, step=result["step"], steps=result["steps"])
     except KeyboardInterrupt:
@@ -402,6 +404,9 @@ def dispatch(arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"error: {memory_failure(error)}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 import contextlib
 import difflib
 import errno
+import re
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from trainer.formats import printable
 
@@ -14,6 +17,7 @@ _TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWrite
 
 
 MAX_MESSAGE = 2000  # characters
+_PACKAGES = re.compile(r"/(trainer|trainyard)/")
 _MAX_NAME = 100  # characters; no name in a schema is longer
 
 
@@ -65,6 +69,17 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if it has no message."""
     lines = str(error).strip().splitlines()
     return printable(lines[0]) if lines else type(error).__name__
+
+
+def memory_failure(error: MemoryError) -> str:
+    """Return what to say of a lack of memory on this machine: where it was, and what to do."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGES.search(frame.filename)]
+    place = f" in {Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else ""
+    said = f" ({first_line(error)})" if str(error).strip() else ""
+    return (
+        f"not enough memory on this machine{place}{said}: end other programs on it, or use a smaller dataset, model or "
+        "seq_length"
+    )
 
 
 def disk_failure(error: BaseException) -> str:

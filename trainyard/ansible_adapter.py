@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ansible.errors import AnsibleError
+from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.parsing.plugin_docs import read_docstring
 from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
 from ansible.utils.display import Display
 
 from trainer.distributed.worker_process import die_with_launcher
+from trainer.errors import MAX_MESSAGE, memory_failure
 from trainer.formats import printable
 from trainer.supervise.processes import descendants, send_signal
 from trainyard import worker_output
@@ -71,6 +72,22 @@ class ClusterAction(ActionBase):
     _requires_connection = False
     _supports_check_mode = True
     _supports_async = False
+
+    def __init_subclass__(cls) -> None:
+        """Make one line of two errors that any action can have: refused arguments, and a lack of memory."""
+        super().__init_subclass__()
+        action = cls.run
+
+        @functools.wraps(action)
+        def run(self: ClusterAction, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+            try:
+                return action(self, tmp, task_vars)
+            except AnsibleActionFail as error:
+                return failure(printable(" ".join(str(error).split()), MAX_MESSAGE))
+            except MemoryError as error:
+                return failure(memory_failure(error))
+
+        cls.run = run  # type: ignore[method-assign]
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Tie the life of the worker process to ansible-playbook's, and start the action.

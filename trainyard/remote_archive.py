@@ -16,6 +16,7 @@ import json
 import re
 import shlex
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ import trainer
 import trainyard
 from trainyard.remote.__main__ import VERBS
 
-# Runs on the host. Reads the archive's length in bytes, a newline, and the archive; the request follows.
+# Runs on the host. Reads the compressed archive's length in bytes, a newline, and the archive; the request follows.
 BOOTSTRAP = (
-    "import os, sys; source = sys.stdin.buffer; archive = source.read(int(source.readline())); "
+    "import os, sys, zlib; source = sys.stdin.buffer; archive = zlib.decompress(source.read(int(source.readline()))); "
     "file = os.memfd_create('trainyard'); open(file, 'wb', closefd=False).write(archive); "
     "sys.path.insert(0, '/proc/self/fd/%d' % file); "
     "from trainyard.remote.__main__ import main; main()"
@@ -56,8 +57,14 @@ def remote_archive(verb: str = "") -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for path, content in sorted(sources.items()):
-            archive.writestr(zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0)), content)
     return buffer.getvalue()
+
+
+@functools.cache
+def _compressed(verb: str) -> bytes:
+    """Return the archive as it travels: compressed as a whole, which also shortens the headers of its files."""
+    return zlib.compress(remote_archive(verb), 9)
 
 
 @functools.cache
@@ -103,5 +110,5 @@ def remote_command(verb: str, python: str) -> str:
 
 def remote_input(request: dict[str, Any], verb: str = "") -> bytes:
     """Return the standard input of `remote_command`, with the modules that the verb needs; with all for an empty verb."""
-    archive = remote_archive(verb)
+    archive = _compressed(verb)
     return b"%d\n%b%b\n" % (len(archive), archive, json.dumps(request).encode())

@@ -8,8 +8,8 @@ type: stdout
 short_description: Default screen output with one-line errors and tables
 description:
   - The output of P(ansible.builtin.default#callback), with six differences.
-  - A failed result with C(plain=true), and any failure of M(ansible.builtin.fail) and M(ansible.builtin.assert),
-    is printed as one line, C(error. host. message), without the host if the task runs once for all hosts.
+  - A failed result with C(plain=true), and any failure of M(ansible.builtin.fail), M(ansible.builtin.assert) and
+    M(ansible.builtin.validate_argument_spec), is printed as one line, C(error. host. message), without the host if the task runs once for all hosts.
   - In the message of M(ansible.builtin.fail) and M(ansible.builtin.assert), text after an empty line is printed unchanged
     after that line.
   - An unreachable host is printed as one line, C(error. host does not answer. last line of ssh).
@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:
         "run make setup, or pip install '.[controller]', in the project's folder"
     ) from None
 
-MESSAGE_ONLY = ("fail", "assert")  # their message is written for the user
+MESSAGE_ONLY = ("fail", "assert", "validate_argument_spec")  # their message is for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
 LIVE = (
     "trainyard_run",
@@ -122,7 +122,10 @@ class CallbackModule(Default):
         """Print the message of a failed result as one line, and its table after it."""
         self._handle_warnings(result.result)
         message, table = str(result.result.get("msg", "")), ""
-        if action_name(result.task) in MESSAGE_ONLY:
+        if errors := result.result.get("argument_errors"):  # of the arguments of a role
+            role = result.result.get("validate_args_context", {}).get("name", "")
+            message = f"role {role}: {'; '.join(map(str, errors))}"
+        elif action_name(result.task) in MESSAGE_ONLY:
             message, _, table = message.partition("\n\n")
         task = result.task
         host = "" if task.run_once or action_name(task) in LIVE else f"{self.host_label(result)}: "

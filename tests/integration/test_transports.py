@@ -255,7 +255,13 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
     )
     (first, _), (second, transport) = inventory_hosts([str(inventory)])
     assert first == Host(
-        "node1", "10.0.0.1", "/srv/node1", "/srv/venv/bin/python", processes=2, system_python="/usr/bin/python3.11"
+        "node1",
+        "10.0.0.1",
+        "/srv/node1",
+        "/srv/venv/bin/python",
+        processes=2,
+        system_python="/usr/bin/python3.11",
+        ollama_urls=("http://127.0.0.1:11434", "http://10.0.0.1:11434"),
     )
     assert (second.name, second.managed, second.login) == ("node2", False, server.login)
     assert transport.execute("echo there")[1] == b"there\n"
@@ -312,7 +318,7 @@ def test_many_hosts_at_once() -> None:
 @pytest.mark.slow
 def test_a_request_carries_the_modules_of_its_verb_only(tmp_path: Path) -> None:
     """Each verb can be imported from its archive, also what functions import later; a status request is small."""
-    assert len(remote_archive("run_status")) < 14_000 < len(remote_archive()) / 4
+    assert len(remote_input({}, "run_status")) < 14_000 < len(remote_input({})) / 4
     for verb, (module, _) in VERBS.items():
         archive = tmp_path / f"{verb}.zip"
         archive.write_bytes(remote_archive(verb))

@@ -268,6 +268,46 @@ REDUCTIONS = [
         ),
         CHATML,
     ),
+    Template("no_prompt", _chatml(before=_DEFINE, prompt=""), CHATML),
+    Template(
+        "no_prompt_words",
+        "{{ bos_token }}{% for m in messages %}{{ m.role | upper }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}",
+        Family(r"ASSISTANT:", r"</s>", "</s>", "<s>"),
+    ),
+    Template(
+        "no_prompt_thinks",
+        _chatml(
+            _PLAIN.replace(
+                "{{ m.content or '' }}",
+                "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content or '' }}",
+            ),
+            _DEFINE,
+            "",
+        ),
+        CHATML,
+    ),
+    Template(
+        "end_between",
+        _chatml("<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last %}<|im_end|>\n{% endif %}"),
+        CHATML,
+    ),
+    # The last question is found by its content, and calls need ids of nine letters.
+    Template(
+        "finds_by_content",
+        "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+        + _chatml(
+            "<|im_start|>{{ m.role }}\n{% if tools and m == users[-1] %}{{ tools | tojson }}\n{% endif %}{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+            "{% for c in m.tool_calls or [] %}{% if c.id | length < 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}<tool_call>{{ c.function | tojson }} {{ c.id[-9:] }}</tool_call>{% endfor %}<|im_end|>\n"
+        ),
+        CHATML,
+    ),
+    # The prompt for an answer closes the reasoning that earlier answers lack.
+    Template(
+        "closes_thinking",
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<turn>user\n{{ m.content }}{% elif m.role == 'assistant' %}<turn>assistant\n</think>{{ m.content.split('</think>', 1)[-1] }}<end_turn>"
+        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{{ '<think>' if thinking else '</think>' }}{% endif %}",
+        TURN,
+    ),
     # Reasoning of earlier answers is cut off behind marks of the family's own.
     *(
         Template(

@@ -167,3 +167,12 @@ def test_site_ends_with_the_roles_that_changed_something(tmp_path: Path) -> None
         assert [each for each in done.stdout.splitlines() if each.startswith("changed: ") and "[" not in each] == (
             [line] if line else []
         ), done.stdout
+
+
+@pytest.mark.slow
+def test_refused_arguments_of_a_role_are_one_line(say) -> None:
+    spec = {"argument_spec": {"port": {"type": "int"}, "state": {"choices": ["on", "off"]}}}
+    values = {"provided_arguments": {"port": "many", "state": "x\x1b[2J"}, "validate_args_context": {"name": "queue"}}
+    (line,) = body(say({"name": "Task", "ansible.builtin.validate_argument_spec": spec | values}, hosts="a,"))
+    assert line.startswith("error: a: role queue: ")
+    assert "port" in line and "state" in line and line.isprintable()

@@ -68,6 +68,15 @@ def test_one_bad_record_among_many(strict: Path, tmp_path: Path, messages: list[
         assert prepared(strict, rows, tmp_path, system="prepend").data["samples"] == 400
 
 
+def test_prompts_that_the_template_of_a_student_rejects(strict: Path) -> None:
+    spec = make_spec({"model": str(strict), "seq_length": 64}, "-e")
+    chats = [[USER], [SYSTEM, USER], [USER, ASSISTANT, USER]]
+    with pytest.raises(UserError, match=r"^p.jsonl: prompt 2: the chat template of the model has no system role"):
+        data_check.check_prompts(spec, str(strict), chats, "p.jsonl")
+    data_check.check_prompts(spec.model_copy(update={"system": "prepend"}), str(strict), chats, "p.jsonl")
+    data_check.check_prompts(spec, "", chats, "p.jsonl")
+
+
 def test_totals_are_in_the_plan_and_are_kept(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,7 @@ def test_health_of_this_machine(tmp_path: Path) -> None:
             "data_dir": str(tmp_path),
             "run": "",
             "sudo": False,
+            "ollama_urls": [],
             "memory_mib": 16,
             "address": "127.0.0.1",
             "ollama_port": free_ports(1)[0],

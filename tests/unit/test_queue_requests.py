@@ -175,6 +175,14 @@ def test_a_finished_run_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_loses_samples_is_named_when_it_is_added(tmp_path: Path) -> None:
+    rows = [*['{"prompt": "a", "completion": "b"}'] * 4, '{"messages": [{"role": "user", "content": "a"}]}']
+    (tmp_path / "lost.jsonl").write_text("\n".join(rows))
+    added, warning = would_add(FakeQueue(), tmp_path, run="r", dataset=str(tmp_path / "lost.jsonl"))
+    assert added.startswith("would add run r")
+    assert warning.startswith("WARNING: 1 of 5 samples of the dataset are not trained") and warning.endswith("(run r)")
+
+
 def test_verbs_and_their_options() -> None:
     with pytest.raises(UserError, match="unknown verb 'ad'; did you mean 'add'"):
         check_verb("ad")

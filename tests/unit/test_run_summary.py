@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.artifacts import summary
 
 RESULT = {
@@ -43,3 +44,14 @@ def test_the_summary_has_the_totals_of_the_dataset() -> None:
         lines[4] == "  data         9 samples: 12 answers and 80 tokens with loss, 2 truncated, 1 dropped (1 too long)"
     )
     assert lines[5].startswith("WARNING: 1 of 9 samples of the dataset are not trained (1 too long): correct them")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"samples": -1}, {"tokens": "9"}, {"dropped": {"why": "x"}}, {"notes": []}, {"unread": "x"}]
+)
+def test_totals_of_another_type_are_refused(wrong: dict[str, Any]) -> None:
+    data = {"samples": 9, "answers": 12, "tokens": 80, "truncated": 2, "dropped": {}, "notes": {}, "unread": 0}
+    result = RESULT | {"adapter": "/a"}
+    assert checked_reply("result.json", result | {"data": data})["data"] == data
+    with pytest.raises(ReplyError, match=f"data.{next(iter(wrong))}"):
+        checked_reply("result.json", result | {"data": data | wrong})

@@ -13,26 +13,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from trainer.data.hf_template import ChatTemplate, Rendered, TemplateError
+from trainer.data.chat_calls import check_json, check_text_of_arguments, check_values, forms_of_calls
+from trainer.data.chat_marks import PLANES, REASONING_KEYS, Marker, Piece, Reading, Span
+from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.formats import quoted
 
-Span = tuple[int, int]  # characters [start, end) of a rendering
-# Marks are characters of a private plane of Unicode that the chat itself does not use.
-_PLANES = ((0xF0000, re.compile("[\U000f0000-\U000ffffd]")), (0x100000, re.compile("[\U00100000-\U0010fffd]")))
-_MARKS = 0xFFFE  # of a plane
-# What begins and ends the reasoning inside of a content.
-_OPENING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>|◁think▷|\[THINK\]|<reasoning>)\s*")
-_CLOSING = re.compile(r"</(?:seed:)?think(?:ing)?>|◁/think▷|\[/THINK\]|</reasoning>")
 # What a template writes between the header of an answer and its reasoning, or in place of it.
 _REASONING_EDGES = re.compile(r"</?[^<>\s]*think[^<>\s]*>|◁/?think▷|\[/?THINK\]")
 _REASONING_EDGE = re.compile(rf"(?:\s|{_REASONING_EDGES.pattern})*")
-REASONING_KEYS = ("reasoning_content", "thinking")  # templates read one of them
 _FIELDS = {"reasoning": "reasoning (reasoning_content)", "tool call": "tool call (tool_calls)"}
 _CACHED = 4096  # tails that are kept
 
@@ -51,145 +44,6 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A marked text of a message: `what` names it in messages to users. `open`, `close`: its marks."""
-
-    message: int
-    what: str
-    open: str
-    close: str
-    text: str = ""
-
-
-@dataclass
-class _Marker:
-    """Puts marks around the texts of a chat."""
-
-    plane: int
-    middle: bool  # mark messages that are not answers in their middle: templates can look at how they begin and end
-    in_arguments: bool  # mark the names of arguments: templates can sort them
-    pieces: list[_Piece] = field(default_factory=list)
-
-    def _next(self, message: int, what: str, text: str = "") -> _Piece:
-        first = self.plane + 2 * len(self.pieces)
-        if 2 * len(self.pieces) + 2 > _MARKS:
-            raise TemplateError("a chat has too many messages")
-        self.pieces.append(_Piece(message, what, chr(first), chr(first + 1), text))
-        return self.pieces[-1]
-
-    def text(self, message: int, what: str, text: str, *, middle: bool = False) -> str:
-        """Return a text with marks inside of the spaces around it, which templates remove; a blank text unchanged."""
-        core = text.strip()
-        if not core:
-            return text
-        piece = self._next(message, what, core)
-        start = text.index(core)
-        if middle:
-            at = start + len(core) // 2
-            return f"{text[:at]}{piece.open}{piece.close}{text[at:]}"
-        end = start + len(core)
-        return f"{text[:start]}{piece.open}{core}{piece.close}{text[end:]}"
-
-    def content(self, message: int, text: str) -> str:
-        """Return the content of an answer with marks around its reasoning and around the rest."""
-        closing = _CLOSING.search(text)
-        if not closing:
-            return self.text(message, "content", text)
-        opening = _OPENING.match(text)
-        start = opening.end() if opening else 0
-        final = [*_CLOSING.finditer(text)][-1]
-        last = final.end()
-        inside, between = text[start : closing.start()], closing[0]
-        if final.start() > closing.start():
-            between += self.text(message, "content", text[closing.end() : final.start()]) + final[0]
-        head = text[:start] + self.text(message, "reasoning", inside)
-        return head + between + self.text(message, "content", text[last:])
-
-    def arguments(self, message: int, value: Any) -> Any:
-        """Return the arguments of a call with marks: around a text, or around the names of an object."""
-        if isinstance(value, str):
-            return self.text(message, "arguments", value)
-        if isinstance(value, dict) and self.in_arguments:
-            return {self.text(message, "arguments", name): each for name, each in value.items()}
-        return value
-
-    def message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with marks."""
-        marked = dict(message)
-        role, content = message["role"], message.get("content")
-        if role != "assistant":
-            if isinstance(content, str):
-                marked["content"] = self.text(index, f"{role} message", content, middle=self.middle)
-            if role != "tool" and isinstance(name := message.get("name"), str):
-                marked["name"] = self.text(index, "name", name)
-            return marked
-        if isinstance(reasoning := message.get(REASONING_KEYS[0]), str):
-            marked |= dict.fromkeys(REASONING_KEYS, self.text(index, "reasoning", reasoning))
-        if isinstance(content, str):
-            marked["content"] = self.content(index, content)
-        if isinstance(name := message.get("name"), str):
-            marked["name"] = self.text(index, "name", name)
-        if calls := message.get("tool_calls"):
-            marked["tool_calls"] = [self._call(index, call) for call in calls]
-        return marked
-
-    def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        name = self.text(index, "tool call", function["name"])
-        return {
-            **call,
-            "function": {**function, "name": name, "arguments": self.arguments(index, function["arguments"])},
-        }
-
-    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the descriptions of tools with marks around their names."""
-        return [self._tool(tool) for tool in tools]
-
-    def _tool(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-        function = tool.get("function", tool)
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            return tool
-        named = {**function, "name": self.text(-1, "tools", function["name"])}
-        return {**tool, "function": named} if "function" in tool else named
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """A rendering of a marked chat without its marks. `places`: where each mark stood first; `order`: the marks in this order."""
-
-    text: str
-    places: Mapping[str, int]
-    order: Sequence[str]
-    repeated: frozenset[str]
-    blocks: Sequence[Span]
-
-    @classmethod
-    def of(cls, rendered: Rendered, marks: re.Pattern[str]) -> _Reading:
-        pieces: list[str] = []
-        places: dict[str, int] = {}
-        repeated: set[str] = set()
-        cuts: list[int] = []
-        at = 0
-        for count, match in enumerate(marks.finditer(rendered.text)):
-            pieces.append(rendered.text[at : match.start()])
-            at = match.end()
-            if match[0] in places:
-                repeated.add(match[0])
-            else:
-                places[match[0]] = match.start() - count
-            cuts.append(match.start())
-        pieces.append(rendered.text[at:])
-        blocks = [(begin - bisect_left(cuts, begin), end - bisect_left(cuts, end)) for begin, end in rendered.blocks]
-        return cls("".join(pieces), places, [*places], frozenset(repeated), blocks)
-
-    def after(self, mark: str) -> str:
-        """Return the text from a mark to the next one."""
-        index = self.order.index(mark) + 1
-        end = self.places[self.order[index]] if index < len(self.order) else len(self.text)
-        return self.text[self.places[mark] : end]
-
-
-@dataclass(frozen=True)
 class _Chat:
     """A chat in the form in which the template renders all of it, with its marks."""
 
@@ -197,16 +51,16 @@ class _Chat:
     marked: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any]
-    pieces: Sequence[_Piece]
+    pieces: Sequence[Piece]
     marks: re.Pattern[str]
-    reading: _Reading
+    reading: Reading
     key: tuple[Any, ...]  # the structure of each message, and of the chat
 
     def key_of(self, count: int) -> tuple[Any, ...]:
         """Return the structure of the first messages: with few exceptions, it determines the texts around the contents."""
         return (count, *self.key[:count], *self.key[len(self.messages) :])
 
-    def rendered_pieces(self, message: int) -> list[_Piece]:
+    def rendered_pieces(self, message: int) -> list[Piece]:
         """Return the texts of a message that are in the rendering."""
         return [piece for piece in self.pieces if piece.message == message and piece.open in self.reading.places]
 
@@ -258,7 +112,7 @@ class AnswerFinder:
         problems: list[TemplateError] = []
         # Calls as Python writes them are the format of few templates, and a form that another template does not expect.
         for python in (False, True) if any(message.get("tool_calls") for message in messages) else (False,):
-            for form in _forms(messages):
+            for form in forms_of_calls(messages):
                 try:
                     chat = self._prove(form, tools, variables or {})
                     return self._locate(chat, silent, python)
@@ -296,12 +150,18 @@ class AnswerFinder:
     @cached_property
     def _generation_prompt(self) -> str:
         """The header of an answer; empty if the template has none."""
-        chat = [{"role": "user", "content": "zquserzq"}]
+        question, answer = ({"role": role, "content": f"zq{role}zq"} for role in ("user", "assistant"))
         try:
-            without, header = self.template.render(chat, False), self.template.render(chat, True)
+            without, header = self.template.render([question], False), self.template.render([question], True)
+            if header.startswith(without) and header != without:
+                return header.removeprefix(without)
+            # A template without a prompt for answers, or with EOS behind the question: what stands before an answer.
+            own = without.rpartition(question["content"])[2]
+            between = self.template.render([question, answer], False).rpartition(answer["content"])[0]
         except TemplateError:
             return ""
-        return header.removeprefix(without) if header.startswith(without) else ""
+        between = between.rpartition(question["content"])[2]
+        return _REASONING_EDGES.sub("", between[self._common(between, own) :])
 
     # Proof --------------------------------------------------------------------------------------------------------------
 
@@ -310,26 +170,26 @@ class AnswerFinder:
     ) -> _Chat:
         """Return the chat with its marks after the proof that they change nothing. Raises TemplateError."""
         plain = self.template.render_blocks(messages, tools=tools, variables=variables)
-        plane, marks = next((plane for plane in _PLANES if not plane[1].search(plain.text)), (0, None))
+        plane, marks = next((plane for plane in PLANES if not plane[1].search(plain.text)), (0, None))
         if marks is None:
             raise TemplateError("a chat has characters of both private planes of Unicode: remove them")
         has_calls = any(message.get("tool_calls") for message in messages)
         for in_arguments, middle in itertools.product((True, False) if has_calls else (True,), (False, True)):
-            marker = _Marker(plane, middle, in_arguments)
+            marker = Marker(plane, middle, in_arguments)
             marked = [marker.message(index, message) for index, message in enumerate(messages)]
             marked_tools = marker.tools(tools)
             try:
                 rendered = self.template.render_blocks(marked, tools=marked_tools, variables=variables)
             except TemplateError:
                 continue
-            reading = _Reading.of(rendered, marks)
+            reading = Reading.of(rendered, marks)
             if reading.text == plain.text:
                 variables_key = json.dumps(variables, sort_keys=True) if variables else ""
                 key = (*map(_structure, messages), bool(tools), variables_key, middle, in_arguments)
                 return _Chat(messages, marked, marked_tools, variables, marker.pieces, marks, reading, key)
         raise TemplateError("chat template: it changes the texts of messages so that the answers cannot be located")
 
-    def _read(self, chat: _Chat, count: int, *, generation_prompt: bool = False) -> _Reading | None:
+    def _read(self, chat: _Chat, count: int, *, generation_prompt: bool = False) -> Reading | None:
         """Return the reading of the first `count` messages, or None if the template rejects them."""
         try:
             rendered = self.template.render_blocks(
@@ -337,7 +197,7 @@ class AnswerFinder:
             )
         except TemplateError:
             return None
-        return _Reading.of(rendered, chat.marks)
+        return Reading.of(rendered, chat.marks)
 
     def _left_out(self, chat: _Chat) -> Iterator[str]:
         """Yield what the template leaves out of earlier answers because of later turns. Raises TemplateError for other texts."""
@@ -348,7 +208,7 @@ class AnswerFinder:
                     raise TemplateError(f"chat template: it writes the {piece.what} of an answer twice")
                 if is_answer:
                     _check_whole(piece, chat.reading)
-                _check_arguments(piece, chat.reading)
+                check_text_of_arguments(piece, chat.reading)
                 continue
             # A template can leave out reasoning, and a text beside a call, which some take as reasoning; nothing else.
             may_miss = is_answer and (
@@ -369,9 +229,9 @@ class AnswerFinder:
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 found, is_open = self._spans(chat, index)
-                _check_values(message, chat.reading.text[found[0][0] : found[-1][1]])
+                check_values(message, chat.reading.text[found[0][0] : found[-1][1]])
                 if not python:
-                    _check_calls(message, chat.reading.text[found[0][0] : found[-1][1]])
+                    check_json(message, chat.reading.text[found[0][0] : found[-1][1]])
                 if index not in silent:
                     spans += found
                     open_end = is_open and index == len(chat.messages) - 1
@@ -531,49 +391,7 @@ def _structure(message: Mapping[str, Any]) -> tuple[Any, ...]:
     return message["role"], bool(message.get("content")), REASONING_KEYS[0] in message, len(calls) if calls else 0
 
 
-def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Yield the forms in which a template can expect a chat with calls; the chat as it is first.
-
-    Templates test by different values whether an answer with calls has no content (empty text here, null there), and print the
-    arguments of a call as text, or as JSON of an object.
-    """
-    tried: list[Sequence[Mapping[str, Any]]] = []
-    for arguments in (None, _as_object, _as_text):
-        for is_null in (False, True):
-            form = [_form(message, arguments, is_null) for message in messages]
-            if form not in tried:
-                tried.append(form)
-                yield form
-
-
-def _form(message: Mapping[str, Any], arguments: Callable[[Any], Any] | None, is_null: bool) -> Mapping[str, Any]:
-    """Return a message with calls in a form. `arguments` changes those of calls; `is_null`: null stands for no content."""
-    if not message.get("tool_calls"):
-        return message
-    changed = dict(message)
-    if is_null and not message.get("content"):
-        changed["content"] = None
-    if arguments:
-        changed["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": arguments(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    return changed
-
-
-def _as_object(arguments: Any) -> Any:
-    """Return the arguments of a call as an object, or a text that is no JSON as it is."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _check_whole(piece: _Piece, reading: _Reading) -> None:
+def _check_whole(piece: Piece, reading: Reading) -> None:
     """Check that a template writes the content and the reasoning of an answer as they are. Raises TemplateError."""
     if piece.what in ("content", "reasoning"):
         first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
@@ -581,62 +399,7 @@ def _check_whole(piece: _Piece, reading: _Reading) -> None:
             raise TemplateError(f"chat template: it changes the {piece.what} of an answer")
 
 
-def _check_arguments(piece: _Piece, reading: _Reading) -> None:
-    """Check that a template writes the text of arguments as it is, not as a JSON string. Raises TemplateError."""
-    if piece.what != "arguments" or not piece.text.startswith(("{", "[")):
-        return
-    first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
-    around = reading.text[first - 1 : first] + reading.text[last : last + 3].lstrip("\\")[:1]
-    if reading.text[first:last] != piece.text or around in ('""', "{}"):
-        raise TemplateError("chat template: it writes the arguments of a call, which are text, in quotes or braces")
-
-
-def _check_values(message: Mapping[str, Any], text: str) -> None:
-    """Check that a template writes all arguments of calls. Raises TemplateError."""
-    bare = text.replace("\\", "")  # quotes are escaped in several ways
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, dict):
-            for value in _leaves(arguments):
-                if not any(spelled.replace("\\", "") in bare for spelled in _spellings(value)):
-                    what = quoted(value, 40) if isinstance(value, str) else json.dumps(value)
-                    raise TemplateError(f"chat template: it leaves out or changes {what} in the arguments of a call")
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the names and values of arguments."""
-    if isinstance(value, dict):
-        yield from value
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
-    else:
-        yield value
-
-
-def _spellings(value: Any) -> Iterator[str]:
-    """Yield what templates write for a name or a value: text, JSON, or Python."""
-    yield str(value).strip()
-    for spelled in (json.dumps(value, ensure_ascii=False), json.dumps(value), repr(value)):
-        yield spelled[1:-1] if isinstance(value, str) else spelled
-
-
-def _check_calls(message: Mapping[str, Any], text: str) -> None:
-    """Check that a template does not write the arguments of calls as Python does. Raises TemplateError."""
-    for call in message.get("tool_calls") or ():
-        for value in _containers(call["function"]["arguments"]):
-            if repr(value) in text and repr(value) != json.dumps(value, ensure_ascii=False):
-                raise TemplateError("chat template: it writes the arguments of a call as Python does, not as JSON")
-
-
-def _containers(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list) and value:
-        yield value
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _containers(each)
-
-
-def _missing(piece: _Piece, *, is_answer: bool) -> str:
+def _missing(piece: Piece, *, is_answer: bool) -> str:
     if piece.what == "tools":
         return "chat template: it has no tools: use a model that calls tools, or remove 'tools'"
     if piece.what == "system message":

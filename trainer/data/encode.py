@@ -24,6 +24,7 @@ from trainer.data.logprobs import COLUMN, TOP, Targets, Vocabulary, join_targets
 from trainer.data.report import BEYOND, NO_ANSWER, NO_DATA, DataReport
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
+from trainer.data.template_process import limited_template
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.errors import UserError
 from trainer.files import write_atomic
@@ -187,7 +188,7 @@ class Encoder:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template. Raises UserError if it is not valid."""
-        return ChatTemplate(self._text.template, self._text.tokens, self._today)
+        return limited_template(self._text.template, self._text.tokens, self._today)
 
     @cached_property
     def _finder(self) -> AnswerFinder:
@@ -266,6 +267,8 @@ class Encoder:
             text += self._text.tokens.get("eos_token", "")
             spans = (*spans[:-1], (spans[-1][0], len(text)))
         notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
+        if found.open_end and self._text.eos is None:
+            notes.append("nothing ends the last answer: the tokenizer of the model has no eos_token")
         return Encoded(ids, answered, text, spans, tuple(notes))
 
     def _raw(self, sample: Sample) -> Encoded:

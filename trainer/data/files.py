@@ -68,10 +68,10 @@ def has_card(folder: Path) -> bool:
 
 
 def needs_library(name: str) -> bool:
-    """Return whether only the library `datasets` reads the dataset of this name. JSON files need none."""
+    """Return whether only the library `datasets` reads the dataset of this name. JSON and CSV files need none."""
     path = Path(name)
     if path_kind(path) != "folder":
-        return is_hub_id(name) or format_of(path) in (*TABLES, *COLUMNAR) or path.suffix.lower() == ".zst"
+        return is_hub_id(name) or format_of(path) in COLUMNAR or path.suffix.lower() == ".zst"
     return is_saved(path) or has_card(path) or any(needs_library(str(file)) for file in all_files(path))
 
 

@@ -24,10 +24,8 @@ from trainer.formats import quoted
 Message = Mapping[str, Any]  # role, content, and for some roles reasoning_content, tool_calls, name, tool_call_id
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SIZE_LIMIT = 4 << 20  # bytes of one file
-_BEGIN, _END = (
-    "\U0010fffe",
-    "\U0010ffff",
-)  # around a generation block while a chat is rendered; no character has these codes
+# Around a generation block while a chat is rendered. Unicode gives these codes to no character; records that have them are refused.
+BLOCK_MARKS = _BEGIN, _END = "\U0010fffe", "\U0010ffff"
 _EDGE = re.compile(f"[{_BEGIN}{_END}]")
 
 
@@ -154,6 +152,8 @@ class ChatTemplate:
     def _render(self, values: Mapping[str, Any]) -> str:
         try:
             return self._template.render(**{**self.tokens, **values})
+        except MemoryError:
+            raise
         except Exception as error:  # a template can raise anything
             raise TemplateError(f"chat template: it rejects a conversation: {first_line(error)}") from None
 

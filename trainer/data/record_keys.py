@@ -122,7 +122,7 @@ def check_keys(
         ignored: keys that are a part of the record's shape, or that the user ignores.
         where: the message within its record; empty for a record.
     """
-    for name in keys.keys() & record.keys():
+    for name in [name for name in keys if name in record]:
         changes, reason = keys[name]
         if name not in ignored and changes(record[name]):
             raise ValueError(

@@ -47,8 +47,12 @@ def read_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample
     """
     samples = list(iter_source(source, logprobs=logprobs))
     if not samples:
-        raise UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
+        raise _empty(source)
     return samples
+
+
+def _empty(source: DatasetSource) -> UserError:
+    return UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
 
 
 def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sample]:
@@ -76,8 +80,10 @@ def read_dataset(spec: RunSpec) -> list[Sample]:
     return [sample for source in spec.sources for sample in read_source(source)]
 
 
-def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
-    """Check a dataset as far as the installed packages allow: without `datasets`, JSON files and the start of CSV files.
+def check_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample] | None:
+    """Check a dataset as far as the installed packages allow: without `datasets`, JSON and CSV files.
+
+    Returns its samples, or None if only a part of them can be read.
 
     Args:
         logprobs: also check the log-probabilities of a teacher.
@@ -88,16 +94,11 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> None:
     path = Path(source.path)
     kind = path_kind(path)
     if has_library() or not needs_library(source.path):
-        read_source(source, logprobs=logprobs)
-    elif kind == "folder" and not is_saved(path) and not has_card(path):
+        return read_source(source, logprobs=logprobs)
+    if kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):
             check_source(source.model_copy(update={"path": str(file)}), logprobs=logprobs)
-    elif kind == "file" and format_of(path) in TABLES and path.suffix.lower() != ".zst":
-        for before, (number, record) in enumerate(csv_records(path)):
-            try:
-                to_sample(record, source.columns, source.ignore_keys)
-            except ValueError as error:
-                raise UserError(f"{path}: record {number}: {_problem(error, before)}") from None
+    return None
 
 
 def needs_missing_library(name: str) -> bool:
@@ -144,12 +145,10 @@ def _folder_records(folder: Path, source: DatasetSource) -> Iterator[tuple[str, 
 
 def _file_records(path: Path, source: DatasetSource) -> Iterator[tuple[str, Any]]:
     shown = printable(path, 4096)
-    if format_of(path) in TABLES and path.suffix.lower() != ".zst" and not has_library():
-        for number, record in csv_records(path, limit=None):
-            if None in record:
-                raise UserError(f"{shown}: record {number}: has more cells than the header has names")
+    if format_of(path) in TABLES:
+        for number, record in csv_records(path, source.columns):
             yield f"{shown}: record {number}", record
-    elif format_of(path) in (*TABLES, *COLUMNAR):
+    elif format_of(path) in COLUMNAR:
         for number, record in table_records(path, source.columns):
             yield f"{shown}: record {number}", record
     else:

@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
-from trainer.data.answer_spans import REASONING_KEYS
+from trainer.data.chat_marks import REASONING_KEYS
+from trainer.data.hf_template import BLOCK_MARKS
 from trainer.data.record_keys import LABEL, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
 from trainer.formats import printable, quoted
 
@@ -282,11 +283,14 @@ def _text(record: Mapping[str, Any], name: str) -> str:
 
 
 def _valid_unicode(text: str, what: str) -> str:
-    """Return `text`. Raises ValueError for a lone surrogate (``\\ud83d``): JSON can express it, tokenizers reject it."""
+    """Return `text`. Raises ValueError for a lone surrogate (``\\ud83d``), which tokenizers reject, and for marks of templates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{what} has a lone surrogate at character {error.start}: it is not valid Unicode") from None
+    for mark in BLOCK_MARKS:
+        if mark in text:
+            raise ValueError(f"{what} has the code U+{ord(mark):X} at character {text.index(mark)}: it is no character")
     return text
 
 

@@ -1,6 +1,6 @@
-"""Read CSV, Parquet, Arrow, folders of `datasets.save_to_disk` and the hub through the library `datasets`.
+"""Read CSV files; and Parquet, Arrow, folders of `datasets.save_to_disk` and the hub through the library `datasets`.
 
-The library is imported late: it takes a second, and the controller may not have it.
+The library runs in a process with limits, and is imported late: it takes a second, and the controller may not have it.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ import contextlib
 import csv
 import importlib.util
 import io
-import itertools
-import lzma
+import json
 import os
 import tempfile
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
 from trainer.data.files import COLUMNAR, TABLES, all_files, format_of
-from trainer.data.json_files import MAX_LINE, unpacked
+from trainer.data.json_files import MAX_LINE, decoded, most_decoded
 from trainer.data.record_keys import MEANINGFUL
+from trainer.data.table_process import MEMORY, plain, records_apart
 from trainer.errors import UserError, first_line
 from trainer.formats import printable, quoted
-from trainer.inputs import open_regular
+from trainer.inputs import open_regular, path_kind, read_regular
 from trainer.text_encoding import first_not_utf8, not_utf8
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 MAX_HEADER = 1024 * 1024  # bytes of the names of all columns
-CHECKED_ROWS = 1000  # of a CSV file that is checked where `datasets` is not installed
+_MAGIC: dict[str, tuple[bytes, ...]] = {".parquet": (b"PAR1",), ".arrow": (b"ARROW1", b"\xff\xff\xff\xff")}
+_BATCH = 64  # rows of a Parquet file that are decoded at once
 _DELIMITERS = ",;\t|"
 
 
@@ -46,17 +46,27 @@ def _library(what: str) -> Iterator[ModuleType]:
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            f"dataset: {what} needs the package 'datasets', which is not installed: pip install 'trainyard[node]'"
-        ) from None
+        raise _no_library(what) from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
+    with _library_errors(what):
         yield datasets
-    except (UserError, GeneratorExit):
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, GeneratorExit, MemoryError):
         raise
     except Exception as error:  # the library's own classes, pyarrow's, pandas'
         raise UserError(f"dataset: cannot read {what}: {_reason(error)}") from None
+
+
+def _no_library(what: str) -> UserError:
+    return UserError(
+        f"dataset: {what} needs the package 'datasets', which is not installed: pip install 'trainyard[node]'"
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -64,48 +74,65 @@ def _reason(error: Exception) -> str:
         return "not UTF-8 text"
     cause = error.__cause__ or error
     text = " ".join(str(cause).split()) or type(cause).__name__  # the library writes remedies on further lines
+    if isinstance(cause, MemoryError) or "out of memory" in text:
+        raise MemoryError
     return printable(text.removeprefix("Error tokenizing data. C error: "), 300)
 
 
 def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
-    """Yield (record number, record) of a CSV, TSV, Parquet or Arrow file.
+    """Yield (record number, record) of a Parquet or Arrow file.
 
     Args:
         columns: names of a shape and of the columns that are used for them. Other columns are not read.
 
     Raises:
-        UserError: the file is damaged or not of its format, or `datasets` is not installed.
+        UserError: the file is damaged or not of its format, it decodes to too much, or `datasets` is not installed.
         OSError: the file cannot be read.
     """
-    with open_regular(path):  # refuses a FIFO
-        pass
-    kind = format_of(path)
-    if path.suffix.lower() == ".zst":
-        raise UserError(f"dataset: {path}: decompress it first, or use .gz: zstd -d FILE")
-    with _library(str(path)) as datasets, tempfile.TemporaryDirectory() as work:
-        options: dict[str, Any] = {}
-        if kind in TABLES:
-            names, delimiter = csv_header(path)
-            # Every cell is text: the library would make numbers of 007, and nothing of NA.
-            text = {name: datasets.Value("string") for name in _wanted(names, columns)}
-            options = {"features": datasets.Features(text), "sep": delimiter, "keep_default_na": False}
-        rows = datasets.load_dataset(
-            "csv" if kind in TABLES else kind.removeprefix("."),
-            data_files=[_literal(path)],
-            split="train",
-            streaming=True,  # no second copy on disk
-            cache_dir=work,  # for its lock files
-            **options,
-        )
-        try:
-            yield from enumerate(_selected(rows, columns), 1)
-        except UnicodeDecodeError:
-            raise _not_utf8(path) from None
+    with open_regular(path) as file:  # refuses a FIFO
+        size, begin = os.fstat(file.fileno()).st_size, file.read(6)
+    if not begin.startswith(_MAGIC[format_of(path)]):
+        raise UserError(f"dataset: cannot read {path}: it does not begin as a {format_of(path)} file: save it again")
+    if not has_library():
+        raise _no_library(str(path))
+    yield from records_apart("read_table", (path, dict(columns)), printable(path), most_decoded(size))
 
 
-def _literal(path: Path) -> str:
-    """Return a path without a meaning of its characters as a pattern."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path.absolute()))
+def read_table(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+    """Yield the records of `table_records`, in the process that calls it.
+
+    Not through `datasets`, which decodes a whole row group at once.
+    """
+    from pyarrow import ipc, parquet
+
+    with _library_errors(str(path)), open_regular(path) as file:
+        if format_of(path) == ".parquet":
+            table = parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+            names = table.schema_arrow.names
+            batches = table.iter_batches(_BATCH, columns=_chosen(path, names, columns), use_threads=False)
+        else:
+            is_file = file.read(6).startswith(b"ARROW1")
+            file.seek(0)
+            reader = (ipc.open_file if is_file else ipc.open_stream)(file)
+            chosen = _chosen(path, reader.schema.names, columns)
+            whole = (reader.get_batch(index) for index in range(reader.num_record_batches)) if is_file else reader
+            batches = (part for batch in whole for part in _parts(batch.select(chosen)))
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from enumerate(({key: plain(value) for key, value in row.items()} for row in rows), 1)
+
+
+def _parts(batch: Any) -> Iterator[Any]:
+    """Yield a record batch of an Arrow file in small ones; Arrow checks nothing before it reads."""
+    batch.validate(full=True)
+    for start in range(0, batch.num_rows, _BATCH):
+        yield batch.slice(start, _BATCH)
+
+
+def _chosen(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+    """Return the columns of a file to read. Raises UserError if two have one name."""
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"dataset: {path}: two columns have the name {quoted(double)}: rename one")
+    return _wanted(names, columns)
 
 
 def _wanted(names: Iterable[str], columns: Mapping[str, str]) -> list[str]:
@@ -126,14 +153,7 @@ def _selected(rows: Any, columns: Mapping[str, str]) -> Iterator[Any]:
     if hasattr(rows, "decode"):
         rows = rows.decode(False)  # images and audio stay bytes
     for row in rows:
-        yield {key: _without_null(value) for key, value in row.items()}
-
-
-def _without_null(value: Any) -> Any:
-    """Return a nested value without keys that have null: Parquet gives every object of a column all keys."""
-    if isinstance(value, dict):
-        return {key: _without_null(entry) for key, entry in value.items() if entry is not None}
-    return [_without_null(entry) for entry in value] if isinstance(value, list) else value
+        yield {key: plain(value) for key, value in row.items()}
 
 
 def csv_header(path: Path) -> tuple[list[str], str]:
@@ -142,11 +162,8 @@ def csv_header(path: Path) -> tuple[list[str], str]:
     Raises:
         UserError: the file has no header, or a name occurs twice.
     """
-    with open_regular(path) as raw, unpacked(raw, path) as file:
-        try:
-            line = file.readline(MAX_HEADER)
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise UserError(f"{path}: damaged {path.suffix} file ({first_line(error)}): copy it again") from None
+    with decoded(path) as file:
+        line = file.readline(MAX_HEADER)
     if reason := not_utf8(line):
         raise UserError(f"{path}:1: {reason}")
     head = line.decode("utf-8-sig").rstrip("\r\n")
@@ -159,24 +176,27 @@ def csv_header(path: Path) -> tuple[list[str], str]:
     return names, delimiter
 
 
-def csv_records(path: Path, limit: int | None = CHECKED_ROWS) -> Iterator[tuple[int, Any]]:
-    """Yield (record number, record) of the first `limit` records (None: all) of a CSV file without `datasets`.
+def csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+    """Yield (record number, record) of a CSV or TSV file. Every cell is text: 007 is no number, and NA no missing value.
+
+    Args:
+        columns: names of a shape and of the columns that are used for them. Other columns are left out.
 
     Raises:
         UserError: the file is not CSV.
         OSError: it cannot be read.
     """
     names, delimiter = csv_header(path)
+    wanted = _wanted(names, columns)
     csv.field_size_limit(MAX_LINE)
-    with (
-        open_regular(path) as raw,
-        unpacked(raw, path) as file,
-        io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
-    ):
+    with decoded(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         rows = csv.DictReader(text, names, restval="", delimiter=delimiter)
         try:
             next(rows, None)  # the header
-            yield from enumerate(itertools.islice(rows, limit), 1)
+            for number, row in enumerate(rows, 1):
+                if None in row:
+                    raise UserError(f"{path}: record {number}: has more cells than the header has names")
+                yield number, {name: row[name] for name in wanted}
         except UnicodeDecodeError:
             raise _not_utf8(path) from None
         except csv.Error as error:
@@ -185,14 +205,61 @@ def csv_records(path: Path, limit: int | None = CHECKED_ROWS) -> Iterator[tuple[
 
 def _not_utf8(path: Path) -> UserError:
     """Return the error of a table with a line that is not UTF-8 text."""
-    with open_regular(path) as raw, unpacked(raw, path) as file:
+    with decoded(path) as file:
         line, reason = first_not_utf8(file, MAX_LINE)
     return UserError(f"{path}:{line}: {reason}" if reason else f"dataset: cannot read {path}: not UTF-8 text")
 
 
 def saved_records(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield (record number, record) of a folder that `datasets.save_to_disk` wrote. Raises UserError."""
-    all_files(folder)  # refuses a FIFO
+    files = all_files(folder)  # refuses a FIFO
+    _check_saved_names(folder)
+    if not has_library():
+        raise _no_library(str(folder))
+    most = most_decoded(sum(path.stat().st_size for path in files))
+    yield from records_apart("read_saved", (folder, split, dict(columns)), printable(folder), most)
+
+
+def _check_saved_names(folder: Path) -> None:
+    """Check that a saved dataset names files of its own folder only. Raises UserError."""
+    parts = [folder]
+    if path_kind(folder / "dataset_dict.json") == "file":
+        parts = [
+            _named(folder, folder / "dataset_dict.json", name)
+            for name in _listed(folder / "dataset_dict.json", "splits")
+        ]
+    for part in parts:
+        state = part / "state.json"
+        for entry in _listed(state, "_data_files"):
+            _named(folder, state, entry.get("filename") if isinstance(entry, dict) else None)
+
+
+def _listed(path: Path, key: str) -> list[Any]:
+    """Return the list under a key of a JSON file of a saved dataset. Raises UserError."""
+    try:
+        value = json.loads(read_regular(path, MAX_HEADER))[key]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"dataset: cannot read {printable(path)}: {first_line(error)}: save the dataset again"
+        ) from None
+    if not isinstance(value, list):
+        raise UserError(f"dataset: {printable(path)}: {quoted(key)} is no list: save the dataset again")
+    return value
+
+
+def _named(folder: Path, path: Path, name: Any) -> Path:
+    """Return what a file of a saved dataset names. Raises UserError if that is outside of the folder."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError, TypeError):  # links in a circle, NUL
+        found = path.parent / name
+        if found.resolve().is_relative_to(folder.resolve()) and path_kind(found):
+            return found
+    raise UserError(
+        f"dataset: {printable(path)} names {quoted(name)}, which is not in the folder of the dataset: save the dataset again"
+    )
+
+
+def read_saved(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+    """Yield the records of `saved_records`, in the process that calls it."""
     with _library(str(folder)) as datasets:
         rows = datasets.load_from_disk(str(folder))
         if isinstance(rows, dict):
@@ -233,8 +300,17 @@ def hub_records(name: str, config: str, split: str, columns: Mapping[str, str]) 
     """Yield (record number, record) of a dataset of the hub, or of the library's cache. It honours HF_HUB_OFFLINE.
 
     Raises:
-        UserError: the dataset is unavailable, or `datasets` is not installed.
+        UserError: the dataset is unavailable, takes too much memory, or `datasets` is not installed.
     """
+    if not has_library():
+        raise _no_library(f"{name} ({split}) from the hub or its cache")
+    # The library converts the files to its cache first: that takes as long as they are large, and whole row groups.
+    limits = {"memory": 4 * MEMORY, "seconds": 24 * 3600}
+    yield from records_apart("read_hub", (name, config, split, dict(columns)), printable(name), None, **limits)
+
+
+def read_hub(name: str, config: str, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+    """Yield the records of `hub_records`, in the process that calls it."""
     with _library(f"{name} ({split}) from the hub or its cache") as datasets:
         rows = datasets.load_dataset(name, config or None, split=split)
         yield from enumerate(_selected(rows, columns))

@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainer.data.hf_template import ChatTemplate, TemplateError
+from trainer.data.hf_template import TemplateError
+from trainer.data.template_process import limited_template
 
 # Comments, raw text and expressions are matched first: what looks like a tag inside of them is none.
 _TAG = re.compile(
@@ -54,7 +55,9 @@ def end_of_turn(source: str, tokens: Mapping[str, Any], added: Iterable[str]) ->
     """
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        template = ChatTemplate(source, {name: str(token) for name, token in tokens.items()}, datetime.datetime.now())
+        template = limited_template(
+            source, {name: str(token) for name, token in tokens.items()}, datetime.datetime.now()
+        )
         text = template.render(chat, False)
     except TemplateError:  # some templates reject this chat
         return ""

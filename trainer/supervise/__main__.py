@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-from trainer.supervise.files import SupervisorError
+from trainer.supervise.files import SupervisorError, set_umask
 
 
 def main() -> int:
     """Carry out one verb and print its answer; return the exit code."""
     verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    set_umask()
     try:
         if verb == "run":
             from trainer.supervise.supervisor import run_supervisor
@@ -20,6 +21,8 @@ def main() -> int:
         answer, code = carry_out(verb, json.loads(sys.stdin.buffer.read())), 0
     except (SupervisorError, OSError, ValueError, KeyError) as error:
         answer, code = {"error": " ".join(str(error).split())}, 1
+    except MemoryError:
+        answer, code = {"error": "not enough memory: end other programs on this host"}, 1
     print(json.dumps(answer), flush=True)
     return code
 

@@ -29,6 +29,11 @@ class SupervisorError(RuntimeError):
     """A request that cannot be carried out; the message is one line for the user."""
 
 
+def set_umask() -> None:
+    """Let others write to no file of this process, whatever the login's umask is, and its owner read and write all."""
+    os.umask(os.umask(0o077) & 0o077 | 0o022)
+
+
 def open_regular(path: Path) -> int:
     """Return a descriptor that reads a regular file. Never blocks, unlike the opening of a FIFO.
 

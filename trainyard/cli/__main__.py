@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, memory_failure, nearest
 from trainer.formats import quoted
 from trainer.utf8 import require_utf8
 from trainyard.cli.output import Output
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         output.error(error)
         return 2
+    except MemoryError as error:
+        output.error(UserError(memory_failure(error)))
+        return 1
     except KeyboardInterrupt:
         output.error(
             "interrupted; a run that has started continues: trainyard attach follows it, trainyard stop ends it"

@@ -96,17 +96,18 @@ class Distillation:
             UserError: see `make_dataset`, `find_teachers` and StudentQueue.
             RunError: a student failed, or the queue does not take it.
         """
+        # It imports numpy, which a program that only follows runs does not need.
+        from trainyard.run.data_check import check_prompts
+
         options, work = self.options, self.home / ".trainyard"
-        for spec in self.specs:
-            if spec.model != TINY:  # check the model before the teachers work for hours
-                alone = spec.model_copy(update={"fake_data": True})
-                RunSession(
-                    self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report
-                ).prepare()
+        students = [spec for spec in self.specs if spec.model != TINY]
+        models = [self._model(spec) for spec in students]
         if self.queue:
             self.queue.check(self.specs)
         first = self.specs[0]
         chats = read_prompts(user_path(options.prompts, "prompts"), options.system_message, first)
+        for spec, model in zip(students, models, strict=True):
+            check_prompts(spec, model, chats, printable(options.prompts))
         evaluation = read_evaluation(options, first)
         logprobs = any(spec.needs_logprobs for spec in self.specs)
         nodes = self._find_teachers(logprobs, check)
@@ -150,6 +151,13 @@ class Distillation:
         if failed := {run.run: run.error for run in runs if run.error}:
             raise RunError(_failed_line(failed, len(runs)), lines=lines)
         return {"changed": True, "lines": lines, "students": {run.run: run.result for run in runs}}
+
+    def _model(self, spec: RunSpec) -> str:
+        """Check the model of a student before the teachers work for hours; return its folder if it is on the controller."""
+        alone = spec.model_copy(update={"fake_data": True})
+        session = RunSession(self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report)
+        session.prepare()
+        return next((str(entry["src"]) for entry in session.prepared.files if entry["kind"] == "model"), "")
 
     def _find_teachers(self, logprobs: bool, check: bool) -> Sequence[Node]:
         """Return the servers that teach. Raises UserError."""

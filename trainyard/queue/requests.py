@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import FIELDS, RunSpec, changed_fields, make_spec, parse_mapping
+from trainer.data.report import DataReport
 from trainer.data.samples import read_records
 from trainer.errors import UserError, nearest
 from trainer.formats import counted, printable
@@ -107,7 +108,9 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
         run = dataclasses.replace(run, spec=run.spec.model_copy(update={"run": prepared.run}))
         continues = bool(there[prepared.run]) or prepared.run in queue.requests
         answers.append(_add(run, prepared, site, queue, jobs, after, continues=continues))
-    return {"changed": not all(known), "runs": answers, "lines": [answer.pop("line") for answer in answers]}
+    lines = [answer.pop("line") for answer in answers]
+    lines += [f"{line} (run {made.run})" for made in ready if (line := DataReport.of(made.data).loss.warning())]
+    return {"changed": not all(known), "runs": answers, "lines": lines}
 
 
 def check_runs(runs: Sequence[NewRun], site: Site) -> None:

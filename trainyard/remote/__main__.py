@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from trainer.supervise.files import SupervisorError
+from trainer.supervise.files import SupervisorError, set_umask
 
 # verb: (module, function); a function takes the request and returns the answer.
 VERBS = {
@@ -49,6 +49,7 @@ VERBS = {
 def main() -> NoReturn:
     """Carry out one request, print the answer and exit."""
     verb = sys.argv[1]
+    set_umask()
     try:
         request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())  # `sample` reads further lines
         if verb not in VERBS:
@@ -58,6 +59,8 @@ def main() -> NoReturn:
         answer = function(request)
     except (SupervisorError, OSError, ValueError) as error:
         answer = {"error": " ".join(str(error).split())}
+    except MemoryError:
+        answer = {"error": "not enough memory: end other programs on this host"}
     except Exception as error:
         answer = {"error": "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]}
     print(json.dumps(answer), flush=True)

@@ -163,6 +163,7 @@ class DataTotals(OpenReply):
     truncated: Count
     dropped: Annotated[dict[Line, Count], Field(max_length=100)]
     notes: Annotated[dict[Line, Count], Field(max_length=100)]
+    unread: NotRequired[Count]
 
 
 class FinalResult(OpenReply):

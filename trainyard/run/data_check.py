@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.config import RunSpec
 from trainer.data.check import check_samples
 from trainer.data.encode import Encoder, no_logprobs
 from trainer.data.report import DataReport
 from trainer.data.samples import needs_missing_library
+from trainer.data.shapes import Sample
 from trainer.data.show import samples_of
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.files import write_atomic
 
 
-def check_data(spec: RunSpec, folder: Path, digest: str, work: Path) -> DataReport | None:
+def check_data(
+    spec: RunSpec, folder: Path, digest: str, work: Path, samples: Sequence[Sample] | None
+) -> DataReport | None:
     """Encode the samples of a run; return their totals, or None if only the hosts can.
 
     Args:
@@ -25,6 +30,7 @@ def check_data(spec: RunSpec, folder: Path, digest: str, work: Path) -> DataRepo
         folder: of the model.
         digest: of the contents of the datasets.
         work: folder on the controller in which totals are kept.
+        samples: those of all datasets, if they were just read.
 
     Raises:
         UserError: a sample is refused (`file:line: reason`), or more than half of the samples are lost.
@@ -38,7 +44,7 @@ def check_data(spec: RunSpec, folder: Path, digest: str, work: Path) -> DataRepo
     file = work / "checked" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
     totals = _read(file)
     if totals is None:
-        samples = list(samples_of(spec))
+        samples = samples or list(samples_of(spec))
         if spec.needs_logprobs and not any(sample.logprobs for sample in samples):
             raise no_logprobs()
         totals = check_samples(samples, encoder)
@@ -49,7 +55,25 @@ def check_data(spec: RunSpec, folder: Path, digest: str, work: Path) -> DataRepo
     return totals
 
 
+def check_prompts(spec: RunSpec, model: str, chats: Sequence[Sequence[Mapping[str, Any]]], name: str) -> None:
+    """Check that the chat template of a student accepts prompts, before teachers answer them.
+
+    Args:
+        model: folder of the model; empty if the controller does not have it.
+        name: of the prompts, for messages.
+
+    Raises:
+        UserError: the template rejects a prompt with an answer.
+    """
+    tokenizer = TextTokenizer.read(Path(model)) if model else None
+    if tokenizer is None:
+        return
+    answer = {"role": "assistant", "content": "yes"}
+    samples = [Sample((*chat, answer), where=f"{name}: prompt {number}") for number, chat in enumerate(chats, 1)]
+    check_samples(samples, Encoder.of(spec, tokenizer))
+
+
 def _read(file: Path) -> DataReport | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return DataReport.of(json.loads(file.read_text()))
+        return DataReport.of(json.loads(file.read_text(encoding="utf-8")))
     return None

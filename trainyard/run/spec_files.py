@@ -18,6 +18,7 @@ from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.run_name import file_stem
 from trainer.data.files import all_files, data_suffix, is_hub_id
 from trainer.data.samples import check_source
+from trainer.data.shapes import Sample
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.inputs import host_path, path_kind, user_path
@@ -97,7 +98,8 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
     """
     digests = Digests(work / "digests.json")
     on_hosts = files_on_hosts(spec, access)
-    files = dataset_entries(spec, on_hosts, access, digests, work, report)
+    read: dict[int, list[Sample]] = {}
+    files = dataset_entries(spec, on_hosts, access, digests, work, report, read)
     identity: dict[str, Any] = {}
     if files:
         names = [source.path for source in spec.sources]
@@ -108,7 +110,7 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
     complete = len(datasets) == len(spec.sources)
     models = model_entries(spec, datasets if complete else [], on_hosts, access, digests, work, report)
     files += models
-    data = _check_data(spec, files, datasets if complete else [], work)
+    data = _check_data(spec, files, datasets if complete else [], work, read)
     identity |= {entry["kind"]: entry["digest"] for entry in models}
     if spec.script:
         files.append(script_entry(check_script(spec.script)))
@@ -139,12 +141,14 @@ def _check_data(
     files: Sequence[dict[str, Any]],
     datasets: Sequence[Path],
     work: Path,
+    read: Mapping[int, list[Sample]],
 ) -> dict[str, Any]:
     """Return the totals of the samples of a run; empty if it has none, or if the controller lacks the model or a dataset.
 
     Args:
         files: the entries of datasets and models.
         datasets: those on the controller, if it has all of them.
+        read: the samples of datasets that were just read, by their place.
 
     Raises:
         UserError: the run cannot train on them.
@@ -157,7 +161,9 @@ def _check_data(
     )
 
     digest = " ".join(entry["digest"] for entry in files if entry["kind"] == "dataset")
-    found = check_data(spec.with_dataset_paths(list(map(str, datasets))), Path(model), digest, work)
+    spec = spec.with_dataset_paths(list(map(str, datasets)))
+    samples = [sample for place in sorted(read) for sample in read[place]] if len(read) == len(datasets) else None
+    found = check_data(spec, Path(model), digest, work, samples)
     return found.as_dict() if found else {}
 
 
@@ -168,8 +174,12 @@ def dataset_entries(
     digests: Digests,
     work: Path,
     report: Report,
+    read: dict[int, list[Sample]],
 ) -> list[dict[str, Any]]:
     """Return the entries of the datasets that the hosts find in their store, with the place of each as `source`.
+
+    Args:
+        read: receives the samples of datasets that are read for the first time, by their place.
 
     Raises:
         UserError: a dataset is missing or damaged.
@@ -183,9 +193,9 @@ def dataset_entries(
         if path := dataset_file(one, work, report):
             entry = dataset_entry(path, digests)
             if not spec.script:  # which may read any format
-                _check_samples(
-                    source.model_copy(update={"path": str(path)}), entry["digest"], work, spec.needs_logprobs
-                )
+                here = source.model_copy(update={"path": str(path)})
+                if samples := _check_samples(here, entry["digest"], work, spec.needs_logprobs):
+                    read[place] = samples
             entries.append(entry | {"source": place})
         elif fetched := hub_dataset(source.path, access and access_for(access, spec, "dataset"), digests, report):
             entries.append(fetched | {"source": place})
@@ -306,11 +316,13 @@ def _suggest_file(path: Path) -> str:
     return f" (did you mean {str(folder / near[0])!r}?)" if near else ""
 
 
-def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool) -> None:
-    """Check the records of a dataset, once for each content and way to read it. Raises UserError."""
+def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool) -> list[Sample] | None:
+    """Check the records of a dataset, once for each content and way to read it; return them if they are read. Raises UserError."""
     settings = source.model_dump_json(exclude={"path", "weight"}) + " logprobs" * logprobs
     mark = work / "checked" / hashlib.sha256(f"{digest} {settings}".encode()).hexdigest()
-    if not mark.exists():
-        check_source(source, logprobs=logprobs)
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+    if mark.exists():
+        return None
+    samples = check_source(source, logprobs=logprobs)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    return samples

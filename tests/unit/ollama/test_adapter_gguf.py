@@ -127,7 +127,7 @@ def test_adapter_that_gguf_cannot_express_is_refused(settings: dict[str, Any], r
         ("LlamaForCausalLM", None, False),
         ("LlamaForCausalLM", True, True),
         ("GemmaForCausalLM", None, True),
-        ("Gemma2ForCausalLM", False, False),
+        ("Starcoder2ForCausalLM", False, False),
     ],
 )
 def test_the_head_has_an_adapter_unless_it_is_tied(arch: str, tied: bool | None, refused: bool, tmp_path: Path) -> None:

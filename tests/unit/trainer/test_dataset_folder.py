@@ -69,12 +69,12 @@ def test_hosts_without_the_library_are_refused_where_it_is_needed(folder: dict[s
     def check(**fields: Any) -> None:
         check_requirements([host], make_spec(fields, "").model_dump(mode="json"))  # type: ignore[list-item]
 
-    for name in ("chat.csv", "chat.parquet", "text.jsonl.zst", "saved", "card", "parts"):
+    for name in ("chat.parquet", "text.jsonl.zst", "saved", "card"):
         path = folder[name]
         with pytest.raises(PlanError, match=f"node2: dataset={path} needs the Python package datasets: install it"):
             check(dataset=["a.jsonl", str(path)])
         check(dataset=str(path), fake_data=True)
-    for name in ("messages.jsonl", "list.json", "text.jsonl.gz", "splits"):
+    for name in ("messages.jsonl", "chat.csv", "parts", "list.json", "text.jsonl.gz", "splits"):
         check(dataset=str(folder[name]))
     with pytest.raises(PlanError, match="dataset=owner/name needs"):
         check(dataset="owner/name")

@@ -386,7 +386,7 @@ def test_a_measurement_on_a_busy_machine_reports_the_load(
         (["--hosts", "none.json"], "--hosts: expected a number of hosts or a file, got none.json"),
         (["--hosts"], "--hosts: expected a value"),
         (["--link-mbit", "fast"], "--link-mbit: got 'fast', expected a number of Mbit/s > 0"),
-        (["--model", "./none"], "model: no config.json of ./none found locally or in the hub cache"),
+        (["--model", "./none"], "model: no such folder: ./none: set 'tiny'"),
     ],
 )
 def test_invalid_flags_of_the_plan(flags: list[str], why: str, capsys: Any) -> None:

@@ -14,7 +14,7 @@ from chat_templates import REDUCTIONS, RandomChats, Template, situations, trl_te
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_loss import Bed, spelled, tokenizer_of
-from tokenizer_kinds import KINDS
+from tokenizer_kinds import KINDS, byte_level
 
 from trainer.data.encode import Encoder
 from trainer.data.hf_template import ChatTemplate
@@ -215,7 +215,7 @@ def test_any_text_in_a_chat(render: Any, chat: list[dict[str, str]]) -> None:
     except (UserError, ValueError) as error:
         assert "\n" not in str(error)
         odd = any(mark in m["content"] for m in chat for mark in _SPECIAL)
-        odd |= any(unicodedata.category(letter) == "Co" for m in chat for letter in m["content"])
+        odd |= any(unicodedata.category(letter) in ("Co", "Cn") for m in chat for letter in m["content"])
         assert odd or any(not m["content"].strip() for m in chat), error
         return
     text, trained = spelled(under.tokenizer, ids, mask)
@@ -262,3 +262,20 @@ def tail(text: str, name: str) -> str:
     """Return what a tokenizer keeps of the last words of an answer, without white space."""
     text = "".join(text.split())
     return unicodedata.normalize("NFKC", text).lower() if name == "normalizing" else text
+
+
+def test_an_answer_without_an_end_is_noted() -> None:
+    tokenizer = byte_level()
+    tokenizer.eos_token = None
+    tokenizer.chat_template = next(template.text for template in REDUCTIONS if template.name == "no_end")
+    notes = Encoder(tokenizer, seq_length=4096, train_on="answer").encode(to_sample(situations()["multi"])).notes
+    assert notes == ("nothing ends the last answer: the tokenizer of the model has no eos_token",)
+
+
+@pytest.mark.parametrize("mark", ["\U0010fffe", "\U0010ffff"])
+def test_codes_that_are_no_characters_are_refused(mark: str) -> None:
+    row = situations()["tools"]
+    row["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"x": f"a{mark}b"}
+    for record in (row, {"prompt": "x", "completion": f"ab{mark}"}, {"messages": [{"role": "user", "content": mark}]}):
+        with pytest.raises(ValueError, match=f"U\\+{ord(mark):X}"):
+            to_sample(record)

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import read_yaml
 from trainer.data.json_files import json_records
-from trainer.data.tables import csv_records, table_records
+from trainer.data.tables import csv_records
 from trainer.errors import UserError
 from trainer.text_encoding import not_utf8
 
@@ -25,7 +25,7 @@ NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE", "
 
 
 def error_of(path: Path) -> str:
-    read = table_records(path, {}) if path.suffix == ".csv" else json_records(path)
+    read = csv_records(path, {}) if path.suffix == ".csv" else json_records(path)
     with pytest.raises(UserError) as caught:
         list(read)
     return str(caught.value)
@@ -56,15 +56,15 @@ def test_a_json_list_names_the_line(tmp_path: Path, encoding: str) -> None:
 def test_utf8_is_read_with_and_without_a_byte_order_mark(tmp_path: Path, name: str, text: str, encoding: str) -> None:
     path = tmp_path / name
     path.write_bytes(text.encode(encoding))
-    reads = [table_records(path, {}), csv_records(path)] if path.suffix == ".csv" else [json_records(path)]
-    assert all([record for _, record in read] == ROWS for read in reads)
+    records = csv_records(path, {}) if path.suffix == ".csv" else json_records(path)
+    assert [record for _, record in records] == ROWS
 
 
-def test_a_table_without_the_library_names_the_line(tmp_path: Path) -> None:
+def test_a_table_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(TABLE.encode("cp1252"))
     with pytest.raises(UserError, match=r"a.csv:3: not UTF-8 text, probably Windows-1252"):
-        list(csv_records(path))
+        list(csv_records(path, {}))
 
 
 def test_a_spec_in_utf16_names_the_remedy(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""A chat template that does not end, or takes much memory, is stopped, and the error is one line."""
+
+import datetime
+import os
+import resource
+import time
+
+import pytest
+
+from trainer.data import template_process
+from trainer.data.encode import Encoder
+from trainer.data.hf_template import TemplateError
+from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.shapes import Sample
+from trainer.data.template_process import LimitedTemplate, limited_template
+from trainer.data.text_tokenizer import TextTokenizer
+from trainer.errors import UserError
+
+TODAY = datetime.datetime(2026, 1, 2)
+CHAT = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+ENDLESS = {
+    "loops": NESTED,
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "power": "{{ (messages | length) ** (10 ** 9) }}",
+    "constant power": "{{ 9 ** (9 ** 9) }}",
+}
+LARGE = {
+    "doubling": "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "lists": "{% set n = namespace(x=[0]) %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "blocks": "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set x %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = x %}"
+    "{% endfor %}",
+    "times": "{{ messages[0].content * 3000000000 }}",
+    "constant": "{{ 'x' * 3000000000 }}",
+    "format": "{{ '%02999999999d' % 1 }}",
+    "width": "{{ '{:2000000000d}'.format(1) }}",
+    "center": "{{ 'x' | center(2000000000) }}",
+    "output": "{{ messages[0].content * 200000000 }}",
+}
+
+
+def refusal(source: str) -> str:
+    """Return why a template is refused."""
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TemplateError) as caught:
+        LimitedTemplate(source, {}, TODAY).render(CHAT)
+    assert time.monotonic() - begun < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+    assert str(caught.value).startswith("chat template: ") and str(caught.value).isprintable()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 1)
+    said = refusal(ENDLESS[name])
+    assert "takes more than 1 s of processor time" in said
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_template_that_takes_much_memory(name: str) -> None:
+    said = refusal(LARGE[name])
+    assert any(part in said for part in ("MiB of memory", "million characters", "rejects a conversation"))
+
+
+def test_a_limit_is_exceeded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is not waited for again with each sample or form of a chat, and the record is named."""
+    monkeypatch.setattr(template_process, "SECONDS", 1)
+    tokenizer = TextTokenizer(lambda text: ([0], [(0, 1)]), str, NESTED, {}, None, None, frozenset(), "")
+    encoder = Encoder(tokenizer, seq_length=8, train_on="all")
+    sample = Sample(messages=tuple(CHAT), where="a.jsonl:1")
+    begun = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(UserError, match=r"a\.jsonl:1: the chat template of the model takes more than 1 s"):
+            encoder(sample)
+    assert time.monotonic() - begun < 30
+
+
+def test_it_renders_as_without_limits() -> None:
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% generation %}é\ud800{{ t }}{% endgeneration %}{% endfor %}"
+    limited = LimitedTemplate(source, {"bos_token": "<s>"}, TODAY)
+    plain = limited_template(PLAIN_TEMPLATE, {}, TODAY)
+    assert type(plain) is not LimitedTemplate
+    found = limited.render_blocks(CHAT, variables={"t": 1})
+    assert (found.text, found.blocks) == ("<s>Qé\ud8001Aé\ud8001", ((4, 7), (8, 11)))
+    with pytest.raises(TemplateError, match="no roles"):
+        LimitedTemplate("{{ raise_exception('no roles') }}", {}, TODAY).render(CHAT)
+    with pytest.raises(TemplateError, match="chat template: "):
+        LimitedTemplate("{% if %}", {}, TODAY)
+
+
+def test_a_forked_process_has_its_own() -> None:
+    limited = LimitedTemplate("{{ messages[0].content }}", {}, TODAY)
+    if not (child := os.fork()):
+        os._exit(limited.render(CHAT) != "Q")
+    assert os.waitpid(child, 0)[1] == 0
+    assert limited.render(CHAT) == "Q"

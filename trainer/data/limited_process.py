@@ -1,0 +1,147 @@
+"""A process of its own, with limits of memory and time, for work on hostile data: a decoder, or the program of a template.
+
+A message is its length in 8 bytes, and a pickle. The answers are read as plain data: a pickle that names a class is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, cast
+
+import trainer
+
+MAX_MESSAGE = 1 << 30  # bytes
+_MIB = 1 << 20
+
+
+class LimitError(Exception):
+    """The process took too much memory or time, or ended for another reason. The message says which."""
+
+
+class _PlainData(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError("a message names a class")
+
+
+class LimitedProcess:
+    """A Python module that runs as a process and answers messages. Its `main` calls `limit_process` first."""
+
+    def __init__(self, module: str, memory: int, seconds: int) -> None:
+        """Start it.
+
+        Args:
+            memory: bytes that it may allocate.
+            seconds: CPU time for one answer.
+        """
+        self.memory, self.seconds, self.owner = memory, seconds, os.getpid()
+        root = str(Path(trainer.__file__).parents[1])  # a folder, or the archive on a host
+        words = [sys.executable, "-P", "-m", module, str(memory), str(seconds)]
+        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        # The pool of the system returns memory; the others of pyarrow reserve more than they use.
+        env = os.environ | {"PYTHONPATH": root, "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        self._process = subprocess.Popen(words, **pipe, env=env)
+
+    def ask(self, value: object) -> Any:
+        """Send a message and return the answer. Raises LimitError."""
+        self.send(value)
+        return self.receive()
+
+    def send(self, value: object) -> None:
+        """Send a message. Raises LimitError if the process has ended."""
+        try:
+            write_message(cast(BinaryIO, self._process.stdin), value)
+        except OSError:
+            raise LimitError(self._reason()) from None
+
+    def receive(self) -> Any:
+        """Return the next answer. Raises LimitError."""
+        return self.receive_sized()[0]
+
+    def receive_sized(self) -> tuple[Any, int]:
+        """Return the next answer, and its size in bytes. Raises LimitError."""
+        data = _read(cast(BinaryIO, self._process.stdout))
+        if data is None:
+            raise LimitError(self._reason())
+        try:
+            return _PlainData(io.BytesIO(data)).load(), len(data)
+        except Exception:  # of a damaged pickle
+            raise LimitError("its process sent a damaged answer") from None
+
+    def close(self) -> None:
+        """End the process."""
+        if self.owner != os.getpid():  # of the process that has forked this one
+            return
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> LimitedProcess:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _reason(self) -> str:
+        try:
+            code = self._process.wait(5)  # it closes its output before it ends
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if code == OUT_OF_MEMORY:
+            return f"it takes more than {self.memory // _MIB} MiB of memory"
+        if code == -24:  # SIGXCPU
+            return f"it takes more than {self.seconds} s of processor time"
+        return f"its process ended with exit code {code}, which a limit of memory can cause"
+
+
+# In the process --------------------------------------------------------------------------------------------------------
+
+OUT_OF_MEMORY = 77  # exit code
+
+
+def limit_process() -> int:
+    """Limit the memory of this process, as its arguments say, and return the CPU seconds for one answer."""
+    memory, seconds = (int(word) for word in sys.argv[1:3])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    return seconds
+
+
+def limit_answer(seconds: int) -> None:
+    """Limit the CPU time until the next call."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime) + seconds
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
+
+
+def read_message(file: BinaryIO) -> Any:
+    """Return the next message of the process that started this one; None at its end."""
+    data = _read(file)
+    return None if data is None else pickle.loads(data)
+
+
+def write_message(file: BinaryIO, value: object) -> None:
+    """Write a message. Raises MemoryError if it is too long."""
+    data = pickle.dumps(value, protocol=5)
+    if len(data) > MAX_MESSAGE:
+        raise MemoryError
+    file.write(len(data).to_bytes(8, "big"))
+    file.write(data)
+    file.flush()
+
+
+def _read(file: BinaryIO) -> bytes | None:
+    head = file.read(8)
+    size = int.from_bytes(head, "big")
+    if len(head) < 8 or size > MAX_MESSAGE:
+        return None
+    data = file.read(size)
+    return data if len(data) == size else None

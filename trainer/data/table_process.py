@@ -1,0 +1,111 @@
+"""Read tables in a process with limits: the formats compress, so a small file can hold more than the memory of a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.data.limited_process import (
+    OUT_OF_MEMORY,
+    LimitedProcess,
+    LimitError,
+    limit_answer,
+    limit_process,
+    read_message,
+    write_message,
+)
+from trainer.errors import UserError
+
+MEMORY = 1 << 30  # bytes of the process; a fourth of it is the libraries
+SECONDS = 60  # of CPU time between two parts
+_PART = 64  # records of a part
+_PLAIN = (str, int, float, bool, bytes, type(None))
+REMEDY = "convert it to .jsonl, one sample per line, or split it into smaller files"
+
+
+def records_apart(
+    reader: str, arguments: tuple[Any, ...], what: str, most: int | None, memory: int = MEMORY, seconds: int = SECONDS
+) -> Iterator[tuple[int, Any]]:
+    """Yield (record number, record) of a reader of `trainer.data.tables`.
+
+    Args:
+        reader: the name of the function; `arguments`: its arguments.
+        what: the dataset; it begins an error message.
+        most: decoded bytes of all records; None for no limit.
+
+    Raises:
+        UserError: of the reader, or the dataset exceeds a limit.
+    """
+    number = total = 0
+    with LimitedProcess("trainer.data.table_process", memory, seconds) as process:
+        try:
+            process.send((reader, arguments))
+            while True:
+                (records, error), size = process.receive_sized()
+                total += size
+                if most is not None and total > most:
+                    raise LimitError(f"the records up to here are {most >> 20} MiB, far more than the file")
+                for number, record in records:
+                    yield number, record
+                if error is not None:
+                    break
+        except LimitError as limit:
+            raise UserError(f"dataset: {what}: cannot read record {number + 1}: {limit}: {REMEDY}") from None
+    if error:
+        raise UserError(error)
+
+
+def plain(value: Any) -> Any:
+    """Return a nested value without keys that have null: Parquet gives every object of a column all keys.
+
+    A scalar that JSON has not, such as a date, becomes bytes, which no shape accepts.
+    """
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return value if type(value) in _PLAIN else str(value).encode()
+
+
+def main() -> int:
+    """Read the table of the request on standard input, and write its records to standard output in parts."""
+    seconds = limit_process()
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints
+    try:
+        from trainer.data import tables
+
+        name, arguments = read_message(sys.stdin.buffer)
+        limit_answer(seconds)
+        part: list[tuple[int, Any]] = []
+        error = ""
+        try:
+            for number, record in getattr(tables, name)(*arguments):
+                part.append((number, record))
+                if len(part) >= _PART or _size(record) > 1 << 20:
+                    write_message(answers, (part, None))
+                    limit_answer(seconds)
+                    part = []
+        except UserError as refused:
+            error = str(refused)
+        write_message(answers, (part, error))
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except BrokenPipeError:  # the other process has read enough
+        return 0
+    return 0
+
+
+def _size(record: dict[str, Any]) -> int:
+    """Return the characters of the longest column that is text, without a look into the others."""
+    return max((len(value) for value in record.values() if isinstance(value, str | bytes)), default=0)
+
+
+if __name__ == "__main__":
+    code = main()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)  # not through the destructors of libraries
