@@ -33,6 +33,10 @@ class RemoteError(Exception):
         super().__init__(printable(message, MAX_MESSAGE))
 
 
+class InvalidReplyError(RemoteError):
+    """A host answered, but not as the verb does."""
+
+
 class InventoryError(Exception):
     """The inventory does not describe a host completely; the message is one line."""
 
@@ -167,7 +171,7 @@ class HostConnection:
                 raise RemoteError(answer["error"])
             return checked_reply(verb, answer)
         except ReplyError as error:
-            raise RemoteError(str(error)) from None
+            raise InvalidReplyError(str(error)) from None
 
     def put(self, source: str, target: str) -> None:
         """Copy a file of the controller to the host. Raises RemoteError."""

@@ -19,6 +19,8 @@ from trainer.supervise.files import LOG_LIMIT, write_atomic
 from trainer.supervise.processes import environ, is_running, process_stat, send_signal
 from trainer.supervise.ranks import EXIT_LIMIT
 from trainer.supervise.start import STOPPED
+from trainer.supervise.status import list_runs
+from trainer.supervise.status import status as status_here
 from trainyard.remote_archive import remote_command, remote_input
 
 __all__ = ["bed"]
@@ -391,3 +393,53 @@ def test_the_archive_needs_only_the_standard_library(bed: Bed) -> None:
     request = remote_input({"data_dir": str(bed.folder)})
     done = subprocess.run(["/bin/sh", "-c", command], input=request, capture_output=True, check=True)
     assert json.loads(done.stdout)["runs"] == []
+
+
+VICTIM = "VICTIM"  # stands for the pid of a process that is not of the run
+
+
+def replace(path: Path, content: str | None) -> None:
+    """Do what code of a rank can do to a file of its run: remove it, write another one, or put a FIFO or a folder in its place."""
+    path.unlink()
+    if content == "fifo":
+        os.mkfifo(path)
+    elif content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_text(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"state/node.json": '{"status": 5, "started": "x", "pid": [], "failures": 7}'},
+        {"state/node.json": "{}"},
+        {"state/node.json": None},
+        {"state/node.json": "fifo"},
+        {"state/node.json": '{"status": "running", "started": 1, "pid": VICTIM, "pid_start": START}'},
+        {"state/node.json": '{"status": "finished", "started": 1, "pid": VICTIM, "pid_start": START}', "lock": ""},
+        {"state/node.json": '{"backend": "slurm", "job": 1, "ranks": [], "status": "running", "started": 1}'},
+        {"state/node.json": "[]", "lock": "fifo", "state/rank0.json": '{"rank": {}, "pid": "x"}'},
+        {"state/node.json": "folder", "lock": None},
+    ],
+    ids=str,
+)
+def test_a_stop_needs_nothing_that_the_run_wrote(bed: Bed, files: dict[str, str | None]) -> None:
+    bed.make_run(1)
+    start(bed, plain_rank())
+    bed.at_step(0, 1)
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        born = (process_stat(victim.pid) or ("", 0, 0))[2]
+        for name, content in files.items():
+            text = content and content.replace(VICTIM, str(victim.pid)).replace("START", str(born))
+            replace(bed.run_dir(0) / name, text)
+        [state] = list_runs({"data_dir": str(bed.run_dir(0).parents[1])})["runs"]
+        assert state["alive"] or state["left"], state
+        assert (state["node"] is None) == ("status" not in str(files["state/node.json"]) or "5" in str(files))
+        plain = status_here({"run_dir": str(bed.run_dir(0)), "plain": True})
+        assert (plain["status"], plain["alive"], plain["node"]) == ("unreadable", True, None)
+        stop(bed, grace=0.2, wanted=True)
+        until(lambda: not bed.live_processes(), 5, what="the end of all processes")
+        assert victim.poll() is None, "the record names a process of somebody else"
+        victim.kill()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lying_host import NOW, Cluster, node
 
+from trainyard.run.errors import RunError
 from trainyard.run.options import make_options
 from trainyard.run.runs import manage_runs
 
@@ -68,3 +69,38 @@ def test_a_job_that_waits_in_slurm_is_listed_with_its_reason(tmp_path: Path) -> 
     assert [row[2:4] for row in rows if row[0] == "run1"] == [[str(rank), "starting"] for rank in range(4)]
     assert "run run0: job 7 waits for free nodes, until about 2026-11-23 14:20 by its clock" in lines
     assert "run run1: job 8 runs on n0, n1" in lines
+
+
+def test_a_run_whose_record_is_unreadable_is_listed_as_alive_and_can_be_stopped(tmp_path: Path) -> None:
+    cluster, stopped, plain = Cluster(tmp_path), [], []
+    wrong, renamed = states(2, "run0")
+    wrong["node"] = {"status": "running", "attempt": "x"}
+    renamed |= {"alive": True, "node": renamed["node"] | {"run": "another"}}
+
+    def lie(verb: str, request: dict[str, Any], truth: Any) -> Any:
+        if verb == "run_list":
+            return {"now": NOW, "runs": [wrong, renamed], "skipped": []}
+        if verb == "run_status" and request["run_dir"].endswith("run0"):
+            if request.get("plain"):
+                plain.append(request)
+                return wrong | {"node": None, "status": "none" if stopped else "unreadable", "alive": not stopped}
+            return wrong
+        if verb == "run_status":
+            return renamed
+        if verb == "run_stop":
+            stopped.append(request["run_dir"].rpartition("/")[2])
+            return {"status": "none", "killed": 1}
+        return truth
+
+    cluster.transports["node1"].lie = lie
+    here = cluster.hosts[:1]
+    lines = manage_runs("listed", "", here, cluster.connect, OPTIONS, print)["lines"]
+    assert any(line.split()[:5] == ["run0", "node1", "-", "alive,", "unreadable"] for line in lines), lines
+    with pytest.raises(
+        RunError, match=r"node1: run run0 is alive, but its record state/node\.json is unreadable: stop"
+    ):
+        manage_runs("followed", "run0", here, cluster.connect, OPTIONS, print)
+    said: list[str] = []
+    manage_runs("stopped", "", here, cluster.connect, OPTIONS, said.append, every=True)
+    assert stopped == ["run0", "run1"] and plain, "by the names of their folders"
+    assert said[0].startswith("run run0: node1 stopped")

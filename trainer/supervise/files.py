@@ -14,6 +14,14 @@ from pathlib import Path
 from typing import Any
 
 LOG_LIMIT = 64 * 1024  # bytes of a log in one status
+_NODE_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("status", "backend"), (str,)),
+    **dict.fromkeys(("attempt", "node_rank", "pid", "job"), (int,)),
+    **dict.fromkeys(("ranks", "hosts", "failures"), (list,)),
+    "started": (int, float),
+    "pid_start": (int, type(None)),
+    "unit": (str, type(None)),
+}
 JSON_LIMIT = 4 << 20  # bytes of a state file; a larger one is not ours
 
 
@@ -119,10 +127,26 @@ def is_locked(path: Path) -> bool:
         os.close(handle)
 
 
-def read_job(run_dir: Path) -> dict[str, Any] | None:
-    """Return node.json of a run whose newest start is a job of Slurm; None for any other run."""
+def read_node(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the newest start on this host, `state/node.json`; None without one.
+
+    Code of a rank can replace it: a record with a field of another type counts as none.
+    """
     node = read_json(run_dir / "state/node.json")
-    return node if node and node.get("backend") == "slurm" and isinstance(node.get("job"), int) else None
+    if node is None or not {"status", "started"} <= node.keys():
+        return None
+    right = all(_has_type(node[name], kinds) for name, kinds in _NODE_TYPES.items() if name in node)
+    return node if right else None
+
+
+def _has_type(value: object, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def read_job(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of a run whose newest start is a job of Slurm; None for any other run."""
+    node = read_node(run_dir)
+    return node if node and node.get("backend") == "slurm" and {"job", "ranks"} <= node.keys() else None
 
 
 def other_runs(run_dir: Path) -> tuple[list[str], list[str]]:

@@ -66,10 +66,20 @@ def descendants(root: int) -> list[int]:
     return result
 
 
+def marked_runs() -> set[str]:
+    """Return the folders of the runs that have a process on this host, as far as this user can see them."""
+    return {folder for pid in all_pids() if (folder := environ(pid).get(RUN_VARIABLE))}
+
+
 def run_processes(run_dir: Path) -> list[int]:
     """Return every live process of a run: those with its variable in their environment, and their descendants."""
     marked = [pid for pid in all_pids() if environ(pid).get(RUN_VARIABLE) == str(run_dir) and is_running(pid)]
     return list({*marked, *(below for pid in marked for below in descendants(pid))})
+
+
+def left_processes(run_dir: Path) -> list[int]:
+    """Return every live process of a run but those that wait for its next start, whatever its files say."""
+    return sorted({*run_processes(run_dir)} - {*waiting_processes(run_dir)})
 
 
 def waiting_processes(run_dir: Path) -> list[int]:

@@ -30,6 +30,7 @@ from trainer.supervise.files import (
     is_alive,
     other_runs,
     read_json,
+    read_node,
     run_devices,
     run_lease,
     write_atomic,
@@ -74,7 +75,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         if not wanted.stop_seen and (run_dir / "state/stop-wanted").exists():
             raise SupervisorError(STOPPED)
         consume_claim(run_dir, wanted.claim)
-        last = read_json(run_dir / "state/node.json") or {}
+        last = read_node(run_dir) or {}
         wanted.run_dir = str(run_dir)
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
         for stale in {*(run_dir / "state").iterdir(), run_dir / "stop"} - {run_dir / STATE}:

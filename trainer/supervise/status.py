@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, read_log
-from trainer.supervise.processes import process_stat, waiting_processes
+from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, read_log, read_node
+from trainer.supervise.processes import left_processes, marked_runs, process_stat, waiting_processes
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
 _OF_ALL_RANKS = ("step_seconds", "comm_share")  # of a heartbeat
@@ -21,13 +21,16 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `run_dir`; `wait`, the seconds to wait for a change before answering (default 0); `logs_from`, {name in
-            logs/: byte offset, or -N for the last N lines}; `brief`, leave out what all hosts would repeat, see `shorten`.
+            logs/: byte offset, or -N for the last N lines}; `brief`, leave out what all hosts would repeat, see `shorten`;
+            `plain`, leave out what the run wrote, see `without_records`.
 
     Returns:
-        `status` is none, starting, running, finished, failed, stopped, or lost (the supervisor died without a report).
-        See `read_state` for the other keys; `logs` holds the requested part, see `read_log`.
+        `status` is none, starting, running, finished, failed, stopped, lost (the supervisor died without a report), or
+        unreadable (alive, but its record is not what a supervisor writes). See `read_state` for the other keys; `logs` holds the requested part, see `read_log`.
     """
     run_dir = Path(request["run_dir"])
+    if request.get("plain"):
+        return without_records(read_state(run_dir)) | {"logs": {}}
     deadline = time.monotonic() + request.get("wait", 0.0)
     state = read_state(run_dir)
     before = rank_statuses(state)
@@ -52,22 +55,30 @@ def shorten(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "node": node, "ranks": ranks}
 
 
+def without_records(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without the records of the run, which may not have the types that the controller expects."""
+    alive = state["alive"] or state["left"]
+    return {**state, "alive": alive, "node": None, "ranks": {}, "job": {}, "status": "unreadable" if alive else "none"}
+
+
 def list_runs(request: dict[str, Any]) -> dict[str, Any]:
     """Return `runs`, the state of every run folder below `data_dir` that has one.
 
     `skipped` are the names of run folders whose state cannot be read.
     """
-    runs, skipped = [], []
+    runs, skipped, marked = [], [], marked_runs()
     for folder in sorted(Path(request["data_dir"]).glob("runs/*")):
         try:
-            os.lstat(folder / "state/node.json")
-            state = read_state(folder)
+            has_processes = os.path.realpath(folder) in marked
+            if not has_processes:
+                os.lstat(folder / "state/node.json")
+            state = read_state(folder, has_processes)
         except (FileNotFoundError, NotADirectoryError):
             continue  # not started yet, or no run folder
         except (OSError, KeyError, TypeError, ValueError):
             skipped.append(folder.name)
         else:
-            if state["node"] is None:
+            if state["node"] is None and not state["alive"]:
                 skipped.append(folder.name)
             else:
                 runs.append(state)
@@ -87,19 +98,24 @@ def is_uneventful(state: dict[str, Any]) -> bool:
     return not any(rank["process"] is None or rank.get("status") in ("failed", *ENDED_WELL) for rank in ranks)
 
 
-def read_state(run_dir: Path) -> dict[str, Any]:
-    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `waits`.
+def read_state(run_dir: Path, has_processes: bool = True) -> dict[str, Any]:
+    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `waits`, `left`.
 
-    A run `waits` if it has ended, and its supervisor waits for the next start.
+    A run `waits` if it has ended, and its supervisor waits for the next start. Processes are `left` if there are some although
+    no supervisor holds the lock of the run. A run whose record cannot be read is `alive` as long as it has processes.
 
     A lost part has `why`: the reason as far as it is known.
+
+    Args:
+        has_processes: whether the run may have processes here.
     """
-    if job := read_job(run_dir):
+    alive = holds_lock(run_dir)
+    if (job := read_job(run_dir)) and not alive:  # a job of Slurm has no supervisor: code of a rank has written that
         from trainer.supervise.slurm_state import job_status
 
-        return job_status(run_dir, job)
-    alive = is_alive(run_dir)
-    node = read_json(run_dir / "state/node.json")  # after the lock, so that an end written in between is seen
+        return job_status(run_dir, job) | {"left": False}
+    node = read_node(run_dir)  # after the lock, so that an end written in between is seen
+    left = not alive and has_processes and bool(left_processes(Path(os.path.realpath(run_dir))))
     ranks = {}
     for path in sorted((run_dir / "state").glob("rank*.json")):
         if (rank := read_json(path)) is not None:
@@ -108,20 +124,32 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     state = {"now": time.time(), "alive": alive, "node": node, "ranks": ranks, "run_dir": str(run_dir)}
     state["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
     state["waits"] = not alive and bool(waiting_processes(run_dir))
+    state["left"] = left
     if node is None:
-        return {**state, "status": "starting" if alive else "none"}
+        status = "unreadable" if os.path.lexists(run_dir / "state/node.json") or left else "starting"
+        return {**state, "alive": alive or left, "status": status if alive or left else "none"}
     if node["status"] in ("starting", "running") and not alive:
         return {**state, "status": "lost", "why": why_lost(node, run_dir)}
     return {**state, "status": node["status"]}
 
 
+def holds_lock(run_dir: Path) -> bool:
+    """Return whether a supervisor holds the lock of a run. A rank may have replaced the file: that is no lock."""
+    try:
+        return is_alive(run_dir)
+    except OSError:
+        return False
+
+
 def is_active(run_dir: Path) -> bool:
     """Return whether a run is alive: its supervisor on this host, or its job of Slurm. Raises OSError if that is unknown."""
+    if is_alive(run_dir):
+        return True
     if job := read_job(run_dir):
         from trainer.supervise.slurm_state import is_live
 
         return is_live(run_dir, job)
-    return is_alive(run_dir)
+    return False
 
 
 def why_lost(node: dict[str, Any], run_dir: Path) -> str:

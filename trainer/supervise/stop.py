@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, write_json
+from trainer.supervise.files import SupervisorError, read_job, read_node, write_json
 from trainer.supervise.processes import (
     RUN_VARIABLE,
     environ,
@@ -18,7 +20,7 @@ from trainer.supervise.processes import (
     send_signal,
     waiting_processes,
 )
-from trainer.supervise.status import read_state
+from trainer.supervise.status import holds_lock, read_state
 from trainer.supervise.waiting import AGAIN, end_supervisor
 
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
@@ -28,6 +30,8 @@ EXIT_LIMIT = 2.0  # s for a supervisor to exit after its processes have exited
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
     """Stop this host's part of a run; return when none of its processes is left. A part that has ended is unchanged.
+
+    This needs nothing that the run wrote: processes are found by their environment, whatever its records and its lock say.
 
     Args:
         request: `run_dir`; `grace`, the seconds that the ranks have to end by themselves (default 60), before SIGTERM
@@ -42,26 +46,26 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     """
     run_dir = Path(request["run_dir"]).resolve()
     if not (run_dir / "state").is_dir():
-        return {"status": "none", "killed": 0}
+        return {"status": "none", "killed": kill_processes(run_dir, [])}
     if request.get("wanted"):  # tells the controller that the run did not fail, so that it does not restart it
-        (run_dir / "state/stop-wanted").touch()
+        mark(run_dir / "state/stop-wanted")
     if request.get("only_standby"):
         end_supervisor(run_dir)
         return {"status": read_state(run_dir)["status"], "killed": 0}
-    node = read_json(run_dir / "state/node.json")
-    if job := read_job(run_dir):
+    node = own_node(run_dir)
+    if (job := read_job(run_dir)) and not holds_lock(run_dir):  # else code of a rank has written that
         from trainer.supervise.slurm import stop_job
 
         return stop_job(run_dir, job, request)
     was_lost = read_state(run_dir)["status"] == "lost"
-    if is_alive(run_dir) and not request.get("now"):
+    if holds_lock(run_dir) and not request.get("now"):
         if request.get("keep"):
-            (run_dir / AGAIN).touch()
-        (run_dir / "stop").touch()
+            mark(run_dir / AGAIN)
+        mark(run_dir / "stop")
         if not wait_end(run_dir, request.get("grace", 60.0)) and node:
             send_signal(node["pid"], signal.SIGTERM, node["pid_start"])
             wait_end(run_dir, TERM_LIMIT)
-    if is_alive(run_dir) and node:  # the supervisor kills its processes and reports the end
+    if holds_lock(run_dir) and node:  # the supervisor kills its processes and reports the end
         keep = request.get("keep") and node.get("standby")
         send_signal(node["pid"], signal.SIGUSR2 if keep else signal.SIGUSR1, node["pid_start"])
         wait_end(run_dir, KILL_LIMIT if keep else EXIT_LIMIT)
@@ -72,17 +76,34 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     if node and not waiting:
         wait_exit(run_dir, node)
     killed = kill_processes(run_dir, waiting)
-    node = read_json(run_dir / "state/node.json")
+    node = read_node(run_dir)
     if node and node["status"] in ("starting", "running"):
         end = {"status": "failed" if was_lost else "stopped", "ended": time.time()}
         write_json(run_dir / "state/node.json", {**node, **end})
     return {"status": read_state(run_dir)["status"], "killed": killed}
 
 
+def own_node(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the newest start if it names a process of the run; None otherwise.
+
+    Code of a rank could name another process, which would get the signals for the supervisor.
+    """
+    node = read_node(run_dir)
+    if node is None or "pid" not in node or "pid_start" not in node:
+        return None
+    return node if not is_running(node["pid"]) or environ(node["pid"]).get(RUN_VARIABLE) == str(run_dir) else None
+
+
+def mark(path: Path) -> None:
+    """Create an empty file, not through a link. Code of a rank may have taken its name: then the run is stopped without it."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644))
+
+
 def wait_end(run_dir: Path, limit: float) -> bool:
     """Wait up to `limit` seconds for the supervisor to release its lock; return whether it has."""
     deadline = time.monotonic() + limit
-    while is_alive(run_dir):
+    while holds_lock(run_dir):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
@@ -94,7 +115,7 @@ def wait_exit(run_dir: Path, node: dict[str, Any]) -> None:
     deadline = time.monotonic() + EXIT_LIMIT
     # A supervisor that serves another run by now stays.
     serves = str(run_dir) == environ(node["pid"]).get(RUN_VARIABLE)
-    while serves and is_running(node["pid"]) and not is_alive(run_dir) and time.monotonic() < deadline:
+    while serves and is_running(node["pid"]) and not holds_lock(run_dir) and time.monotonic() < deadline:
         if (found := process_stat(node["pid"])) is None or found[2] != node["pid_start"]:
             return
         time.sleep(0.01)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, claimed_by_another, release_claim, write_claim
-from trainer.supervise.files import hold_lock, read_json
+from trainer.supervise.files import hold_lock, read_node
 from trainer.supervise.status import is_active
 from trainyard.remote.receive import write_if_changed
 
@@ -51,7 +51,7 @@ def claimed(run_dir: Path, request: dict[str, Any]) -> str:
         return "another controller is starting the run"
     if is_active(run_dir) and not request["stale"]:
         return "the run is active"
-    if start_of(read_json(run_dir / "state/node.json")) != request["previous"]:
+    if start_of(read_node(run_dir)) != request["previous"]:
         return "the run was started since it was planned"
     if not request["stop_wanted"] and (run_dir / "state/stop-wanted").exists():
         return "a user stopped the run since it was planned"

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer import nvidia_smi
 from trainer.supervise.environment import starts_system_unit
-from trainer.supervise.files import other_runs, read_json, run_devices
+from trainer.supervise.files import other_runs, read_json, read_node, run_devices
 from trainer.supervise.network import interface_of, source_address
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.socket_filter import permits_socket_filter
@@ -107,7 +107,7 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "result": read_json(run_dir / "result.json"),
         "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": running,
-        "part": read_json(run_dir / "state/node.json"),
+        "part": read_node(run_dir),
         "stop_wanted": (run_dir / "state/stop-wanted").exists(),
     }
 

@@ -117,6 +117,7 @@ class RunStatus(OpenReply):
     ranks: Annotated[dict[str, Heartbeat], BeforeValidator(by_rank), Field(max_length=RANKS_LIMIT)]
     stop_wanted: NotRequired[Flag]
     waits: NotRequired[Flag]
+    left: NotRequired[Flag]
     why: NotRequired[Line]
     job: NotRequired[SlurmJob]
     logs: NotRequired[dict[str, Log]]

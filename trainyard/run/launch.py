@@ -141,9 +141,14 @@ def stop_parts(
     return FanOut(requests).wait(limit).errors
 
 
+def end_of(part: Part) -> str:
+    """Return how a part that was asked to stop has ended. One whose record could not be read has no other status."""
+    return "stopped" if part.status == "none" else part.status
+
+
 def stop_lines(run: str, parts: list[Part], was_alive: bool, request: dict[str, Any]) -> list[str]:
     """Return what happened to a run that a user stopped. `parts`: their state after the stop."""
-    ends = ", ".join(f"{part.host} {part.status}" for part in parts)
+    ends = ", ".join(f"{part.host} {end_of(part)}" for part in parts)
     killed = ", ".join(str(rank) for rank in sorted(rank for part in parts for rank in killed_ranks(part)))
     step = 0 if killed else last_step(part for part in parts if part.status == "stopped")
     after = f" after step {step}" if step else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.formats import counted
@@ -11,7 +11,7 @@ from trainyard.preflight.hardware import gather_hardware, hardware_table
 from trainyard.run.errors import RunError, first_of
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import Connect
-from trainyard.run.launch import STOP_LIMIT, stop_lines, stop_parts
+from trainyard.run.launch import STOP_LIMIT, end_of, stop_lines, stop_parts
 from trainyard.run.monitor import ENDED
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import Report
@@ -19,10 +19,12 @@ from trainyard.run.status import (
     LATEST,
     RunList,
     find_parts,
+    is_left,
     list_runs,
     no_such_run,
     parts_to_monitor,
     request_statuses,
+    run_name,
     watch_runs,
 )
 
@@ -66,12 +68,7 @@ def stop_run(
         raise RunError(f"{host} did not stop the run: {error}", troubles=missing)
     request_statuses(parts, connect, options.answer_limit)
     lines = stop_lines(run, parts, alive, request)
-    return {"changed": alive, "hosts": {part.host: part.status for part in parts}, "lines": lines}
-
-
-def is_left(state: Mapping[str, Any]) -> bool:
-    """Return whether a host has processes of a run: its ranks, or a standby process that waits for the next start."""
-    return bool(state.get("alive") or state.get("waits"))
+    return {"changed": alive, "hosts": {part.host: end_of(part) for part in parts}, "lines": lines}
 
 
 def stop_all_runs(
@@ -96,7 +93,7 @@ def stop_all_runs(
         RunError: a host does not answer, or did not stop a run; the other runs are stopped.
     """
     found = list_runs(hosts, connect, options.answer_limit)
-    names = sorted({(state["node"] or {}).get("run", "") for state in found["runs"] if is_left(state)} - {""})
+    names = sorted({run_name(state) for state in found["runs"] if is_left(state)} - {""})
     if check:
         return {"changed": bool(names), "msg": f"would stop {', '.join(names) or 'no run'}"}
     stopped, troubles = {}, dict(found["troubles"])

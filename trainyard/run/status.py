@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainer.formats import clock, counted, table, thousands
-from trainyard.connection import FanOut, Host
+from trainyard.connection import FanOut, Host, HostConnection, InvalidReplyError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
@@ -39,13 +40,19 @@ def run_parts(hosts: Iterable[Host], run: str) -> list[Part]:
 
 def request_statuses(parts: list[Part], connect: Connect, limit: float) -> dict[str, str]:
     """Update the status of every part; return why a host did not answer within `limit` seconds, by name."""
-    requests = {
-        part.host: functools.partial(connect(part.host).call, "run_status", {"run_dir": part.run_dir}) for part in parts
-    }
+    requests = {part.host: functools.partial(_status, connect(part.host), part.run_dir) for part in parts}
     asked = FanOut(requests).wait(limit)
     for part in parts:
         part.answer = asked.answers.get(part.host, part.answer)
     return asked.errors
+
+
+def _status(connection: HostConnection, run_dir: str) -> dict[str, Any]:
+    """Return the status of a run on a host; without its records if those are not what the trainer writes. Raises RemoteError."""
+    try:
+        return connection.call("run_status", {"run_dir": run_dir})
+    except InvalidReplyError:
+        return connection.call("run_status", {"run_dir": run_dir, "plain": True})
 
 
 def find_parts(
@@ -59,9 +66,18 @@ def find_parts(
 
     Returns:
         The parts by node rank, and why a host of the run did not answer, by name.
+
+    Raises:
+        RunError: without `every_start`, a host has a part whose record cannot be read.
     """
     parts = run_parts(hosts, run)
     errors = request_statuses(parts, connect, limit)
+    unreadable = next((part for part in parts if part.status == "unreadable"), None)
+    if unreadable and not every_start:
+        raise RunError(
+            f"{unreadable.host}: run {run} is alive, but its record state/node.json is unreadable: stop the run with "
+            f"ansible-playbook playbooks/stop.yml -e run={run}"
+        )
     found = newest_start(parts, every_start=every_start)
     members = {host for part in found for host in part.node.get("hosts", [])}
     missing = {host: error for host, error in errors.items() if host in members or not found}
@@ -70,6 +86,7 @@ def find_parts(
 
 def newest_start(parts: Iterable[Part], *, every_start: bool = False) -> list[Part]:
     """Return the parts of a run's newest start by node rank, with their ranks; see `find_parts`."""
+    parts = list(parts)
     known = [part for part in parts if part.node]
     # Two disconnected hosts may both have a start with the same number.
     newest = max((part.node for part in known), key=lambda node: (node["attempt"], node["started"]), default={})
@@ -77,12 +94,21 @@ def newest_start(parts: Iterable[Part], *, every_start: bool = False) -> list[Pa
         part
         for part in known
         if (part.node["attempt"] == newest["attempt"] and part.host in newest["hosts"])
-        or (every_start and (part.answer or {}).get("alive"))
+        or (every_start and is_left(part.answer or {}))
     ]
+    # Their records cannot be read.
+    found += [part for part in parts if every_start and not part.node and is_left(part.answer or {})]
     for part in found:
+        if not part.node:
+            continue
         part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
         part.replica, part.teaches = part.node.get("replica"), bool(part.node.get("teaches"))
     return sorted(found, key=lambda part: part.node_rank)
+
+
+def is_left(state: Mapping[str, Any]) -> bool:
+    """Return whether a host has processes of a run: its ranks, or a standby process that waits for the next start."""
+    return bool(state.get("alive") or state.get("waits") or state.get("left"))
 
 
 def with_absent_replicas(
@@ -194,16 +220,16 @@ def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -
     for host in hosts:
         answer = asked.answers.get(host.name, {})
         found, bad = valid_runs(answer.get("runs", []))
-        found = [state for state in found if run in ("", (state.get("node") or {}).get("run"))]
+        found = [state for state in found if run in ("", run_name(state))]
         runs += [{**state, "host": host.name} for state in found]
         skipped = [f"cannot read {name} in {host.data_dir}/runs: skipped" for name in answer.get("skipped", [])]
         warnings += [f"warning: {host.name}: {text}" for text in [*skipped, *bad][:ROWS_LIMIT]]
     hidden = set() if latest is None or run else _older_runs(runs, latest)
     for host in hosts:
-        shown = [state for state in runs if state["host"] == host.name and _name(state) not in hidden]
+        shown = [state for state in runs if state["host"] == host.name and run_name(state) not in hidden]
         here = [row for state in shown for row in status_rows(host.name, state)]
         rows += here[:ROWS_LIMIT]
-        jobs += [f"run {_name(state)}: {line}" for state in shown if (line := waiting_line(state))][:ROWS_LIMIT]
+        jobs += [f"run {run_name(state)}: {line}" for state in shown if (line := waiting_line(state))][:ROWS_LIMIT]
         if len(here) > ROWS_LIMIT:
             warnings.append(f"warning: {host.name}: {len(here) - ROWS_LIMIT} more ranks are not listed")
     rows.sort(key=lambda row: row[0])
@@ -224,34 +250,44 @@ def _older_runs(runs: Iterable[dict[str, Any]], latest: int) -> set[str]:
     started: dict[str, float] = {}
     alive = set()
     for state in runs:
-        name = _name(state)
+        name = run_name(state)
         started[name] = max(started.get(name, 0.0), float((state.get("node") or {}).get("started") or 0.0))
         alive |= {name} if state.get("alive") else set()
     ended = sorted(started.keys() - alive, key=lambda name: (started[name], name))
     return set(ended[: max(0, len(ended) - latest)])
 
 
-def _name(state: dict[str, Any]) -> str:
-    """Return the name of a run; of one that has not begun, its folder."""
-    return str((state.get("node") or {}).get("run") or state.get("run_dir", ""))
+def run_name(state: Mapping[str, Any]) -> str:
+    """Return the name of a run, which is that of its folder: code of a rank can write another one in its record."""
+    return str(state.get("run_dir", "")).rpartition("/")[2]
 
 
 def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the valid states of runs, and why each other one is not valid."""
+    """Return the states of runs, and why each one that is not valid is not.
+
+    An invalid state of a run with processes is returned without its records, so that the run can be stopped.
+    """
     valid, bad = [], []
     for state in states:
         try:
             valid.append(checked_reply("run_status", state))
         except ReplyError as error:
             bad.append(str(error))
+            kept: dict[str, Any] = {
+                name: state[name] for name in ("run_dir", "now", "alive", "waits", "left") if name in state
+            }
+            plain = kept | {"status": "unreadable", "node": None, "ranks": {}}
+            with contextlib.suppress(ReplyError):
+                valid += [known for known in [checked_reply("run_status", plain)] if is_left(known)]
     return valid, bad
 
 
 def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
     """Return one row for each rank of a run on a host, or one for all ranks of a job that waits in Slurm; see STATUS_HEAD."""
-    node = answer.get("node") or {}
-    if waits(answer):
-        return [[node.get("run", ""), host, "-", "waiting", *["-"] * (len(STATUS_HEAD) - 4)]]
+    node, run = answer.get("node") or {}, run_name(answer)
+    if waits(answer) or not node:
+        doing = "waiting" if node else f"alive, {answer['status']}"
+        return [[run, host, "-", doing, *["-"] * (len(STATUS_HEAD) - 4)]]
     part = Part(host, answer.get("run_dir", ""), ranks=node.get("ranks") or [], answer=answer)
     rows = []
     for rank in part.ranks or sorted(part.states):
@@ -260,7 +296,7 @@ def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
         step, loss, speed = state.get("step"), state.get("loss"), state.get("tokens_per_second")
         rows.append(
             [
-                node.get("run", ""),
+                run,
                 host,
                 str(rank),
                 doing,
