@@ -165,8 +165,10 @@ def data(argv: list[str]) -> int:
     spec = with_tiny_model(spec, data_dir / "store")
     refuse_adapter(spec.model)
     with without_collector():
+        from trainer.base_weights import embedding_rows
         from trainer.model import load_tokenizer
-    show(samples_of(spec), Encoder.of(spec, TextTokenizer.of(load_tokenizer(spec.model))), view)
+    tokenizer = TextTokenizer.of(load_tokenizer(spec.model))
+    show(samples_of(spec), Encoder.of(spec, tokenizer, rows=embedding_rows(spec.model)), view)
     return 0
 
 

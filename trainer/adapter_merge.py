@@ -338,7 +338,7 @@ def _require_equal(name: str, merged: Any, expected: torch.Tensor, *, exact: boo
     found = merged.get_parameter(name)
     if found.shape == expected.shape:
         unlike = found != expected
-        error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+        error = float((found.detach().float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
         if not unlike.any() or (not exact and (error <= 1e-6 or (error <= 1e-3 and unlike.float().mean() <= _FLIPPED))):
             return
     raise UserError(

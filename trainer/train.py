@@ -113,7 +113,7 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, che
     tokenizer = load_tokenizer(spec.model)
     date = run_date(spec, tokenizer, checkpoints, world)
     rows = embedding_rows(spec.model)
-    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date))
+    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
     if spec.fake_data:
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     corpus.report.loss.check(spec.allow_dropped)

@@ -28,6 +28,7 @@ from trainer.data.template_process import limited_template
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.errors import UserError
 from trainer.files import write_atomic
+from trainer.formats import quoted
 from trainer.inputs import path_kind
 
 _FORMAT = 3  # version of the cached encoding: increment it when the encoding of a sample changes
@@ -150,12 +151,14 @@ class Encoder:
         logprobs: bool = False,
         system: str = "keep",
         today: datetime.datetime | None = None,
+        rows: int | None = None,
     ) -> None:
         """Args:
         tokenizer: one of transformers, or a `TextTokenizer`.
         logprobs: also match the log-probabilities of the teacher.
         system: the field of the run spec.
         today: the date of the run, for templates that print one; None for now.
+        rows: of the model's embedding; None for that of a `TextTokenizer`, or if it is unknown.
 
         Raises:
             UserError: the chat template is not valid.
@@ -164,14 +167,16 @@ class Encoder:
         self.seq_length, self.train_on, self._system = seq_length, train_on, system
         self._text = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer.of(tokenizer)
         self._today = today or datetime.datetime.now()
+        self._rows = rows or self._text.rows
 
     @classmethod
-    def of(cls, spec: RunSpec, tokenizer: Any, date: datetime.date | None = None) -> "Encoder":
+    def of(cls, spec: RunSpec, tokenizer: Any, date: datetime.date | None = None, rows: int | None = None) -> "Encoder":
         """Return the encoder of a run.
 
         Args:
             tokenizer: as for the class; a `TextTokenizer` does not match log-probabilities.
             date: the date of the run, for templates that print one; None for that of the spec, or today.
+            rows: as for the class.
 
         Raises:
             UserError: the chat template is not valid.
@@ -183,6 +188,7 @@ class Encoder:
             logprobs=spec.needs_logprobs and not isinstance(tokenizer, TextTokenizer),
             system=spec.system,
             today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
+            rows=rows,
         )
 
     @cached_property
@@ -230,7 +236,15 @@ class Encoder:
 
     def encode(self, sample: Sample) -> Encoded:
         """Return the encoding of one sample. Raises UserError as `__call__`."""
-        return self._chat(sample) if sample.messages else self._raw(sample)
+        encoded = self._chat(sample) if sample.messages else self._raw(sample)
+        if self._rows is not None and encoded.ids and max(encoded.ids) >= self._rows:
+            token = next(number for number in encoded.ids if number >= self._rows)
+            raise UserError(
+                f"{sample.where or 'dataset'}: has the token {quoted(self._text.decode([token]))} (id {token}), and the embedding of the "
+                f"model has {self._rows} rows: use the tokenizer of this model, or extend its embedding "
+                "(resize_token_embeddings) and save it"
+            )
+        return encoded
 
     def fit(self, encoded: Encoded) -> Fitted:
         """Return what a run keeps of an encoded sample. The first token of a row is never predicted, so it carries no loss."""
@@ -399,11 +413,14 @@ def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
     return Corpus(tokens, trained, starts, DataReport(rows, rows, int(trained.sum())))
 
 
-def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path, date: datetime.date | None = None) -> Corpus:
+def encoded_dataset(
+    spec: RunSpec, tokenizer: Any, store: Path, date: datetime.date | None = None, rows: int | None = None
+) -> Corpus:
     """Return the encoded datasets of the spec, from the cache in `store` if an earlier start on this host wrote it.
 
     Args:
         date: the date of the run, for templates that print one; None for that of the spec, or today.
+        rows: of the model's embedding; None if that is unknown.
 
     Raises:
         UserError: a dataset is unavailable or invalid, or no sample of it is left; or the run needs log-probabilities of a
@@ -411,7 +428,7 @@ def encoded_dataset(spec: RunSpec, tokenizer: Any, store: Path, date: datetime.d
     """
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
-    encoder = Encoder.of(spec, tokenizer, date)
+    encoder = Encoder.of(spec, tokenizer, date, rows)
     corpus = joined([_encoded_source(source, encoder, store) for source in spec.sources])
     if corpus.targets:
         _check_targets(corpus.targets)

@@ -204,8 +204,8 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]]:
     Raises:
         TemplateError: a file is too large or not valid.
     """
-    config = _read_object(folder / "tokenizer_config.json")
-    tokens = _read_object(folder / "special_tokens_map.json") | config
+    config = read_object(folder / "tokenizer_config.json")
+    tokens = read_object(folder / "special_tokens_map.json") | config
     special = {name: _token(tokens.get(name)) for name in SPECIAL_TOKENS if _token(tokens.get(name))}
     single = folder / "chat_template.jinja"
     source = _read_text(single) if single.exists() else config.get("chat_template")
@@ -231,7 +231,8 @@ def _read_text(path: Path) -> str:
         raise TemplateError(f"{path}: {first_line(error)}") from None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file of a model; empty if there is no file or another value. Raises TemplateError."""
     if not path.exists():
         return {}
     try:

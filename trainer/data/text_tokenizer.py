@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.hf_template import read_template
+from trainer.data.hf_template import read_object, read_template
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.errors import UserError, first_line
 
@@ -33,6 +33,7 @@ class TextTokenizer:
         bos, eos: the ids of these two; None if there is none.
         added: the texts of all tokens that are never split.
         vocabulary: a digest of the vocabulary.
+        rows: of the model's embedding; None if that is unknown.
     """
 
     tokenize: Callable[[str], tuple[list[int], Offsets | None]]
@@ -43,6 +44,7 @@ class TextTokenizer:
     eos: int | None
     added: frozenset[str]
     vocabulary: str
+    rows: int | None = None
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextTokenizer:
@@ -100,6 +102,7 @@ class TextTokenizer:
             core.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None,
             frozenset(added) | frozenset(tokens.values()),
             hashlib.sha256(core.to_str().encode()).hexdigest(),
+            _rows(read_object(folder / "config.json")),
         )
 
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
@@ -140,3 +143,9 @@ class TextTokenizer:
                 "the tokenizer of the model does not tell where an answer begins: use a model with tokenizer.json"
             )
         return prefix
+
+
+def _rows(config: Mapping[str, Any]) -> int | None:
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return found if type(found) is int and found > 0 else None

@@ -54,8 +54,9 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str, DataReport | None
         local = with_tiny_model(spec, Path(work))
         store = (data_dir if path_kind(data_dir) == "folder" else Path(work)) / "store"
         tokenizer = load_tokenizer(local.model)
-        corpus = encoded_dataset(local, tokenizer, store)
-        check_token_ids(local.model, tokenizer, corpus, embedding_rows(local.model))
+        rows = embedding_rows(local.model)
+        corpus = encoded_dataset(local, tokenizer, store, rows=rows)
+        check_token_ids(local.model, tokenizer, corpus, rows)
     one_epoch = spec.model_copy(update={"epochs": 1})
     epoch, lengths = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0), corpus.lengths
     filled = [int(sum(lengths[sample] for sample in row)) for row in epoch]

@@ -79,6 +79,8 @@ def test_a_run_with_a_smaller_embedding(here: Any, tmp_path: Path) -> None:
     rows = len(load_tokenizer(str(here.model)))
     whole, here.model = here.model, with_rows(here.model, tmp_path / "less", 40)
     assert here(max_steps=1) == 1
-    assert here.err.count("error: ") == 1 and "error: model: the sample '" in here.err and "has 40 rows: " in here.err
+    assert (
+        here.err.count("error: ") == 1 and "train.jsonl:1: has the token '" in here.err and "has 40 rows: " in here.err
+    )
     assert here("fake", fake_data=True, max_steps=1, eval_split=0) == 0, here.err
     assert rows > 40 and whole != here.model
