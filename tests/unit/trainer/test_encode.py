@@ -385,15 +385,11 @@ def test_the_report_says_what_became_of_the_samples(tokenizer: Any, tmp_path: Pa
 
 
 def test_a_token_outside_the_embedding_is_refused_at_its_sample(tokenizer: Any) -> None:
-    samples = [
-        dataclasses.replace(chat("the cat", text), where=f"d.jsonl:{line}") for line, text in ((1, "a"), (2, "猫"))
-    ]
-    first, second = (max(encoder(tokenizer)(sample)[0]) for sample in samples)
-    assert first != second
-    order = samples if first < second else samples[::-1]
-    limited = Encoder(tokenizer, seq_length=64, train_on="answer", rows=min(first, second) + 1)
-    assert limited(order[0])
+    samples = [Sample(pieces=((text, True),), where=f"d.jsonl:{line}") for line, text in ((1, "a"), (2, "the"))]
+    low, high = sorted(samples, key=lambda sample: max(encoder(tokenizer)(sample)[0]))
+    limited = Encoder(tokenizer, seq_length=64, train_on="answer", rows=max(encoder(tokenizer)(low)[0]) + 1)
+    assert limited(low)
     with pytest.raises(
-        UserError, match=rf"{order[1].where}: has the token .*, and the embedding of the model has \d+ rows: "
+        UserError, match=rf"{high.where}: has the token .*, and the embedding of the model has \d+ rows: "
     ):
-        limited(order[1])
+        limited(high)
