@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec, read_spec
-from trainer.data.encode import Corpus, encoded_dataset, split
+from trainer.data.corpus import Corpus, split
+from trainer.data.encode import encoded_dataset
 from trainer.data.order import held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line

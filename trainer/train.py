@@ -18,7 +18,8 @@ from trainer.adapter_folder import refuse_adapter
 from trainer.base_weights import embedding_rows
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
-from trainer.data.encode import Corpus, encoded_dataset, split
+from trainer.data.corpus import Corpus, split
+from trainer.data.encode import encoded_dataset
 from trainer.data.mixture import describe_mixture
 from trainer.data.order import Order, held_out
 from trainer.data.packing import collate

@@ -24,7 +24,7 @@ from lab_hosts import REPO, Host, Lab
 from testbed import faults
 
 from trainer.config import RunSpec
-from trainer.data.encode import load_corpus, split
+from trainer.data.corpus import load_corpus, split
 from trainer.data.order import Order, held_out
 from trainer.run_state import RunHistory
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.data.encode import Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.packing import collate
 from trainer.model import TokenLoss
 from trainer.strategy import Batch

@@ -1,12 +1,9 @@
-"""Encode samples as tokens: chat template, loss mask, truncation at seq_length, and a cache on disk for fast restarts."""
+"""Encode samples as tokens: chat template, loss mask, and truncation at seq_length."""
 
 import datetime
 import hashlib
-import io
 import itertools
 import json
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,70 +15,20 @@ import numpy as np
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.answer_spans import AnswerFinder, Answers
+from trainer.data.corpus import NO_TARGETS, Corpus, joined, load_corpus, save_corpus
 from trainer.data.files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
-from trainer.data.logprobs import COLUMN, TOP, Targets, Vocabulary, join_targets
+from trainer.data.logprobs import COLUMN, Targets, Vocabulary
 from trainer.data.report import BEYOND, NO_ANSWER, NO_DATA, DataReport
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.template_process import limited_template
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.errors import UserError
-from trainer.files import write_atomic
 from trainer.formats import quoted
 from trainer.inputs import path_kind
 
 _FORMAT = 3  # version of the cached encoding: increment it when the encoding of a sample changes
-
-
-_NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Encoded samples, concatenated.
-
-    `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
-    [samples + 1]: where each sample starts, followed by the total. `report`: what became of all samples. `sources`, int32
-    [samples]: the number of the dataset of every sample; None if there is one dataset. `targets`: the teacher's distributions,
-    if the run uses those of the dataset.
-    """
-
-    tokens: np.ndarray
-    trained: np.ndarray
-    starts: np.ndarray
-    report: DataReport = NO_DATA
-    sources: np.ndarray | None = None
-    targets: Targets | None = None
-
-    @property
-    def dropped(self) -> int:
-        """The number of samples that were left out."""
-        return self.report.lost
-
-    @property
-    def cut(self) -> int:
-        """The number of samples that were truncated."""
-        return self.report.truncated
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """The number of tokens of every sample, int64 [samples]."""
-        return np.diff(self.starts)
-
-    def digest(self) -> str:
-        """Return the SHA-256 (hex) of the tokens, the loss mask, the sample boundaries and the teacher's distributions."""
-        total = hashlib.sha256()
-        for array in (self.starts, self.tokens, self.trained, self.sources, *(self.targets or _NO_TARGETS).arrays()):
-            total.update(b"" if array is None else array.tobytes())
-        return total.hexdigest()
-
-    def trained_counts(self) -> np.ndarray:
-        """Return the number of tokens with loss of every sample, int64 [samples]."""
-        return np.diff(np.concatenate([[0], np.cumsum(self.trained)])[self.starts])
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
 
 
 @dataclass(frozen=True)
@@ -369,8 +316,8 @@ class _Matched:
     """Collects the teacher's distributions of the samples of a corpus, in order."""
 
     def __init__(self) -> None:
-        self._taught: list[np.ndarray] = [_NO_TARGETS.taught]
-        self._ids, self._values = [_NO_TARGETS.ids], [_NO_TARGETS.values]
+        self._taught: list[np.ndarray] = [NO_TARGETS.taught]
+        self._ids, self._values = [NO_TARGETS.ids], [NO_TARGETS.values]
         self._matched = self._unmatched = 0
 
     def add(
@@ -474,66 +421,3 @@ def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Cor
     corpus = encode_all(read_source(source, logprobs=encoder.vocabulary is not None), encoder)
     save_corpus(corpus, cache)
     return corpus
-
-
-def joined(corpora: Sequence[Corpus]) -> Corpus:
-    """Return the samples of all corpora, in their order, as one corpus with `sources`; a single corpus unchanged."""
-    if len(corpora) == 1:
-        return corpora[0]
-    ends = list(itertools.accumulate((len(corpus.tokens) for corpus in corpora), initial=0))
-    starts: list[np.ndarray] = [corpus.starts[:-1] + first for corpus, first in zip(corpora, ends, strict=False)]
-    return Corpus(
-        np.concatenate([corpus.tokens for corpus in corpora]),
-        np.concatenate([corpus.trained for corpus in corpora]),
-        np.concatenate([*starts, [ends[-1]]]).astype(np.int64),
-        sum((corpus.report for corpus in corpora), NO_DATA),
-        np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
-        join_targets([corpus.targets for corpus in corpora if corpus.targets]) if corpora[0].targets else None,
-    )
-
-
-def save_corpus(corpus: Corpus, path: Path) -> None:
-    """Write a corpus to `path` atomically."""
-    buffer = io.BytesIO()
-    report = np.array(json.dumps(corpus.report.as_dict()))
-    arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "report": report}
-    if found := corpus.targets:
-        arrays |= {"taught": found.taught, "top_ids": found.ids, "top_values": found.values}
-        arrays["matches"] = np.array([found.matched, found.unmatched], dtype=np.int64)
-    np.savez(buffer, allow_pickle=False, **arrays)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, buffer.getvalue(), 0o600)  # it holds the text of a dataset that may be private
-
-
-def load_corpus(path: Path) -> Corpus | None:
-    """Return the corpus that `save_corpus` wrote, or None if the file is missing or unreadable."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            report = DataReport.of(json.loads(str(arrays["report"])))
-            targets = None
-            if "taught" in arrays:
-                matched, unmatched = map(int, arrays["matches"])
-                targets = Targets(arrays["taught"], arrays["top_ids"], arrays["top_values"], matched, unmatched)
-            tokens, trained, starts = (arrays[name] for name in ("tokens", "trained", "starts"))
-            return Corpus(tokens, trained, starts, report, targets=targets)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        return None
-
-
-def split(corpus: Corpus, held_out: Iterable[int]) -> tuple[Corpus, Corpus]:
-    """Return the corpus without the samples in `held_out`, and the corpus of only those; both keep the order."""
-    out = set(held_out)
-
-    def select(indices: list[int]) -> Corpus:
-        spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in indices]
-        lengths = [span.stop - span.start for span in spans]
-        return Corpus(
-            np.concatenate([corpus.tokens[:0], *(corpus.tokens[span] for span in spans)]),
-            np.concatenate([corpus.trained[:0], *(corpus.trained[span] for span in spans)]),
-            np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            corpus.report,
-            None if corpus.sources is None else corpus.sources[indices],
-            corpus.targets.select(spans) if corpus.targets else None,
-        )
-
-    return select([i for i in range(len(corpus)) if i not in out]), select(sorted(out))

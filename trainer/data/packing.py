@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from trainer.data.encode import Corpus
+    from trainer.data.corpus import Corpus
 
 IGNORED = -100  # the label of a position without loss, as torch's cross_entropy has it
 _EMPTY_WIDTH = 8  # tokens of the padding row of an empty micro-batch

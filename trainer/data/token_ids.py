@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.encode import Corpus
+from trainer.data.corpus import Corpus
 from trainer.errors import UserError
 from trainer.formats import quoted
 

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from trainer.config import RunSpec
-from trainer.data.encode import Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.logprobs import last_answer
 from trainer.tokenizer_output import end_ids
 

@@ -105,8 +105,7 @@ def plan_run(
     chosen = _resolve_strategy(hosts, connect, spec, prepared)
     check_requirements(hosts, spec)
     check_own_gpus(hosts, spec_of(spec))
-    apart = own_torchrun(spec)
-    if apart:
+    if apart := own_torchrun(spec):
         check_torchft([host.host for host in hosts], options)
     last_attempt = max((part["attempt"] for host in ordered if (part := host.facts["part"])), default=0)
     members = _running_members(ordered, run, last_attempt, options, previous)
@@ -114,8 +113,7 @@ def plan_run(
         left_out |= extra
         ordered = [host for host in ordered if host.name not in extra]
         hosts, teacher = split_teacher(ordered, spec["teacher_host"])
-    head = hosts[0]
-    port = 0 if members else _rendezvous_port(options.master_port, head, run)
+    port = 0 if members else _rendezvous_port(options.master_port, hosts[0], run)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec["resume"] = "auto"
     if members:
@@ -150,13 +148,12 @@ def plan_run(
     lines = [finished_line(run)] if phase == "finished" else []
     lines += _host_lines(ordered, left_out, preview)
     lines += plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))
-    if spec["script"]:  # has no rows that the plan knows
-        return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered))
-    with spec_here(spec, prepared.files) as here:
-        check_layers(here, [len(node.ranks) for node in nodes if not node.teaches])
-        lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
-        if teacher:
-            lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
+    if not spec["script"]:  # whose rows the plan does not know
+        with spec_here(spec, prepared.files) as here:
+            check_layers(here, [len(node.ranks) for node in nodes if not node.teaches])
+            lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
+            if teacher:
+                lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
     return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered))
 
 

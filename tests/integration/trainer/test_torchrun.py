@@ -18,7 +18,7 @@ from trainer_runs import Cluster, Here, lines, losses, records, until, write_jso
 
 from trainer.checkpoint import complete_checkpoints
 from trainer.config import read_spec
-from trainer.data.encode import load_corpus, split
+from trainer.data.corpus import load_corpus, split
 from trainer.data.order import Order, held_out
 from trainer.files import sha256_file
 

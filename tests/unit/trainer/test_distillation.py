@@ -19,7 +19,8 @@ from torch import nn
 from trainer_runs import records, write_jsonl
 
 from trainer.config import make_spec
-from trainer.data.encode import Corpus, Encoder, encode_all, encoded_dataset, load_corpus, save_corpus, split
+from trainer.data.corpus import Corpus, load_corpus, save_corpus, split
+from trainer.data.encode import Encoder, encode_all, encoded_dataset
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
 from trainer.data.samples import read_source, source_of
 from trainer.data.shapes import to_sample

@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from trainer_runs import chat, records, write_jsonl
 
 from trainer.config import make_spec
-from trainer.data.encode import (
-    Corpus,
-    DataReport,
-    Encoder,
-    encode_all,
-    encoded_dataset,
-    load_corpus,
-    save_corpus,
-    split,
-)
+from trainer.data.corpus import Corpus, load_corpus, save_corpus, split
+from trainer.data.encode import DataReport, Encoder, encode_all, encoded_dataset
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.report import BEYOND, NO_ANSWER

@@ -19,7 +19,7 @@ from hostile import HOSTILE_STRINGS, TERMINAL_STRINGS
 from trainer.__main__ import main
 from trainer.config import make_spec, read_spec
 from trainer.config.yaml_text import MAX_YAML
-from trainer.data.encode import save_corpus
+from trainer.data.corpus import save_corpus
 from trainer.data.samples import read_samples
 from trainer.data.tiny import ensure_tiny_model
 from trainer.errors import UserError
@@ -241,7 +241,7 @@ def test_a_record_of_endless_length_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_what_is_derived_from_a_dataset_is_private(tmp_path: Path) -> None:
     import numpy as np
 
-    from trainer.data.encode import Corpus
+    from trainer.data.corpus import Corpus
     from trainer.data.samples import Sample
 
     save_corpus(Corpus(np.arange(3, dtype=np.int32), np.ones(3, np.bool_), np.array([0, 3])), tmp_path / "c/corpus.npz")

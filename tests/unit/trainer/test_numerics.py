@@ -11,7 +11,7 @@ from small_models import MODELS, assert_equal_work, batch, loss_and_gradient, sm
 from torch import nn
 
 from trainer.config import make_spec
-from trainer.data.encode import Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World

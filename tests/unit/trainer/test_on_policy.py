@@ -12,7 +12,7 @@ import torch
 from test_distillation import taught
 
 from trainer.config import make_spec
-from trainer.data.encode import Corpus
+from trainer.data.corpus import Corpus
 from trainer.distillation.on_policy import Writer, _Sampler, is_on_policy
 
 __all__ = ["taught"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from trainer.data.encode import Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.logprobs import Targets
 from trainer.data.token_ids import check_token_ids, set_padding, usable_tokens
 from trainer.errors import UserError
