@@ -209,7 +209,7 @@ def test_a_claim_lasts_until_the_start_or_its_limit(tmp_path: Path, monkeypatch:
 def test_a_start_since_the_plan_is_not_overwritten(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs/r"
     (run_dir / "state").mkdir(parents=True)
-    (run_dir / "state/node.json").write_text('{"attempt": 1, "started": 5.0}')
+    (run_dir / "state/node.json").write_text('{"attempt": 1, "started": 5.0, "status": "running"}')
     assert commit(request_of(tmp_path, "a")) == {"claimed": "the run was started since it was planned"}
     assert not (run_dir / "spec.yml").exists()
     (run_dir / "state/stop-wanted").touch()

@@ -203,7 +203,9 @@ def test_a_rank_without_a_heartbeat_stalls_too() -> None:
 
 
 def test_status_table() -> None:
-    (row,) = status_rows("a", part("a", 0).answer | {"node": {"run": "r", "ranks": [0], "status": "running"}})
+    (row,) = status_rows(
+        "a", part("a", 0).answer | {"run_dir": "/d/runs/r", "node": {"ranks": [0], "status": "running"}}
+    )
     assert row == ["r", "a", "0", "training", "5/80", "5", "-", "-", "1:39 ago"]
     assert gpu_cell({"utilisation_percent": 87.2, "memory_peak_gb": 11.24}) == "87% 11.2GB"
     use = {
