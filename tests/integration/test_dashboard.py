@@ -124,6 +124,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[S
     environment = ENVIRONMENT | {"PATH": f"{slurm.programs}:{ENVIRONMENT['PATH']}"}
     for number in range(3):
         ended_run(bed, f"old-{number}", time.time() - 86_400 * (number + 1))
+    (bed.run_dir(0, "old-1") / "spec.yml").write_text("model: tiny\nloggers: [tensorboard]\n")
     rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(200)]
     (bed.folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     fields = [
@@ -411,12 +412,15 @@ def test_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_
         "events": "/events",
         "queue": "/queue",
         "run": "/runs/real",
+        "tensorboard": "/runs/old-1",
         "compare": "/runs/real?with=old-1",
     }
     session = site.session()
     until(lambda: site.ask("GET", "/runs/real", Cookie=session)[0] == 200, 120, "the real run")
     for name, path in pages.items():
         site.open(browser, path)
+        command = f"{sys.executable} -m tensorboard.main --logdir {site.bed.run_dir(0, 'old-1')}/tensorboard"
+        assert (command in body(browser)) == (name == "tensorboard"), name
         take_pictures(browser, name, tmp_path)
 
 

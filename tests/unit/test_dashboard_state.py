@@ -6,15 +6,18 @@ import asyncio
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from trainyard.connection import Host, RemoteError
+from trainyard.connection import Host, Login, RemoteError
 from trainyard.dashboard import state as state_module
 from trainyard.dashboard import streams
+from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.formats import duration, number, rate, size
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.prometheus import exposition
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.records import RunRecords
@@ -63,6 +66,37 @@ def parsed(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = _parse(json.dumps(line).encode())
     assert found
     return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_service", "expected"),
+    [
+        ({"loggers": "tensorboard"}, False, "ssh -t -i /key -o X=y -L 6006:127.0.0.1:6006 me@box "),
+        ({"loggers": "wandb, tensorboard"}, True, "ssh -t -L 6006:127.0.0.1:6006 me@box "),
+        ({"loggers": "none"}, False, ""),
+        ({"loggers": "tensorboard", "script": "worker.py"}, False, ""),
+        ({}, False, ""),
+    ],
+    ids=str,
+)
+def test_the_page_of_a_run_has_the_command_of_tensorboard(
+    spec: dict[str, str], is_service: bool, expected: str, tmp_path: Path
+) -> None:
+    login = Login("box", "me", key_file="/key", extra_arguments=("-o", "X=y"))
+    cluster = Cluster([replace(host, login=login) for host in hosts()])
+    for host, rank in (("node1", 1), ("node2", 0)):
+        cluster.receive(host, *parsed(run_line(rank)))
+    nothing = cast(Any, None)
+    board = Dashboard(cluster, {}, nothing, nothing, nothing, Project(tmp_path, is_service=is_service))
+    found = board._tensorboard(cluster.runs["r"], spec)
+    program = "'/usr/bin/python3 -m tensorboard.main --logdir /data2/runs/r/tensorboard'"
+    assert found == (expected + program if expected else "")
+
+
+def test_a_run_without_a_rank_0_has_no_command_of_tensorboard(tmp_path: Path) -> None:
+    nothing, cluster = cast(Any, None), cluster_with(("node2", run_line(1)))
+    board = Dashboard(cluster, {}, nothing, nothing, nothing, Project(tmp_path))
+    assert board._tensorboard(cluster.runs["r"], {"loggers": "tensorboard"}) == ""
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
 
+from trainyard.connection import Host, Login
 from trainyard.replies import ReplyError, checked_reply
-from trainyard.run.artifacts import summary
+from trainyard.run.artifacts import summary, tensorboard_command
 
 RESULT = {
     "run": "r", "status": "finished", "step": 1, "steps": 1, "world_size": 2, "loss_first": 4.0, "loss_last": 3.0, "eval_loss": None,
@@ -55,3 +57,14 @@ def test_totals_of_another_type_are_refused(wrong: dict[str, Any]) -> None:
     assert checked_reply("result.json", result | {"data": data})["data"] == data
     with pytest.raises(ReplyError, match=f"data.{next(iter(wrong))}"):
         checked_reply("result.json", result | {"data": data | wrong})
+
+
+def test_the_command_of_tensorboard_passes_both_shells() -> None:
+    folder = "/data of me/runs/r/tensorboard"
+    program = ["/venv/bin/python", "-m", "tensorboard.main", "--logdir", folder]
+    host = Host("node1", "10.0.0.1", "/data of me", "/venv/bin/python")
+    assert shlex.split(tensorboard_command(folder, host)) == program
+    host = Host("node1", "10.0.0.1", "/data of me", "/venv/bin/python", login=Login("box", "me", 2222, "/key"))
+    *words, command = shlex.split(tensorboard_command(folder, host))
+    assert words == ["ssh", "-t", "-i", "/key", "-p", "2222", "-L", "6006:127.0.0.1:6006", "me@box"]
+    assert shlex.split(command) == program

@@ -24,15 +24,16 @@ from trainyard.connection import RemoteError
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.logs import Key, RunLog
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, Access, Guard, LoginForm
 from trainyard.dashboard.shown_last import ShownLast
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
-from trainyard.dashboard.tensorboard import TensorBoard, missing
 from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
 from trainyard.queue.manage import CHANGES, check_verb
+from trainyard.run.artifacts import tensorboard_command
 
 PAUSE = 0.4  # s between two messages to a browser
 END = 1.5  # s for the last message when the server ends
@@ -53,11 +54,12 @@ class Dashboard:
         pages: Pages,
         actions: Actions,
         access: Access,
+        project: Project,
     ) -> None:
         self.cluster, self.streams, self.pages, self.actions, self.access = cluster, streams, pages, actions, access
         self.records = ShownLast[str, RunRecords](RunRecords, cluster, streams)
         self.logs = ShownLast[Key, RunLog](RunLog, cluster, streams)
-        self.tensorboard = TensorBoard(cluster, streams)
+        self.project = project
         self.listeners = 0
 
     def app(self) -> Starlette:
@@ -77,8 +79,6 @@ class Dashboard:
             Route("/runs/{run}/stop", self.stop, methods=["POST"]),
             Route("/runs/{run}/start", self.start, methods=["POST"]),
             Route("/runs/{run}/deploy", self.deploy, methods=["POST"]),
-            Route("/runs/{run}/tensorboard", self.open_tensorboard, methods=["POST"]),
-            Route("/tensorboard/{path:path}", self.show_tensorboard, methods=["GET", "HEAD", "POST"]),
             Route("/live/{page}", self.live),
             Route("/metrics", self.metrics),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -97,7 +97,7 @@ class Dashboard:
         yield
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, self.tensorboard.close(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run(self, request: Request) -> RunState:
         name = request.path_params["run"]
@@ -153,10 +153,18 @@ class Dashboard:
             "names": [one.name for one in names if one.name != run.name][:200],
             "specs": specs,
             "rows": spec_rows(specs, differences=bool(others)),
-            "no_tensorboard": missing(),
+            "tensorboard": self._tensorboard(run, specs[run.name]),
             "log_files": _log_files(run, found[run.name]["logs"]),
         }
         return HTMLResponse(self.pages.page("run", run.name, **more))
+
+    def _tensorboard(self, run: RunState, spec: dict[str, str]) -> str:
+        """Return the command that shows a run in TensorBoard; empty if the run writes no event files."""
+        if 0 not in run.ranks or spec.get("script") or "tensorboard" not in spec.get("loggers", "").split(", "):
+            return ""
+        name, _ = run.ranks[0]  # the rank that writes them
+        host = self.project.for_user(self.cluster.hosts[name].host)
+        return tensorboard_command(f"{run.parts[name].run_dir}/tensorboard", host)
 
     def _others(self, run: RunState, given: list[str]) -> list[str]:
         """Return the other runs that a request names."""
@@ -214,22 +222,6 @@ class Dashboard:
             return PlainTextResponse(NOT_OUR_FORM, 403)
         act(run, form)
         return RedirectResponse(f"/runs/{run.name}", 303)
-
-    async def open_tensorboard(self, request: Request) -> Response:
-        """Show a run, and the ones in the field `with`, in TensorBoard."""
-        run = self._run(request)
-        form = await self.access.read_form(request)
-        if form is None:
-            return PlainTextResponse(NOT_OUR_FORM, 403)
-        try:
-            await self.tensorboard.open([run.name, *self._others(run, [form.get("with", "")])])
-        except UserError as error:
-            return PlainTextResponse(f"503: {error}\n", 503)
-        return RedirectResponse("/tensorboard/", 303)
-
-    async def show_tensorboard(self, request: Request) -> Response:
-        """Pass a request on to TensorBoard."""
-        return await self.tensorboard.forward(request, self.access)
 
     async def change_queue(self, request: Request) -> Response:
         """Cancel, hold or release a run of the queue, add it again, or change its priority to the field `priority`."""

@@ -20,7 +20,7 @@ from trainyard.run.options import LaunchOptions
 LOOPBACK, PORT = "127.0.0.1", 5000
 PASSWORD = "dashboard_password"  # a variable of the inventory, for a vault; no option, which a command line could show
 # Of the extra `dashboard`.
-PACKAGES = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client", "cryptography", "httpx2")
+PACKAGES = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client", "cryptography")
 
 
 class DashboardOptions(PlaybookOptions):

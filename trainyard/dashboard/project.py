@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ class Project:
     def can_start(self, run: str) -> bool:
         """Return whether it is known how a run was started."""
         return self._received_start(run).is_file() if self.is_service else has_start(self.home, run)
+
+    def for_user(self, host: Host) -> Host:
+        """Return a host as a user logs in to it: the service's key is not the user's, and permits no forwarding."""
+        return replace(host, login=replace(host.login, key_file="", extra_arguments=())) if self.is_service else host
 
     def session_of(
         self,

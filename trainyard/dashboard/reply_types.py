@@ -149,16 +149,6 @@ class Description(OpenReply):
     logs: Annotated[dict[Line, Count], Field(max_length=4096)]
 
 
-class EventFileSizes(OpenReply):
-    files: Annotated[dict[Line, Count], Field(max_length=256)]
-
-
-class EventPart(OpenReply):
-    """Bytes of a TensorBoard event file in base64."""
-
-    data: Annotated[str, Field(max_length=1_500_000)]
-
-
 class TeacherNode(OpenReply):
     name: Line
     answers: Count
@@ -222,8 +212,6 @@ DASHBOARD_REPLY_TYPES: dict[str, Any] = {
     "query log": LogLines,
     "query search": SearchLines,
     "query describe": Description,
-    "query event_files": EventFileSizes,
-    "query event_part": EventPart,
     "query progress": ProgressRecords,
     "progress distill": DistillProgress,
     "progress deploy": DeployProgress,

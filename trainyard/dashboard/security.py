@@ -42,14 +42,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# TensorBoard needs `unsafe-eval` and styles inside its pages. Its scripts are kept from the pages of the dashboard, which have the same
-# origin: they connect to paths of TensorBoard only, and the sandbox has no windows, forms and frames.
-TENSORBOARD = "/tensorboard/"
-TENSORBOARD_POLICY = (
-    "default-src 'none'; script-src {site} 'unsafe-eval'; style-src {site} 'unsafe-inline'; img-src {site} data: blob:; "
-    "font-src {site} data:; media-src {site}; connect-src {site}; form-action 'none'; frame-ancestors 'none'; base-uri 'none'; "
-    "sandbox allow-scripts allow-same-origin allow-downloads"
-)
 NOT_OUR_FORM = "403: the form did not come from this page: reload it and try again\n"
 
 
@@ -286,21 +278,11 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in self._headers(scope).items():
+                for name, value in HEADERS.items():
                     headers[name] = value
             await send(message)
 
         await (await self._refusal(scope) or self.app)(scope, receive, send_with_headers)
-
-    def _headers(self, scope: Scope) -> dict[str, str]:
-        if not str(scope["path"]).startswith(TENSORBOARD):
-            return HEADERS
-        host = Headers(scope=scope).get("host", "").lower()
-        if host not in self.access.site.hosts:
-            return HEADERS
-        # A policy cannot name an IPv6 address, and `'self'` has no path.
-        source = "'self'" if "[" in host else f"http{'s' if self.access.site.tls else ''}://{host}{TENSORBOARD}"
-        return HEADERS | {"Content-Security-Policy": TENSORBOARD_POLICY.format(site=source)}
 
     async def _refusal(self, scope: Scope) -> Response | None:
         site, path, headers = self.access.site, str(scope["path"]), Headers(scope=scope)

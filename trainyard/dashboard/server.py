@@ -104,7 +104,7 @@ def serve(
     pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=access.has_form)
     pages.progress = ProgressWatch(cluster, project, streams.get(queue.host))
     actions = Actions(hosts, connect, launch, pages, project)
-    app = Dashboard(cluster, streams, pages, actions, access).app()
+    app = Dashboard(cluster, streams, pages, actions, access, project).app()
     certificate = entry.certificate
     config = uvicorn.Config(
         app,

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
@@ -225,32 +225,24 @@ _EVIDENCE: dict[str, Callable[[_Members], Iterator[list[int]]]] = {
 
 
 def _clones(hints: Sequence[_Hints], groups: Groups) -> list[str]:
-    """Return a warning for each machine that looks like a clone of an earlier one."""
+    """Return a warning for each machine that presents the SSH host key of an earlier one."""
     warnings = []
-    first_with: dict[Any, int] = {}
+    first_with: dict[str, int] = {}
     warned: set[tuple[int, int]] = set()
     for i, hint in enumerate(hints):
         if hint.own:
             continue
-        found = [(first_with.setdefault(key, i), _SAME_KEY) for key in sorted(hint.keys)]
-        if hint.models and hint.mac:
-            found.append((first_with.setdefault(hint.models, i), _SAME_MODELS))
-        for first, text in found:
+        for key in sorted(hint.keys):
+            first = first_with.setdefault(key, i)
             pair = (groups.find(first), groups.find(i))
             if pair[0] == pair[1] or pair in warned:
                 continue
-            if text is _SAME_MODELS and hint.keys and hints[first].keys:
-                continue  # the keys have been compared
             warned.add(pair)
-            warnings.append(f"{hints[first].place.address} and {hint.place.address} {text}")
+            warnings.append(f"{hints[first].place.address} and {hint.place.address} {_SAME_KEY}")
     return warnings
 
 
 _SAME_KEY = (
     "present the same SSH host key but seem to be two machines (clones of one image): create new "
     "keys on one of them (sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, then restart ssh)"
-)
-_SAME_MODELS = (
-    "have models with the same modification times: they are one machine with two network cards, or clones; "
-    "ansible-playbook playbooks/identity.yml checks it as soon as both can be logged in to"
 )

@@ -1,8 +1,7 @@
-"""Queries of the sampler: metrics, logs, TensorBoard files and the spec of one run; progress in the queue. Standard library only."""
+"""Queries of the sampler: metrics, logs and the spec of one run; progress in the queue. Standard library only."""
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,8 +14,6 @@ from trainer.supervise.processes import process_stat
 CHUNK = 256 << 10  # bytes of metrics in one answer
 SPEC_LIMIT = 256 << 10  # bytes
 SEARCH_LIMIT = 64 << 20  # bytes of a log that a search reads, from its end
-EVENT_FILES = 256  # of a run, the newest
-EVENT_BYTES = 1 << 20  # of an event file in one answer
 MATCHES = 500  # lines that a search returns, the last ones
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECORDS = ("metrics.jsonl", "evals.jsonl")
@@ -106,24 +103,6 @@ def describe(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"spec": spec, "origin": read_json(folder / "origin.json") or {}, "logs": logs}
 
 
-def event_files(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `files`, {name: bytes} of the TensorBoard event files of a run."""
-    paths = sorted((_run_dir(runs_dir, request) / "tensorboard").glob("events.out.tfevents.*"))
-    return {"files": {path.name: path.stat().st_size for path in paths[-EVENT_FILES:] if path.is_file()}}
-
-
-def event_part(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `data`, the next bytes of an event file in base64; empty at its end.
-
-    Args:
-        request: `run`; `file`, a name in tensorboard/; `offset` in bytes.
-    """
-    path = _run_dir(runs_dir, request) / "tensorboard" / Path(str(request["file"])).name
-    with os.fdopen(open_regular(path), "rb") as file:
-        file.seek(int(request["offset"]))
-        return {"data": base64.b64encode(file.read(EVENT_BYTES)).decode()}
-
-
 def progress(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `records` of the progress of queued runs: answers of teachers, and deployments.
 
@@ -148,7 +127,5 @@ QUERIES: dict[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = {
     "log": log,
     "search": search,
     "describe": describe,
-    "event_files": event_files,
-    "event_part": event_part,
     "progress": progress,
 }

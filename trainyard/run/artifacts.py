@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.data.report import DataReport
 from trainer.formats import counted
-from trainyard.connection import FanOut, HostConnection, RemoteError
+from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.copy_files import copy_artifacts, fetch_file, put_file
 from trainyard.run.errors import RunError
@@ -210,7 +210,7 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
     ]
     if result.get("tensorboard"):
         folder = f"{head['run_dir']}/tensorboard"
-        lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection)}"]
+        lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection.host)}"]
     lines.append("to start another run, change an option; -e run=NAME sets its name")
     return lines
 
@@ -248,8 +248,12 @@ def _averaged(result: dict[str, Any]) -> str:
     return f" (rank {result['adapter_rank']}, {exact})"
 
 
-def tensorboard_command(folder: str, connection: HostConnection) -> str:
-    """Return the command that shows a host's TensorBoard folder on the controller."""
-    login = connection.host.login
-    words = ["ssh", *login.ssh_arguments(), "-L", "6006:127.0.0.1:6006", login.destination()] if login.address else []
-    return shlex.join([*words, connection.host.python, "-m", "tensorboard.main", "--logdir", folder])
+def tensorboard_command(folder: str, host: Host) -> str:
+    """Return the command that shows a host's TensorBoard folder on this machine."""
+    command = shlex.join([host.python, "-m", "tensorboard.main", "--logdir", folder])
+    login = host.login
+    if not login.address:
+        return command
+    # The host's shell parses the command again. With a terminal (-t), Ctrl-C ends TensorBoard there, too.
+    words = ["ssh", "-t", *login.ssh_arguments(), "-L", "6006:127.0.0.1:6006", login.destination(), command]
+    return shlex.join(words)
