@@ -275,9 +275,9 @@ class AnswerFinder:
     def _header(self, chat: _Chat, index: int, turn: _Turn) -> int:
         """Return the number of characters between the mark before an answer and the answer. Raises TemplateError."""
         gap = chat.reading.text[turn.begin : turn.limit if turn.first is None else turn.first]
-        key = ("prompt", chat.key_of(index))
+        key = ("prompt", gap, chat.key_of(index))
         tail = self._tails.get(key)
-        if tail is None or not gap.startswith(tail):
+        if tail is None:
             prompt = self._read(chat, index, generation_prompt=True) if turn.before else None
             tail = None
             if prompt and prompt.order and prompt.order[-1] == turn.before:
@@ -327,9 +327,9 @@ class AnswerFinder:
 
     def _own_tail(self, chat: _Chat, index: int, turn: _Turn, anchor: int, tail: str) -> str:
         """Return what follows the last text of an answer if the chat ends with it."""
-        key = ("answer", chat.key_of(index + 1))
+        key = ("answer", tail, chat.key_of(index + 1))
         own = self._tails.get(key)
-        if own is not None and tail.startswith(own.rstrip()):
+        if own is not None:
             return own
         reading = self._read(chat, index + 1)
         mark = turn.last_mark or turn.before

@@ -28,6 +28,7 @@ from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.inputs import path_kind
 
+_NO_END = "nothing ends the last answer: the tokenizer of the model has no eos_token"
 _FORMAT = 3  # version of the cached encoding: increment it when the encoding of a sample changes
 
 
@@ -140,12 +141,25 @@ class Encoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template. Raises UserError if it is not valid."""
+        """The default chat template. Raises UserError if there is none, or it is not valid."""
+        if not self._text.template:
+            raise UserError("model: it has chat templates by name, and none of them is 'default': name one so")
         return limited_template(self._text.template, self._text.tokens, self._today)
 
     @cached_property
     def _finder(self) -> AnswerFinder:
         return AnswerFinder(self.template, self._text.added)
+
+    @cached_property
+    def _tool_finder(self) -> AnswerFinder:
+        """That of chats with tools, for which a model can have another template."""
+        if not self._text.tool_template:
+            return self._finder
+        template = limited_template(self._text.tool_template, self._text.tokens, self._today)
+        return AnswerFinder(template, self._text.added)
+
+    def _finder_of(self, sample: Sample) -> AnswerFinder:
+        return self._tool_finder if sample.tools else self._finder
 
     def fingerprint(self) -> str:
         """Return the SHA-256 (hex) of everything that the encoding of a sample depends on."""
@@ -153,15 +167,20 @@ class Encoder:
         parts = [
             text.vocabulary,
             f"{text.bos} {text.eos}",
-            text.template,
+            text.template + text.tool_template,
             str(self.seq_length),
             self.train_on,
             str(_FORMAT),
         ]
         parts += [json.dumps(dict(text.tokens), sort_keys=True), self._system]
-        parts += [self._today.isoformat()] if self.template.has_date else []
+        parts += [self._today.isoformat()] if self.has_date else []
         parts += [COLUMN] if self.vocabulary else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def has_date(self) -> bool:
+        """Whether a chat template asks for the date."""
+        return "strftime_now" in self._text.template + self._text.tool_template
 
     def __call__(self, sample: Sample) -> tuple[list[int], list[bool]]:
         """Return the token ids and the loss mask of one sample, of equal length and not truncated.
@@ -210,13 +229,30 @@ class Encoder:
         """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `__call__`."""
         if not sample.messages:
             return None
+        if sample.has_weights and self.train_on == "all":
+            raise UserError(
+                f"{sample.where or 'dataset'}: has a message without loss (weight, train or loss), and train_on=all trains every token: set "
+                "train_on=answer, or ignore_keys=weight,train,loss"
+            )
         prepend = self._system == "prepend"
         messages = with_system_in_first_question(sample.messages) if prepend else sample.messages
         silent = {index - (len(sample.messages) - len(messages)) for index in sample.silent}
         try:
-            return self._finder(messages, sample.tools, sample.variables, silent)
+            finder = self._finder_of(sample)
+            messages = [self._without_end(message, finder.end_of_turn.strip()) for message in messages]
+            return finder(messages, sample.tools, sample.variables, silent)
         except TemplateError as error:
             raise UserError(f"{sample.where or 'dataset'}: {self._problem(error, messages)}") from None
+
+    def _without_end(self, message: Mapping[str, Any], end: str) -> Mapping[str, Any]:
+        """Return an answer without the text of the token that ends it, which the template writes too; other messages unchanged."""
+        content = message.get("content")
+        if message["role"] != "assistant" or not isinstance(content, str) or not end:
+            return message
+        text = content.rstrip()
+        for token in filter(None, (end, self._text.tokens.get("eos_token", ""))):
+            text = text.removesuffix(token).rstrip()
+        return message if text == content.rstrip() else {**message, "content": text}
 
     def _chat(self, sample: Sample) -> Encoded:
         found = self.check(sample)
@@ -229,7 +265,7 @@ class Encoder:
             spans = (*spans[:-1], (spans[-1][0], len(text)))
         notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
         if found.open_end and self._text.eos is None:
-            notes.append("nothing ends the last answer: the tokenizer of the model has no eos_token")
+            notes.append(_NO_END)
         return Encoded(ids, answered, text, spans, tuple(notes))
 
     def _raw(self, sample: Sample) -> Encoded:
@@ -247,7 +283,7 @@ class Encoder:
             if spans:
                 spans[-1] = (spans[-1][0], len(text) + len(end))
             text += end
-        return Encoded(ids, answered, text, tuple(spans))
+        return Encoded(ids, answered, text, tuple(spans), () if self._text.eos is not None else (_NO_END,))
 
     def _problem(self, error: TemplateError, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return what the chat template does not accept, and what to do."""

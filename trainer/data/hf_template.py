@@ -199,7 +199,17 @@ def _without_marks(text: str) -> Rendered:
 
 
 def read_template(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return the chat template of a model folder, or an empty string, and its special tokens by name.
+    """Return the default chat template of a model folder, or an empty string, and its special tokens by name.
+
+    Raises:
+        TemplateError: a file is too large or not valid.
+    """
+    named, special = read_templates(folder)
+    return named.get("default", ""), special
+
+
+def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the chat templates of a model folder by name, such as default and tool_use, and its special tokens by name.
 
     Raises:
         TemplateError: a file is too large or not valid.
@@ -207,14 +217,18 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]]:
     config = read_object(folder / "tokenizer_config.json")
     tokens = read_object(folder / "special_tokens_map.json") | config
     special = {name: _token(tokens.get(name)) for name in SPECIAL_TOKENS if _token(tokens.get(name))}
-    single = folder / "chat_template.jinja"
-    source = _read_text(single) if single.exists() else config.get("chat_template")
+    source = config.get("chat_template")
+    named: dict[str, Any] = {"default": source} if source else {}
     if isinstance(source, list):  # several templates by name
         named = {str(item.get("name")): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
-    if source is not None and not isinstance(source, str):
-        raise TemplateError(f"{folder}/tokenizer_config.json: chat_template is {quoted(source)}, expected text")
-    return source or "", special
+    files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    named |= {path.stem: _read_text(path) for path in files}
+    if (single := folder / "chat_template.jinja").exists():
+        named["default"] = _read_text(single)
+    for text in named.values():
+        if not isinstance(text, str):
+            raise TemplateError(f"{folder}/tokenizer_config.json: chat_template is {quoted(text)}, expected text")
+    return named, special
 
 
 def _token(value: Any) -> str:

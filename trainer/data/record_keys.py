@@ -97,7 +97,14 @@ MESSAGE_KEYS_REFUSED: Mapping[str, tuple[Test, str]] = {
     "prefix": (_is_true, "marks the beginning of an answer that the model continues: write the whole answer"),
     "functions": (_is_set, "describes tools: give them as tools of the record"),
     "tools": (_is_set, "describes tools: give them as tools of the record"),
-    "thinking_blocks": (_is_set, "is reasoning in blocks: write it as reasoning_content"),
+    **dict.fromkeys(
+        ("thinking_blocks", "reasoning_details", "reasoning_text", "thought", "thoughts"),
+        (_is_set, "is reasoning under another name: write it as reasoning_content"),
+    ),
+    **dict.fromkeys(
+        ("masked", "mask"), (_is_true, "says that the message is not trained: write weight=0 in its place")
+    ),
+    "loss_weight": (_is_not_one, "weights the message: write weight, which is 0 or 1"),
 }
 # Keys that say something of an answer, which a dataset of prompts alone does not need.
 ABOUT_ANSWERS = frozenset(
@@ -106,7 +113,9 @@ ABOUT_ANSWERS = frozenset(
 )
 # A message with one of these that is false, or 0, carries no loss.
 LOSS_KEYS = ("weight", "train", "loss", "training")
-MEANINGFUL = frozenset({*RECORD_KEYS, LABEL[0], "history", "functions", "chat_template_kwargs"})
+MEANINGFUL = frozenset(
+    {*RECORD_KEYS, LABEL[0], "history", "functions", "chat_template_kwargs", "system_prompt", "system_message"}
+)
 
 
 def check_keys(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
 from trainer.data.chat_marks import REASONING_KEYS
 from trainer.data.hf_template import BLOCK_MARKS
-from trainer.data.record_keys import LABEL, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
+from trainer.data.record_keys import LABEL, LOSS_KEYS, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
 from trainer.formats import printable, quoted
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ _SYNONYMS = {
     "role": ("speaker", "author", "sender", "from"),
     "content": ("value", "text", "message", "utterance", "body"),
 }
-SILENT = "\0silent"  # key of a message that carries no loss, until its sample is made
+SILENT = "\0silent"  # key of a message that carries no loss, until its sample is made; its value says why
+WEIGHT = "weight"
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a record
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 _MAX_KEYS = 10  # keys of a record in an error message
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,40}")  # a key that a suggestion can name without quotes
@@ -65,7 +67,7 @@ class Sample:
 
     Every message has `role` and `content`; an answer may have `reasoning_content` and `tool_calls`, and the result of a tool
     `name` and `tool_call_id`. `tools` are the descriptions of the tools of a chat, `variables` those of its chat template.
-    `silent` are the indices of the answers without loss. `logprobs` are those of a teacher for the last answer. `where` is the
+    `silent` are the indices of the answers without loss; `has_weights` if their own keys say so. `logprobs` are those of a teacher for the last answer. `where` is the
     record's place, such as ``file:line``.
     """
 
@@ -74,6 +76,7 @@ class Sample:
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     silent: frozenset[int] = frozenset()
+    has_weights: bool = False
     logprobs: "Logprobs | None" = None
     where: str = field(default="", compare=False)
 
@@ -107,6 +110,8 @@ def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collec
     name = shape[0]
     if name != "text" or isinstance(row.get(LABEL[0]), bool):
         check_keys(row, dict([LABEL]), known)
+    if name != "instruction" and record.get("history") and "history" not in known:
+        raise ValueError("has 'history', which only instruction and output can have: write its turns as messages")
     if name in ("messages", "conversations"):
         return _chat_sample(record, _messages(record[name], name, columns, ignored), known)
     if name == "instruction":
@@ -116,7 +121,7 @@ def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collec
             prompt = _part(record, "prompt", columns, ignored, "user")
             completion = _part(record, "completion", columns, ignored, "assistant")
             # Only the completion is an answer, whoever speaks in the prompt.
-            muted = [message | ({SILENT: True} if message["role"] == "assistant" else {}) for message in prompt]
+            muted = [message | ({SILENT: "prompt"} if message["role"] == "assistant" else {}) for message in prompt]
             return _chat_sample(record, (*muted, *completion), known)
         _refuse_chat_keys(record, ignored)
         return Sample(pieces=((_text(record, "prompt"), False), (_text(record, "completion"), True)))
@@ -161,10 +166,11 @@ def _are_messages(value: Any) -> bool:
 
 def _refuse_chat_keys(record: Mapping[str, Any], ignored: Collection[str]) -> None:
     """Raise ValueError for a key that only a chat can have, in a record of texts."""
-    for name in ("system", "tools", "functions", "history", "chat_template_kwargs"):
+    for name in (*SYSTEM_KEYS, "tools", "functions", "history", "chat_template_kwargs"):
         if record.get(name) and name not in ignored:
             raise ValueError(
-                f"has {name!r}, which a chat can have, but not a text: write the record as messages, or set ignore_keys={name}"
+                f"has {name!r}, which a chat can have, but not a text: write the record as messages, map its columns to instruction and "
+                f"output instead of prompt and completion, or set ignore_keys={name}"
             )
 
 
@@ -248,13 +254,15 @@ def _nearest_key(name: str, row: Mapping[Any, Any]) -> str | None:
 
 def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...], ignored: Collection[str]) -> Sample:
     """Return the sample of a chat, with what its record says beside the messages."""
-    if (system := record.get("system")) and "system" not in ignored:
-        text = _text(record, "system")
-        if messages[0]["role"] != "system":
-            messages = ({"role": "system", "content": text}, *messages)
-        elif messages[0]["content"] != text:
-            raise ValueError(f"has 'system' {quoted(system, 40)}, and another system message: remove one")
-    silent = frozenset(index for index, message in enumerate(messages) if message.pop(SILENT, False))
+    for name in SYSTEM_KEYS:
+        if record.get(name) and name not in ignored:
+            text = _text(record, name)
+            if messages[0]["role"] != "system":
+                messages = ({"role": "system", "content": text}, *messages)
+            elif messages[0]["content"] != text:
+                raise ValueError(f"has {name!r} {quoted(text, 40)}, and another system message: remove one")
+    reasons = {index: reason for index, message in enumerate(messages) if (reason := message.pop(SILENT, ""))}
+    silent, has_weights = frozenset(reasons), WEIGHT in reasons.values()
     tools = _from_json(record.get("tools"), "'tools'")
     functions = None if "functions" in ignored else _from_json(record.get("functions"), "'functions'")
     if functions:
@@ -267,11 +275,11 @@ def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...]
     if variables:
         _check_values(variables, "'chat_template_kwargs'")
     if tools is None or "tools" in ignored:
-        return Sample(messages=messages, variables=variables, silent=silent)
+        return Sample(messages=messages, variables=variables, silent=silent, has_weights=has_weights)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of objects")
     _check_values(tools, "'tools'")
-    return Sample(messages=messages, tools=tuple(tools), variables=variables, silent=silent)
+    return Sample(messages=messages, tools=tuple(tools), variables=variables, silent=silent, has_weights=has_weights)
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
@@ -348,8 +356,10 @@ def _message(message: Any, where: str, columns: Mapping[str, str], ignored: Coll
             raise ValueError(f"{where} has a call or reasoning, and its role is {role}: only an assistant has them")
     elif reasoning := _reasoning(message, where):
         converted |= dict.fromkeys(REASONING_KEYS, reasoning)
+    if converted["role"] != "assistant" and any(message.get(key) is True and key not in ignored for key in LOSS_KEYS):
+        raise ValueError(f"{where} is to be trained, and its role is {role}: only what an assistant says is trained")
     if not has_loss(message, where, ignored) and converted["role"] == "assistant":
-        converted[SILENT] = True
+        converted[SILENT] = WEIGHT
     for key in ("name", "tool_call_id") if converted["role"] == "tool" else ("name",):
         if isinstance(message.get(key), str) and message[key] and key not in {role_key, content_key, *ignored}:
             converted[key] = _valid_unicode(message[key], where)

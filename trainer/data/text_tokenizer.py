@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.hf_template import read_object, read_template
+from trainer.data.hf_template import read_object, read_templates
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.errors import UserError, first_line
 
@@ -28,12 +28,13 @@ class TextTokenizer:
         tokenize: returns the token ids of a text, without tokens that the text does not name, and the characters [start, end)
             of each; None instead of the characters if the tokenizer does not know them.
         decode: returns the text of tokens, with that of special tokens.
-        template: the chat template.
+        template: the default chat template; empty if the model has others only.
         tokens: the special tokens by name, such as bos_token.
         bos, eos: the ids of these two; None if there is none.
         added: the texts of all tokens that are never split.
         vocabulary: a digest of the vocabulary.
         rows: of the model's embedding; None if that is unknown.
+        tool_template: the chat template for chats with tools; empty if it is the default one.
     """
 
     tokenize: Callable[[str], tuple[list[int], Offsets | None]]
@@ -45,6 +46,7 @@ class TextTokenizer:
     added: frozenset[str]
     vocabulary: str
     rows: int | None = None
+    tool_template: str = ""
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextTokenizer:
@@ -56,16 +58,18 @@ class TextTokenizer:
             out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
             return list(out["input_ids"]), out["offset_mapping"] if tokenizer.is_fast else None
 
+        named = tokenizer.chat_template or PLAIN_TEMPLATE
+        named = named if isinstance(named, dict) else {"default": named}
         return cls(
             tokenize,
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
-            # A model can have several named templates: this selects the default one.
-            tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE,
+            named.get("default", ""),
             {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
             tokenizer.bos_token_id,
             tokenizer.eos_token_id,
             frozenset(tokenizer.get_added_vocab()) | frozenset(tokenizer.all_special_tokens),
             hashlib.sha256(vocabulary.encode()).hexdigest(),
+            tool_template=named.get("tool_use", ""),
         )
 
     @classmethod
@@ -86,7 +90,8 @@ class TextTokenizer:
             raise UserError(f"model: cannot read {path}: {first_line(error)}") from None
         core.no_truncation()
         core.no_padding()
-        template, tokens = read_template(folder)
+        named, tokens = read_templates(folder)
+        named = named or {"default": PLAIN_TEMPLATE}
 
         def tokenize(text: str) -> tuple[list[int], Offsets | None]:
             out = core.encode(text, add_special_tokens=False)
@@ -96,13 +101,14 @@ class TextTokenizer:
         return cls(
             tokenize,
             lambda ids: str(core.decode(ids, skip_special_tokens=False)),
-            template or PLAIN_TEMPLATE,
+            named.get("default", ""),
             tokens,
             core.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None,
             core.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None,
             frozenset(added) | frozenset(tokens.values()),
             hashlib.sha256(core.to_str().encode()).hexdigest(),
             _rows(read_object(folder / "config.json")),
+            named.get("tool_use", ""),
         )
 
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
@@ -125,7 +131,9 @@ class TextTokenizer:
             before = end
             while at < len(spans) and spans[at][1] <= begin:
                 at += 1
-            flags[index] = at < len(spans) and spans[at][0] < max(end, begin + 1) and begin < spans[at][1]
+            is_within = at < len(spans) and spans[at][0] < max(end, begin + 1) and begin < spans[at][1]
+            # A marker before an answer can take the spaces with which the answer begins.
+            flags[index] = is_within and (spans[at][0] <= begin or text[begin:end].strip() not in self.added)
         return ids, flags
 
     def _prefix_flags(self, text: str, ids: list[int], spans: Sequence[tuple[int, int]]) -> list[bool]:

@@ -225,3 +225,22 @@ def test_random_chats(turns: list[tuple[str, str]], template: str) -> None:
     for text, (_, answer) in zip(found, turns, strict=True):
         body = re.sub(r"(<\|im_end\|>|<end_turn>|</s>)$", "", text)
         assert body.strip() == answer.strip()
+
+
+def test_the_order_of_chats_does_not_matter() -> None:
+    """The header of an answer can depend on a text: what was found in another chat of the same structure must not decide."""
+    modes = (
+        "{% set ns = namespace(quiet=false) %}{% for m in messages %}{% if m.role == 'system' and '/no_think' in m.content %}"
+        "{% set ns.quiet = true %}{% endif %}{% endfor %}{% set head = '<|im_start|>assistant\n' + ('<think>\n\n</think>\n' if ns.quiet else '') %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ head }}{% else %}<|im_start|>{{ m.role }}\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}{{ head }}{% endif %}"
+    )
+    chats = [
+        [{"role": "system", "content": mode}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        for mode in ("think", "/no_think")
+    ]
+    for order in (chats, chats[::-1]):
+        finder = AnswerFinder(ChatTemplate(modes, {}, datetime.datetime(2026, 1, 2)), SPECIAL)
+        for messages in order:
+            found = finder(messages)
+            assert [found.text[start:end] for start, end in found.spans] == ["a<|im_end|>"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from trainer_runs import chat, records, write_jsonl
 
 from trainer.config import make_spec
@@ -385,3 +386,45 @@ def test_a_token_outside_the_embedding_is_refused_at_its_sample(tokenizer: Any) 
         UserError, match=rf"{high.where}: has the token .*, and the embedding of the model has \d+ rows: "
     ):
         limited(high)
+
+
+def test_an_answer_that_has_its_end_gets_no_second_one(tokenizer: Any) -> None:
+    for template in (TEMPLATE, UNMARKED, PLAIN_TEMPLATE):
+        plain = encoder(tokenizer, template)(TALK)
+        for end in ("<|end|>", "<|end|>\n", " <|end|>"):
+            ended = [{**m, "content": m["content"] + end} if m["role"] == "assistant" else m for m in TALK.messages]
+            assert encoder(tokenizer, template)(Sample(messages=tuple(ended))) == plain
+
+
+def test_chats_with_tools_take_the_template_for_tools(tokenizer: Any, tmp_path: Path) -> None:
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = {"default": TEMPLATE, "tool_use": WITH_TOOLS}
+    named.save_pretrained(tmp_path)
+    read = TextTokenizer.read(tmp_path)
+    assert read is not None
+    for each in (named, read):
+        chosen = Encoder(each, seq_length=512, train_on="answer")
+        assert chosen(CALLS) == encoder(tokenizer, WITH_TOOLS)(CALLS)
+        assert chosen(TALK) == encoder(tokenizer, TEMPLATE)(TALK)
+    named.chat_template = {"tool_use": WITH_TOOLS}
+    nameless = Encoder(named, seq_length=512, train_on="answer")
+    assert nameless(CALLS)
+    with pytest.raises(UserError, match="none of them is 'default'"):
+        nameless(TALK)
+
+
+def test_a_marker_that_takes_the_first_space_of_an_answer_carries_no_loss(tokenizer: Any) -> None:
+    greedy = copy.deepcopy(tokenizer)
+    greedy.add_special_tokens({"additional_special_tokens": [AddedToken("<|assistant|>", rstrip=True, special=True)]})
+    greedy.chat_template = UNMARKED
+    ids, mask = Encoder(greedy, seq_length=64, train_on="answer")(chat("the cat", " a tree"))
+    assert "<|assistant|>" not in greedy.decode([i for i, flag in zip(ids, mask, strict=True) if flag])
+
+
+def test_weights_and_train_on_all_contradict_each_other(tokenizer: Any) -> None:
+    record = {"messages": [dict(message) for message in TALK.messages]}
+    record["messages"][1]["weight"] = 0
+    with pytest.raises(UserError, match="train_on=all trains every token: set train_on=answer"):
+        encoder(tokenizer, train_on="all")(to_sample(record))
+    history = {"prompt": record["messages"][2:3], "completion": record["messages"][3:]}
+    assert all(encoder(tokenizer, train_on="all")(to_sample(history))[1])

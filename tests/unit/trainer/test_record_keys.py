@@ -38,6 +38,10 @@ SHARE = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "val
         ({"messages": [USER, {**ASSISTANT, "train_detail": [{"begin_offset": 0}]}]}, "train_detail"),
         ({"messages": [USER, {**ASSISTANT, "refusal": "no"}]}, "refusal"),
         ({"messages": [USER, {**ASSISTANT, "prefix": True}]}, "prefix"),
+        ({"messages": [USER, {**ASSISTANT, "reasoning_details": [{"text": "R"}]}]}, "reasoning_details"),
+        ({"messages": [USER, {**ASSISTANT, "masked": True}]}, "masked"),
+        ({"messages": [USER, {**ASSISTANT, "loss_weight": 0}]}, "loss_weight"),
+        ({**PAIR, "system_prompt": "S"}, "system_prompt"),
         ({"messages": [USER, {**ASSISTANT, "label": False}]}, "label"),
         ({"messages": [{**USER, "images": ["a.png"]}, ASSISTANT]}, "images"),
     ],
@@ -128,3 +132,18 @@ def test_the_system_message_joins_the_first_question() -> None:
     chat = [{"role": "system", "content": "S"}, USER, ASSISTANT]
     assert with_system_in_first_question(chat) == [{"role": "user", "content": "S\n\nQ"}, ASSISTANT]
     assert with_system_in_first_question(chat[1:]) == chat[1:]
+
+
+def test_a_system_prompt_under_other_names() -> None:
+    for name in ("system", "system_prompt", "system_message"):
+        for record in (CHAT, SHARE, {"instruction": "Q", "output": "A"}):
+            assert to_sample({**record, name: "S"}).messages == ({"role": "system", "content": "S"}, USER, ASSISTANT)
+    with pytest.raises(ValueError, match="another system message"):
+        to_sample({**CHAT, "system": "S", "system_prompt": "T"})
+
+
+def test_turns_that_would_be_ignored_are_refused() -> None:
+    with pytest.raises(ValueError, match="'history', which only instruction and output can have"):
+        to_sample({**CHAT, "history": [["q", "a"]]})
+    with pytest.raises(ValueError, match="is to be trained, and its role is user"):
+        to_sample({"messages": [{**USER, "train": True}, ASSISTANT]})
