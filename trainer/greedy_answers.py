@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -204,8 +205,12 @@ def answer(
         width = max(map(len, some))
         ids = torch.tensor([[tokenizer.pad_token_id or 0] * (width - len(row)) + row for row in some])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in some])
+        # Generation stops at its time limit, with answers that are cut.
+        limit = None if math.isinf(deadline) else max(0.1, deadline - time.monotonic())
         with torch.inference_mode():
-            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))
+            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), max_time=limit)
+        if time.monotonic() > deadline:
+            raise TimeoutError("time limit")
         answered = (list(itertools.takewhile(lambda token: token not in ends, row)) for row in out[:, width:].tolist())
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in answered]
 

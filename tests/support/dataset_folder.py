@@ -212,6 +212,7 @@ CASES = [
     Case("saved", _saved(False), 3, needs_library=True),
     Case("saved-splits", _saved(True), 3, needs_library=True),
     Case("parts", _folder(b__jsonl=_jsonl({"text": "b"}), a__csv=_csv(["text"], ["a"]), README__md=_bytes(b"# x"), sub___c__json=_bytes(b'[{"text": "c"}]')), 3),
+    Case("names", _folder(a__jsonl=_jsonl({"text": "a"}), readme_questions__jsonl=_jsonl({"text": "b"}), _part2__jsonl=_jsonl({"text": "c"}), LICENSE=_bytes(b"x")), 3),
     Case("splits", _folder(train__jsonl=_jsonl({"text": "a"}), test__jsonl=_jsonl({"text": "b"}, {"text": "c"})), 1),
     Case("only-test", _folder(test__jsonl=_jsonl({"text": "b"})), "has no split 'train': set dataset_split to test"),
     Case("card", _folder(README__md=_bytes(CARD), data___a0__parquet=_parquet(text=["x", "y"]), data___b0__parquet=_parquet(text=["z"])), 2, needs_library=True),

@@ -266,6 +266,8 @@ class Encoder:
         notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
         if found.open_end and self._text.eos is None:
             notes.append(_NO_END)
+        if any(_is_empty(message) for index, message in enumerate(sample.messages) if index not in sample.silent):
+            notes.append("an answer is empty, and its end alone is trained")
         return Encoded(ids, answered, text, spans, tuple(notes))
 
     def _raw(self, sample: Sample) -> Encoded:
@@ -309,6 +311,11 @@ class Encoder:
         except TemplateError:
             return False
         return True
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    says = message.get("content") or message.get("tool_calls") or message.get("reasoning_content")
+    return message["role"] == "assistant" and not says
 
 
 def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:

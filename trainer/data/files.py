@@ -17,8 +17,9 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = "JSONL, JSON, CSV, TSV, Parquet or Arrow"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MAX_FILES = 100_000
-# Files of a folder that are not data. `dataset_infos.json` and the README of a dataset describe it.
-_NO_DATA = re.compile(r"(?i)(\..*|_.*|readme.*|licen[cs]e.*|.*\.(md|lock|sha256|py)|dataset_infos?\.json|state\.json)")
+# Files of a folder that are not data: a description of the dataset, or a file of another format with one of these names.
+_DESCRIPTION = re.compile(r"(?i)dataset_infos?\.json|state\.json")
+_NO_DATA = re.compile(r"(?i)_.*|readme.*|licen[cs]e.*|.*\.(md|lock|sha256|py)")
 # The words in a path that mark the files of a split, as on the hub.
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -104,9 +105,14 @@ def data_files(folder: Path, split: str) -> list[Path]:
     Raises:
         UserError: the folder has no data file, a file of an unknown format, or no file of the split.
     """
-    files = [path for path in all_files(folder) if not _NO_DATA.fullmatch(path.name)]
+    known = (*JSON, *TABLES, *COLUMNAR)
+    files = [
+        path
+        for path in all_files(folder)
+        if not _DESCRIPTION.fullmatch(path.name) and (format_of(path) in known or not _NO_DATA.fullmatch(path.name))
+    ]
     for path in files:
-        if format_of(path) not in (*JSON, *TABLES, *COLUMNAR):
+        if format_of(path) not in known:
             raise UserError(f"dataset: {printable(path)} is not {FORMATS}: convert it, or move it out of the folder")
     if not files:
         raise UserError(f"dataset: {folder} has no file of {FORMATS}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,22 @@ def test_prompts_are_what_a_server_can_be_asked(tmp_path: Path) -> None:
         spec = make_spec({"dataset": str(file), "system": system}, "-e")
         prompts = greedy_answers.choose_prompts(greedy_answers._samples(spec))
         assert [[message["role"] for message in prompt["messages"]] for prompt in prompts] == [roles]
+
+
+def test_generation_itself_ends_at_the_time_limit(here: Here) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, words = AutoModelForCausalLM.from_pretrained(here.model), AutoTokenizer.from_pretrained(here.model)
+    seen: list[float] = []
+    generate = model.generate
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(options["max_time"])
+        return generate(*args, **options)
+
+    model.generate = watched
+    prompts = [{"messages": [{"role": "user", "content": "what"}]}]
+    assert len(greedy_answers.answer(model, words, prompts, time.monotonic() + 60)) == 1
+    assert seen and all(0 < limit <= 60 for limit in seen)
+    with pytest.raises(TimeoutError):
+        greedy_answers.answer(model, words, prompts, time.monotonic() + 0.001)
