@@ -86,7 +86,7 @@ def test_hosts_without_the_library_are_refused_where_it_is_needed(folder: dict[s
     ("name", "pieces"),
     [
         ("date.jsonl", [("2024-01-31", True)]),
-        ("excel.csv", [("Q", False), ("A", True), ("", False), ("1,5", True)]),
+        ("excel.csv", [("Q", False), ("A", True), ("R", False), ("1,5", True)]),
         ("tabs.tsv", [("a, b", True)]),
         ("parts", [("a", True), ("b", True), ("c", True)]),
         ("card", [("x", True), ("y", True)]),
