@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
-from trainer.data.files import COLUMNAR, TABLES, all_files, format_of
+from trainer.data.files import COLUMNAR, TABLES, WHOLE, all_files, format_of
 from trainer.data.json_files import MAX_LINE, decoded, most_decoded
 from trainer.data.record_keys import MEANINGFUL
 from trainer.data.table_process import MEMORY, plain, records_apart
@@ -298,6 +298,10 @@ def read_saved(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator
                 known = " or ".join(printable(name, 40) for name in rows)
                 raise UserError(f"dataset: {folder} has no split {quoted(split)}: set dataset_split to {known}")
             rows = rows[split]
+        elif split not in (WHOLE, str(rows.split)):
+            raise UserError(
+                f"dataset: {folder} has no split {quoted(split)}: it was saved without splits: leave dataset_split out"
+            )
         yield from enumerate(_selected(rows, columns), 1)
 
 
