@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.data.hf_template import read_object, read_template
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.special_tokens import add_tokens, default_tokens
 from trainer.errors import UserError, first_line
 
 Offsets = Sequence[tuple[int, int]]
@@ -70,7 +71,7 @@ class TextTokenizer:
 
     @classmethod
     def read(cls, folder: Path) -> TextTokenizer | None:
-        """Return the one of a model folder, or None if the folder has no tokenizer.json.
+        """Return the one of a model folder, or None if it has no tokenizer.json, or only transformers knows its special tokens.
 
         Raises:
             UserError: its files are damaged.
@@ -87,6 +88,12 @@ class TextTokenizer:
         core.no_truncation()
         core.no_padding()
         template, tokens = read_template(folder)
+        config = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
+        defaults = default_tokens(config)
+        if defaults is None:
+            return None
+        tokens |= defaults
+        add_tokens(core, config, tokens)
 
         def tokenize(text: str) -> tuple[list[int], Offsets | None]:
             out = core.encode(text, add_special_tokens=False)
