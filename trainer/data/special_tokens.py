@@ -30,18 +30,54 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
         "mask_token": "<mask>",
     },
 }
+# Models whose tokenizers have the class that they name: for others, transformers may take another one.
+_MODELS = {
+    "Qwen2Tokenizer": "qwen",
+    "GPT2Tokenizer": "gpt2",
+    "GPTNeoXTokenizer": "gpt_neox",
+    "LlamaTokenizer": "llama",
+    "GemmaTokenizer": "gemma",
+}
 
 
-def default_tokens(config: Mapping[str, Any]) -> dict[str, str] | None:
+def class_of(config: Mapping[str, Any], model_type: Any) -> str:
+    """Return the class of a tokenizer, if it is known here what transformers makes of it; else an empty string."""
+    named = str(config.get("tokenizer_class"))
+    name = named if named in DEFAULTS else named.removesuffix("Fast")
+    is_own = not model_type or str(model_type).startswith(_MODELS.get(name, ""))
+    return name if name in DEFAULTS and is_own else ""
+
+
+def default_tokens(config: Mapping[str, Any], name: str) -> dict[str, str] | None:
     """Return the special tokens that the class of a tokenizer has, and its configuration does not name.
 
-    None: the configuration leaves out how a text begins or ends, and the class is not known here.
+    None: the configuration leaves out how a text begins or ends, and the class is not known.
     """
-    name = str(config.get("tokenizer_class"))
-    defaults = DEFAULTS.get(name, DEFAULTS.get(name.removesuffix("Fast")))
-    if defaults is None:
+    if not name:
         return None if {"bos_token", "eos_token"} - config.keys() else {}
+    defaults = DEFAULTS[name]
     return {name: text for name, text in defaults.items() if name not in config}
+
+
+def set_pipeline(core: Tokenizer, config: Mapping[str, Any], name: str) -> None:
+    """Split a text as a class does that ignores what tokenizer.json says of it."""
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    if not isinstance(core.model, models.BPE):
+        return
+    # With bytes, as Llama 3 has them, transformers takes all of tokenizer.json.
+    if name == "LlamaTokenizer" and "ByteLevel" not in repr(core.pre_tokenizer):
+        has_prefix = config.get("add_prefix_space") is None or config["add_prefix_space"]
+        scheme = ("always" if config.get("legacy") else "first") if has_prefix else "never"
+        core.normalizer = None
+        core.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+        core.model.unk_token = None
+    elif name == "GemmaTokenizer":
+        core.normalizer = normalizers.Replace(" ", "▁")
+        core.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        return
+    core.model.fuse_unk = core.model.byte_fallback = True
 
 
 def add_tokens(core: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.data.hf_template import read_object, read_template
 from trainer.data.plain_template import PLAIN_TEMPLATE
-from trainer.data.special_tokens import add_tokens, default_tokens
+from trainer.data.special_tokens import add_tokens, class_of, default_tokens, set_pipeline
 from trainer.errors import UserError, first_line
 
 Offsets = Sequence[tuple[int, int]]
@@ -89,10 +89,13 @@ class TextTokenizer:
         core.no_padding()
         template, tokens = read_template(folder)
         config = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
-        defaults = default_tokens(config)
+        model = read_object(folder / "config.json")
+        name = class_of(config, model.get("model_type"))
+        defaults = default_tokens(config, name)
         if defaults is None:
             return None
         tokens |= defaults
+        set_pipeline(core, config, name)
         add_tokens(core, config, tokens)
 
         def tokenize(text: str) -> tuple[list[int], Offsets | None]:
@@ -109,7 +112,7 @@ class TextTokenizer:
             core.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None,
             frozenset(added) | frozenset(tokens.values()),
             hashlib.sha256(core.to_str().encode()).hexdigest(),
-            _rows(read_object(folder / "config.json")),
+            _rows(model),
         )
 
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:

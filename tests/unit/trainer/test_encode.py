@@ -14,6 +14,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers
 from trainer_runs import chat, records, write_jsonl
 
 from trainer.config import make_spec
@@ -386,12 +387,47 @@ def test_the_controller_has_the_special_tokens_of_the_hosts(
         assert here.tokenize(text) == there.tokenize(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "model_type", "more"),
+    [
+        ("LlamaTokenizer", "llama", {"legacy": True}),
+        ("LlamaTokenizerFast", None, {"add_prefix_space": False}),
+        ("LlamaTokenizer", "phi3", {}),
+        ("GemmaTokenizer", "gemma2", {}),
+        ("PreTrainedTokenizerFast", "llama", {}),
+    ],
+)
+def test_the_controller_splits_a_text_as_the_class_of_the_hosts_does(
+    name: str, model_type: str | None, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Some classes of transformers take from tokenizer.json only the vocabulary."""
+    vocabulary = ["<unk>", "<s>", "</s>", "<pad>", "<mask>", "▁", "a", "b", "▁a", "ab", "<0x63>"]
+    model = models.BPE(
+        {token: index for index, token in enumerate(vocabulary)}, [("▁", "a"), ("a", "b")], unk_token="<unk>"
+    )
+    core = Tokenizer(model)
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.add_special_tokens(vocabulary[:5])
+    core.save(str(tmp_path / "tokenizer.json"))
+    special = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special | more))
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    there, here = TextTokenizer.of(transformers.AutoTokenizer.from_pretrained(tmp_path)), TextTokenizer.read(tmp_path)
+    assert here is not None
+    for text in ("ab a<s>ab ca", " a  b</s> a", "xy"):
+        assert here.tokenize(text) == there.tokenize(text)
+
+
 def test_tokens_that_only_transformers_knows(tokenizer: Any, tmp_path: Path) -> None:
     """The controller then leaves the check to the hosts."""
     tokenizer.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text('{"tokenizer_class": "CohereTokenizer", "bos_token": null}')
     assert TextTokenizer.read(tmp_path) is None
+    file.write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_bigcode"}')
+    assert TextTokenizer.read(tmp_path) is None, "transformers does not use the class for this model"
     file.write_text('{"tokenizer_class": "CohereTokenizer", "bos_token": null, "eos_token": "<|end|>"}')
     assert TextTokenizer.read(tmp_path) is not None
 
