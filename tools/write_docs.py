@@ -138,6 +138,9 @@ def names_of_other_tools() -> str:
 Files, flags and `-e` also accept names of OpenDiLoCo, transformers, TRL, torchtune, axolotl and LLaMA-Factory, with dashes or
 underscores. Two names of one field with different values are an error.
 
+YAML reads 0123 as 83 and 1:30 as 90: such numbers are refused, and so is a fraction where a text is expected (`run: 1.10` would be 1.1):
+write a text in quotes.
+
 YAML reads the words no, off, yes and on as false and true. A field with one of these words, or with `none`, takes each of them: `eval_strategy: no`,
 `quantize: no` and `report_to: off` mean what they say. -1 means no limit where the table of the fields says so.
 

@@ -116,12 +116,14 @@ def check_input(value: Any, field: FieldInfo) -> Any:
     """Return the value of a field before pydantic validates it.
 
     Raises:
-        ValueError: a boolean for a field that is neither a switch nor has a word for it, a number that Python cannot print,
+        ValueError: a boolean for a field that is neither a switch nor has a word for it, a fraction for a text, a number that Python cannot print,
             or text that is too long or has control characters.
     """
     value = _meant(value, field)
     if isinstance(value, bool) and not is_switch(field):
         raise ValueError("only a switch accepts true or false")  # Python counts True as 1: `lr: yes` would be 1
+    if isinstance(value, float) and _takes_text(field.annotation):
+        raise ValueError("a fraction is no text")  # `run: 1.10` would be 1.1
     # The mapping of another field, such as run_env, has a check of its own.
     own_check = isinstance(value, Mapping) and not metadata(field)["expected"]
     parts = [] if own_check else list(_leaves(value))
@@ -178,9 +180,10 @@ def mismatch(field: FieldInfo, value: Any) -> str:
 
 
 def in_quotes(value: Any) -> str:
-    """Return the remedy for a boolean, alone or in a list or mapping, where a text is expected; an empty string for other values."""
-    hint = " (YAML reads no, off, yes and on as false and true: write the word in quotes)"
-    return hint if any(isinstance(part, bool) for part in _leaves(value)) else ""
+    """Return the remedy for a fraction, or a boolean alone or in a list or mapping, where a text is expected; else an empty string."""
+    if any(isinstance(part, bool) for part in _leaves(value)):
+        return " (YAML reads no, off, yes and on as false and true: write the word in quotes)"
+    return " (YAML reads 1.10 as 1.1: write the text in quotes)" if isinstance(value, float) else ""
 
 
 def _takes_text(kind: Any) -> bool:

@@ -9,6 +9,7 @@ from trainer.formats import quoted
 MAX_YAML = 256 * 1024  # bytes of a spec, and characters that its aliases may stand for
 
 _MERGE = "tag:yaml.org,2002:merge"  # of `<<`
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class YamlError(ValueError):
@@ -22,7 +23,7 @@ class YamlError(ValueError):
 class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a name that is given twice, of which PyYAML takes the last one silently.
 
-    An alias stands for a single value: aliases of lists and mappings expand exponentially.
+    It also refuses a number that YAML reads as another one than it looks like, such as 010 (8) and 1:30 (90). An alias stands for a single value: aliases of lists and mappings expand exponentially.
     """
 
     def __init__(self, text: str) -> None:
@@ -54,11 +55,31 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    text = node.value
+    value: int | float
+    if node.tag == _INT:
+        value = loader.construct_yaml_int(node)
+        is_plain = str(value) == text
+    else:
+        value = loader.construct_yaml_float(node)
+        is_plain = not set(":_") & set(text)
+    if not is_plain:
+        reason = f"YAML reads {quoted(text, 40)} as the number {value}: write {value}, or text in quotes"
+        raise YamlError(reason, node.start_mark.line + 1)
+    return value
+
+
+for _tag in (_INT, _FLOAT):
+    _Loader.add_constructor(_tag, _number)
+
+
 def parse_yaml(text: str) -> Any:
     """Return the values of a YAML document.
 
     Raises:
-        YamlError: the text is too long or not YAML, a name is given twice, or an alias stands for a list or a mapping.
+        YamlError: the text is too long or not YAML, a name is given twice, an alias stands for a list or a mapping, or a number is
+            not written as a plain one.
     """
     if len(text) > MAX_YAML:
         raise YamlError(f"it is longer than {MAX_YAML // 1024} KiB")

@@ -16,6 +16,7 @@ COLUMNAR = (".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = "JSONL, JSON, CSV, TSV, Parquet or Arrow"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+WHOLE = "train"  # the split of a dataset without splits, as in the library `datasets`
 _MAX_FILES = 100_000
 # Files of a folder that are not data: a description of the dataset, or a file of another format with one of these names.
 _DESCRIPTION = re.compile(r"(?i)dataset_infos?\.json|state\.json")
@@ -100,7 +101,7 @@ def all_files(folder: Path) -> list[Path]:
 def data_files(folder: Path, split: str) -> list[Path]:
     """Return the data files of a folder that belong to a split, in sorted order.
 
-    Files whose path has a word such as ``train`` or ``test`` belong to that split. If no path has one, all files do.
+    Files whose path has a word such as ``train`` or ``test`` belong to that split. If no path has one, all files are `train`.
 
     Raises:
         UserError: the folder has no data file, a file of an unknown format, or no file of the split.
@@ -119,6 +120,10 @@ def data_files(folder: Path, split: str) -> list[Path]:
     splits = {path: _split_of(path.relative_to(folder)) for path in files}
     present = sorted({name for name in splits.values() if name})
     if not present:
+        if split != WHOLE:
+            raise UserError(
+                f"dataset: {folder} has no split {quoted(split)}: none of its files names a split: leave dataset_split out"
+            )
         return files
     if other := next((path for path in files if not splits[path]), None):
         raise UserError(

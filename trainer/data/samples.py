@@ -10,6 +10,7 @@ from trainer.config.dataset_source import DatasetSource
 from trainer.data.files import (
     COLUMNAR,
     TABLES,
+    WHOLE,
     data_files,
     format_of,
     has_card,
@@ -21,13 +22,13 @@ from trainer.data.json_files import json_records
 from trainer.data.shapes import SHAPE_NAMES, Sample, UnknownShapeError, to_sample
 from trainer.data.tables import card_files, csv_records, has_library, hub_records, saved_records, table_records
 from trainer.errors import UserError
-from trainer.formats import printable
+from trainer.formats import printable, quoted
 from trainer.inputs import path_kind
 
 
 def source_of(path: Path | str) -> DatasetSource:
     """Return the source of a file, a folder or a hub id, with the settings of a run that sets nothing else."""
-    return DatasetSource.model_validate({"path": str(path), "split": "train"})
+    return DatasetSource.model_validate({"path": str(path), "split": WHOLE})
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -95,9 +96,10 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sampl
     kind = path_kind(path)
     if has_library() or not needs_library(source.path):
         return read_source(source, logprobs=logprobs)
+    _check_choice(source)
     if kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):
-            check_source(source.model_copy(update={"path": str(file)}), logprobs=logprobs)
+            check_source(source.model_copy(update={"path": str(file), "split": WHOLE}), logprobs=logprobs)
     return None
 
 
@@ -116,6 +118,7 @@ def _problem(error: ValueError, before: int) -> str:
 def read_records(source: DatasetSource) -> Iterator[tuple[str, Any]]:
     """Yield (where, record) of a dataset, of any shape. Raises UserError if it is missing or unreadable."""
     path, columns = Path(source.path), source.columns
+    _check_choice(source)
     if is_hub_id(source.path):
         for number, record in hub_records(source.path, source.config, source.split, columns):
             yield f"dataset: {source.path} record {number}", record
@@ -131,6 +134,24 @@ def read_records(source: DatasetSource) -> Iterator[tuple[str, Any]]:
         ) from None
     except OSError as error:
         raise UserError(f"dataset: cannot read {path}: {error.strerror}") from None
+
+
+def _check_choice(source: DatasetSource) -> None:
+    """Raise UserError if a split or a configuration is chosen of a dataset that cannot have one: all of it would be read."""
+    path = Path(source.path)
+    kind = path_kind(path)
+    remedy = "in a list of datasets, set {} of the entry that has one; for others, leave it out"
+    if kind == "file" and source.split != WHOLE:
+        raise UserError(
+            f"dataset: {printable(path)} is a file, which has no split {quoted(source.split)} (dataset_split): "
+            + remedy.format("split")
+        )
+    has_configurations = kind == "folder" and has_card(path) and not is_saved(path)
+    if kind and source.config and not has_configurations:
+        raise UserError(
+            f"dataset: {printable(path)} has no configuration {quoted(source.config)} (dataset_config), which only a hub "
+            f"dataset or its copy has: {remedy.format('config')}"
+        )
 
 
 def _folder_records(folder: Path, source: DatasetSource) -> Iterator[tuple[str, Any]]:

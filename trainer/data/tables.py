@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
-from trainer.data.files import COLUMNAR, TABLES, all_files, format_of
+from trainer.data.files import COLUMNAR, TABLES, WHOLE, all_files, format_of
 from trainer.data.json_files import MAX_LINE, decoded, most_decoded
 from trainer.data.record_keys import MEANINGFUL
 from trainer.data.table_process import MEMORY, plain, records_apart
@@ -171,9 +171,9 @@ def csv_header(path: Path) -> tuple[list[str], str]:
         raise UserError(f"dataset: {path} is empty: expected a first line with the names of the columns")
     delimiter = "\t" if format_of(path) == ".tsv" else max(_DELIMITERS, key=head.count)
     try:
-        names = next(csv.reader([head], delimiter=delimiter))
-    except csv.Error as error:  # such as a carriage return alone at the end of lines
-        raise UserError(f"{path}:1: not CSV: {first_line(error)}: save it again with line feeds") from None
+        names = next(csv.reader([head], delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        raise _not_csv(path, 1, error) from None
     if double := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{path}:1: two columns have the name {quoted(double)}: rename one")
     return names, delimiter
@@ -181,6 +181,8 @@ def csv_header(path: Path) -> tuple[list[str], str]:
 
 def csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield (record number, record) of a CSV or TSV file. Every cell is text: 007 is no number, and NA no missing value.
+
+    An empty cell is null, as Parquet files have it: CSV does not distinguish an empty text from a missing one.
 
     Args:
         columns: names of a shape and of the columns that are used for them. Other columns are left out.
@@ -193,17 +195,43 @@ def csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, A
     wanted = _wanted(names, columns)
     csv.field_size_limit(MAX_LINE)
     with decoded(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, names, restval="", delimiter=delimiter)
+        # Not strict, an unbalanced quote makes one cell of the rest of the file.
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        begin, number = 1, 0  # the line of a record, and its number
         try:
             next(rows, None)  # the header
-            for number, row in enumerate(rows, 1):
-                if None in row:
-                    raise UserError(f"{path}: record {number}: has more cells than the header has names")
-                yield number, {name: row[name] for name in wanted}
+            begin = rows.line_num + 1
+            for cells in rows:
+                if cells:  # an empty line is no record
+                    number += 1
+                    yield number, _csv_record(path, number, names, cells, wanted)
+                begin = rows.line_num + 1
         except UnicodeDecodeError:
             raise _not_utf8(path) from None
         except csv.Error as error:
-            raise UserError(f"dataset: cannot read {path}: {first_line(error)}") from None
+            raise _not_csv(path, begin, error) from None
+
+
+def _csv_record(
+    path: Path, number: int, names: Sequence[str], cells: Sequence[str], wanted: Iterable[str]
+) -> dict[str, str | None]:
+    if len(cells) != len(names):
+        count = "more" if len(cells) > len(names) else "fewer"
+        raise UserError(
+            f"{path}: record {number}: has {count} cells than the header has names ({len(cells)}, not {len(names)}): "
+            "put a cell that holds a delimiter or a quote into quotes"
+        )
+    row = dict(zip(names, cells, strict=True))
+    return {name: row[name] or None for name in wanted}
+
+
+def _not_csv(path: Path, line: int, error: csv.Error) -> UserError:
+    reason = first_line(error)
+    if "new-line character" in reason:  # a carriage return alone at the end of lines
+        remedy = "save it again with line feeds"
+    else:
+        remedy = 'a cell that begins with a quote (") must end with one, and quotes within it are doubled ("")'
+    return UserError(f"{path}:{line}: not CSV: {reason}: {remedy}")
 
 
 def _not_utf8(path: Path) -> UserError:
@@ -270,6 +298,10 @@ def read_saved(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator
                 known = " or ".join(printable(name, 40) for name in rows)
                 raise UserError(f"dataset: {folder} has no split {quoted(split)}: set dataset_split to {known}")
             rows = rows[split]
+        elif split not in (WHOLE, str(rows.split)):
+            raise UserError(
+                f"dataset: {folder} has no split {quoted(split)}: it was saved without splits: leave dataset_split out"
+            )
         yield from enumerate(_selected(rows, columns), 1)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.data.hf_template import read_object, read_templates
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.special_tokens import add_tokens, class_of, default_tokens, set_pipeline
 from trainer.errors import UserError, first_line
 
 Offsets = Sequence[tuple[int, int]]
@@ -74,7 +75,7 @@ class TextTokenizer:
 
     @classmethod
     def read(cls, folder: Path) -> TextTokenizer | None:
-        """Return the one of a model folder, or None if the folder has no tokenizer.json.
+        """Return the one of a model folder, or None if it has no tokenizer.json, or only transformers knows its special tokens.
 
         Raises:
             UserError: its files are damaged.
@@ -92,6 +93,15 @@ class TextTokenizer:
         core.no_padding()
         named, tokens = read_templates(folder)
         named = named or {"default": PLAIN_TEMPLATE}
+        config = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
+        model = read_object(folder / "config.json")
+        name = class_of(config, model.get("model_type"))
+        defaults = default_tokens(config, name)
+        if defaults is None:
+            return None
+        tokens |= defaults
+        set_pipeline(core, config, name)
+        add_tokens(core, config, tokens)
 
         def tokenize(text: str) -> tuple[list[int], Offsets | None]:
             out = core.encode(text, add_special_tokens=False)
@@ -107,7 +117,7 @@ class TextTokenizer:
             core.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None,
             frozenset(added) | frozenset(tokens.values()),
             hashlib.sha256(core.to_str().encode()).hexdigest(),
-            _rows(read_object(folder / "config.json")),
+            _rows(model),
             named.get("tool_use", ""),
         )
 

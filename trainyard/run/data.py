@@ -40,7 +40,9 @@ def show_data(spec: RunSpec, samples: int | None, as_json: bool, work: Path, rep
     folder = model_folder(spec, [Path(source.path) for source in spec.sources], work, report)
     tokenizer = TextTokenizer.read(folder)
     if tokenizer is None:
-        raise UserError(f"model: {folder} has no tokenizer.json, which the controller needs: {_ELSEWHERE}")
+        raise UserError(
+            f"model: {folder} has no tokenizer.json, or special tokens that only transformers knows: {_ELSEWHERE}"
+        )
     show(samples_of(spec), Encoder.of(spec, tokenizer), view)
 
 

@@ -343,6 +343,14 @@ def test_fields_that_a_resumed_run_may_change() -> None:
         (b"lr: !!python/object:os.system x\n", ":1: not YAML"),
         (b"learning_rates: 1\n", "unknown name 'learning_rates' in"),
         (b"1: 1\n", "unknown name '1' in"),
+        (b"a: 1\nrun: 0123\n", ":2: YAML reads '0123' as the number 83: write 83, or text in quotes"),
+        (b"seed: 010\n", ":1: YAML reads '010' as the number 8"),
+        (b"seq_length: 1:30\n", ":1: YAML reads '1:30' as the number 90"),
+        (b"lr: 1:30.5\n", ":1: YAML reads '1:30.5' as the number 90.5"),
+        (b"run: 1_000\n", ":1: YAML reads '1_000' as the number 1000"),
+        (b"lora_targets: [0x1F]\n", ":1: YAML reads '0x1F' as the number 31"),
+        (b"run: 1.10\n", "got 1.1 (YAML reads 1.10 as 1.1: write the text in quotes)"),
+        (b"dataset: 3.0\n", "got 3.0 (YAML reads 1.10 as 1.1"),
         (b"lr: yes\n", "lr: expected a number > 0 and <= 1e+38, got True"),
     ],
 )
@@ -358,6 +366,9 @@ def test_files(tmp_path: Path) -> None:
     file = tmp_path / "spec.yml"
     file.write_text("")
     assert read_yaml(file) == {}
+    file.write_text("run: '0123'\nmodel: '1.10'\nlr: 2.50e-1\nseed: 3\n")
+    spec = read_spec(file, {"wandb_project": "010"}, "-e")
+    assert (spec.run, spec.model, spec.lr, spec.seed, spec.wandb_project) == ("0123", "1.10", 0.25, 3, "010")
     file.write_text("lr: 1e-3\nrun: 7\nlora_targets: [a, b]\nepochs: 2\n")
     spec = read_spec(file, {"epochs": "3"}, "-e")
     assert (spec.lr, spec.run, spec.lora_targets, spec.epochs) == (1e-3, "7", ("a", "b"), 3)

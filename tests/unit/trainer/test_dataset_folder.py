@@ -86,7 +86,7 @@ def test_hosts_without_the_library_are_refused_where_it_is_needed(folder: dict[s
     ("name", "pieces"),
     [
         ("date.jsonl", [("2024-01-31", True)]),
-        ("excel.csv", [("Q", False), ("A", True), ("", False), ("1,5", True)]),
+        ("excel.csv", [("Q", False), ("A", True), ("R", False), ("1,5", True)]),
         ("tabs.tsv", [("a, b", True)]),
         ("parts", [("a", True), ("b", True), ("c", True)]),
         ("card", [("x", True), ("y", True)]),
@@ -125,6 +125,39 @@ def test_splits(name: str, split: str, folder: dict[str, Path]) -> None:
     assert read(split) == {"saved-splits": (3, 1), "card": (2, 1), "splits": (1, 2)}[name][split == "test"]
     with pytest.raises(UserError, match=r"has no split 'validation': set dataset_split to te?[sr][ta]"):
         read("validation")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "refused"),
+    [
+        ("text.csv.gz", {"dataset_split": "test"}, r"is a file, which has no split 'test' \(dataset_split\)"),
+        ("list.json", {"dataset_split": "train[:25%]"}, r"is a file, which has no split 'train\[:25%\]'"),
+        ("chat.parquet", {"dataset_split": "test"}, "is a file, which has no split"),
+        ("list.json", {"dataset_config": "fr"}, r"has no configuration 'fr' \(dataset_config\)"),
+        ("parts", {"dataset_split": "test"}, "has no split 'test': none of its files names a split"),
+        ("parts", {"dataset_config": "fr"}, "has no configuration 'fr'"),
+        ("splits", {"dataset_split": "train[:25%]"}, "has no split 'train.*': set dataset_split to test or train"),
+        ("saved", {"dataset_split": "test"}, "has no split 'test': it was saved without splits"),
+        ("saved-splits", {"dataset_config": "fr"}, "has no configuration 'fr'"),
+    ],
+)
+def test_a_part_of_a_dataset_without_parts_is_refused(
+    name: str, fields: dict[str, str], refused: str, folder: dict[str, Path]
+) -> None:
+    with pytest.raises(UserError, match=refused):
+        check_source(make_spec({"dataset": str(folder[name]), **fields}, "").sources[0])
+
+
+def test_a_split_of_a_folder_is_checked_without_the_library(
+    folder: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.samples.has_library", lambda: False)
+    (mixed := folder["parts"].parent / "mixed").mkdir()
+    (mixed / "test.jsonl").write_text('{"text": "a"}\n')
+    (mixed / "train.parquet").write_bytes(folder["chat.parquet"].read_bytes())
+    assert check_source(make_spec({"dataset": {"path": str(mixed), "split": "test"}}, "").sources[0]) is None
+    with pytest.raises(UserError, match="is a file, which has no split"):
+        check_source(make_spec({"dataset": {"path": str(folder["chat.parquet"]), "split": "a"}}, "").sources[0])
 
 
 def test_a_configuration_that_the_readme_does_not_name(folder: dict[str, Path]) -> None:

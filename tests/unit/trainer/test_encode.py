@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, normalizers
 from trainer_runs import chat, records, write_jsonl
 
 from trainer.config import make_spec
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, split
 from trainer.data.encode import DataReport, Encoder, encode_all, encoded_dataset
+from trainer.data.hf_template import SPECIAL_TOKENS
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.report import BEYOND, NO_ANSWER
 from trainer.data.samples import Sample, to_sample
+from trainer.data.special_tokens import DEFAULTS
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.data.tiny import TEMPLATE
 from trainer.errors import UserError
@@ -353,6 +358,85 @@ def test_the_controller_encodes_as_the_hosts_do(tokenizer: Any, tmp_path: Path) 
         there, here = (Encoder(each, seq_length=512, train_on="answer") for each in (saved, read))
         for sample in (TALK, Sample(pieces=(("the 猫 cat", False), (" runs 🚂", True)))):
             assert here.encode(sample) == there.encode(sample)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer_class": "GPT2Tokenizer"},
+        {"tokenizer_class": "GPT2TokenizerFast", "bos_token": None},
+        {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"},
+        {"eos_token": "<|never|>"},
+        {"eos_token": {"__type": "AddedToken", "content": "<|extra|>", "lstrip": True, "special": True}},
+        {"extra_special_tokens": ["<|extra|>", "<|call|>"]},
+        {"split_special_tokens": True},
+        {"added_tokens_decoder": {"9999": {"content": "<|extra|>", "special": True, "rstrip": True}}},
+    ],
+)
+def test_the_controller_has_the_special_tokens_of_the_hosts(
+    change: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    kept = {} if "GPT2" in str(change) else json.loads(file.read_text())  # GPT-2's own file names no special token
+    file.write_text(json.dumps(kept | change))
+    there, here = TextTokenizer.of(transformers.AutoTokenizer.from_pretrained(tmp_path)), TextTokenizer.read(tmp_path)
+    assert here is not None
+    assert (here.bos, here.eos, here.added, here.tokens) == (there.bos, there.eos, there.added, there.tokens)
+    for text in ("the cat <|extra|> runs<|end|>", "<|endoftext|> <|call|>"):
+        assert here.tokenize(text) == there.tokenize(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "more"),
+    [
+        ("LlamaTokenizer", "llama", {"legacy": True}),
+        ("LlamaTokenizerFast", None, {"add_prefix_space": False}),
+        ("LlamaTokenizer", "phi3", {}),
+        ("GemmaTokenizer", "gemma2", {}),
+        ("PreTrainedTokenizerFast", "llama", {}),
+    ],
+)
+def test_the_controller_splits_a_text_as_the_class_of_the_hosts_does(
+    name: str, model_type: str | None, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Some classes of transformers take from tokenizer.json only the vocabulary."""
+    vocabulary = ["<unk>", "<s>", "</s>", "<pad>", "<mask>", "▁", "a", "b", "▁a", "ab", "<0x63>"]
+    model = models.BPE(
+        {token: index for index, token in enumerate(vocabulary)}, [("▁", "a"), ("a", "b")], unk_token="<unk>"
+    )
+    core = Tokenizer(model)
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.add_special_tokens(vocabulary[:5])
+    core.save(str(tmp_path / "tokenizer.json"))
+    special = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special | more))
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    there, here = TextTokenizer.of(transformers.AutoTokenizer.from_pretrained(tmp_path)), TextTokenizer.read(tmp_path)
+    assert here is not None
+    for text in ("ab a<s>ab ca", " a  b</s> a", "xy"):
+        assert here.tokenize(text) == there.tokenize(text)
+
+
+def test_tokens_that_only_transformers_knows(tokenizer: Any, tmp_path: Path) -> None:
+    """The controller then leaves the check to the hosts."""
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text('{"tokenizer_class": "CohereTokenizer", "bos_token": null}')
+    assert TextTokenizer.read(tmp_path) is None
+    file.write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_bigcode"}')
+    assert TextTokenizer.read(tmp_path) is None, "transformers does not use the class for this model"
+    file.write_text('{"tokenizer_class": "CohereTokenizer", "bos_token": null, "eos_token": "<|end|>"}')
+    assert TextTokenizer.read(tmp_path) is not None
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_default_tokens_are_those_of_transformers(name: str) -> None:
+    parameters = inspect.signature(getattr(transformers, name).__init__).parameters
+    found = {key: parameters[key].default for key in SPECIAL_TOKENS if key in parameters}
+    assert DEFAULTS[name] == {key: text for key, text in found.items() if text}
 
 
 def test_a_tokenizer_that_does_not_know_places(tokenizer: Any) -> None:
