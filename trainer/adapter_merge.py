@@ -90,7 +90,7 @@ def merged_weights(adapted: Any, dtype: torch.dtype) -> Iterator[tuple[str, torc
         final = dtype if value.dtype == own else value.dtype
         if wrapped and not layers[module].merged:
             merge_layer(module, layers[module], final)
-        plain = _SAVED.sub("", f"{module}.{leaf}" if wrapped else name)
+        plain = _SAVED.sub("", f"{module}.{leaf.replace('base_layer.', '')}" if wrapped else name)
         yield plain, value.detach().to(final if value.is_floating_point() else value.dtype).contiguous()
         if wrapped:
             value.data = value.data.new_empty(0)
@@ -108,17 +108,41 @@ def weightless(adapted: Any, dtype: torch.dtype) -> Any:
 
 
 def _untied_layers(adapted: Any) -> dict[str, Any]:
-    """Return the adapted layers; those that share weights with others have their own. Raises UserError."""
+    """Return the adapted layers; those that share weights with others have their own. Raises UserError.
+
+    Wrappers of several parameters of one module (stacks of experts) lie in one another: only the outermost is returned.
+    """
     layers = adapted_layers(adapted)
-    for name, layer in layers.items():
-        weight = getattr(layer.get_base_layer(), "weight", None)
-        if weight is None or not weight.is_floating_point() or ".base_layer" in name:
+    outer = {name: layer for name, layer in layers.items() if not _is_inner(name, layers)}
+    for name, layer in outer.items():
+        weights = [getattr(each.get_base_layer(), _leaf(each), None) for each in _chain(layer)]
+        if ".base_layer" in name or any(weight is None or not weight.is_floating_point() for weight in weights):
             raise UserError(
                 f"merge: the adapter of {name} ({type(layer.get_base_layer()).__name__}) cannot be merged: use the adapter itself, and "
                 "set merge=false"
             )
-    untie(adapted.get_base_model(), [layer.get_base_layer() for layer in layers.values()])
-    return layers
+    plain = [layer.get_base_layer() for layer in outer.values()]
+    untie(adapted.get_base_model(), [module for module in plain if hasattr(module, "weight")])
+    return outer
+
+
+def _is_inner(name: str, layers: Mapping[str, Any]) -> bool:
+    """Return whether an adapted layer is inside of a wrapper around the same module."""
+    outer, inner = re.fullmatch(r"(.*?)((?:\.base_layer)*)", name).groups()  # type: ignore[union-attr]
+    return bool(inner) and outer in layers and any(each is layers[name] for each in _chain(layers[outer]))
+
+
+def _chain(layer: Any) -> list[Any]:
+    """Return the adapted layers around one module, from the outside: more than one for several parameters of it."""
+    found = [layer]
+    while hasattr(layer, "parameter_name") and hasattr(layer.base_layer, "parameter_name"):
+        found.append(layer := layer.base_layer)
+    return found
+
+
+def _leaf(layer: Any) -> str:
+    """Return the name of the parameter that an adapted layer changes."""
+    return str(getattr(layer, "parameter_name", "weight"))
 
 
 def adapted_layers(adapted: Any) -> dict[str, Any]:
@@ -186,9 +210,33 @@ def merge_layer(name: str, layer: Any, dtype: torch.dtype | None = None) -> None
     _cast(base, dict.fromkeys(dtypes, torch.float32))
     with torch.no_grad():
         expected = _probe_outputs(layer, base)
-        layer.merge()
+        for each in _chain(layer):
+            stack = _expected_stack(each)
+            each.merge()
+            _compare_stack(f"{name}.{_leaf(each)}", stack, getattr(base, _leaf(each)))
     _cast(base, dtypes)
     _compare(name, expected, base)
+
+
+def _expected_stack(layer: Any) -> torch.Tensor | None:
+    """Return the weights of all experts as the forward pass of peft adds their factors, which its merge does not use."""
+    if not hasattr(layer, "get_delta_factors") or layer.num_experts < 2:
+        return None
+    total = layer.get_param().data
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_A:
+            left, right, scaling = layer.get_delta_factors(adapter)
+            total = torch.baddbmm(total, left, right, alpha=scaling)
+    return total
+
+
+def _compare_stack(name: str, expected: torch.Tensor | None, merged: torch.Tensor) -> None:
+    """Raises UserError if the merged weights of experts, in float32, are not those of the forward pass."""
+    if expected is None:
+        return
+    error, limit = float((merged - expected).norm()), _SUM_LIMIT * float(expected.norm())
+    if error > limit:
+        raise _difference(name, error, limit)
 
 
 @torch.no_grad()
@@ -323,7 +371,8 @@ def check_merged(adapted: Any, dtype: torch.dtype, folder: Path) -> None:
             _require_equal(_SAVED.sub("", name), merged, value.to(dtype if value.dtype == own else value.dtype))
     for name, layer in _untied_layers(adapted).items():
         plain = layer.get_base_layer()
-        merge_layer(name, layer, dtype if plain.weight.dtype == own else plain.weight.dtype)
+        changed_dtype = getattr(plain, _leaf(layer)).dtype
+        merge_layer(name, layer, dtype if changed_dtype == own else changed_dtype)
         for leaf, value in plain.named_parameters(recurse=False):
             _require_equal(f"{name}.{leaf}", merged, value, exact=False)
             value.data = value.data.new_empty(0)

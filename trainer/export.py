@@ -114,7 +114,7 @@ def export_weights(
     Raises:
         DiskError: the disk is full or not writable.
     """
-    from trainer.tokenizer_output import add_end_token, save_ends, save_tokenizer
+    from trainer.tokenizer_output import add_end_token, add_old_rope_keys, save_ends, save_tokenizer
 
     spec = job.spec
     kind = "adapter" if spec.lora_r else "model"
@@ -130,6 +130,8 @@ def export_weights(
         if weights is None or spec.lora_r:
             options |= {"state_dict": dict(weights)} if weights else {}
             model.save_pretrained(aside, **options)  # type: ignore[operator]
+            if not spec.lora_r:
+                add_old_rope_keys(aside)
         else:
             save_in_parts(model, weights, aside)
         save_tokenizer(job.tokenizer, aside)
@@ -144,6 +146,8 @@ def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", fol
     Args:
         model: gives the names and the configuration; its own weights are not read.
     """
+    from trainer.tokenizer_output import add_old_rope_keys
+
     parts: list[Path] = []
     part: dict[str, torch.Tensor] = {}
 
@@ -160,6 +164,7 @@ def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", fol
         part[name] = value
         size += value.nbytes
     write()
+    add_old_rope_keys(folder)
     if len(parts) == 1:
         parts[0].rename(folder / _WEIGHTS)
         return

@@ -27,7 +27,7 @@ from trainer.errors import UserError, first_line
 from trainer.files import atomic_folder, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
 from trainer.model import TokenLoss, load_tokenizer, read_causal_model
-from trainer.tokenizer_output import add_end_token, end_ids, save_tokenizer
+from trainer.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
 
 MERGED = "merged"  # name of the merged adapter in memory
 
@@ -195,6 +195,7 @@ def _soup(request: MergeRequest) -> dict[str, Any]:
         tokenizer = load_tokenizer(str(first.weights))
         add_end_token(model.generation_config, tokenizer)
         model.save_pretrained(aside)
+        add_old_rope_keys(aside)
         save_tokenizer(tokenizer, aside)
         LogitCheck(model, torch.float32)(saved_model(aside))
     spec = first.spec.model_copy(update={"run": request.target.name, "lora_r": 0})

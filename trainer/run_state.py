@@ -78,7 +78,7 @@ class RunState:
 
     `step` counts the steps that this rank has finished; `synced_step` is the newest step after which all ranks had the same
     model. `data` is the digest of the encoded dataset; `packing` says whether rows are packed; `template_date` is the date that the chat
-    template prints, empty if it prints none.
+    template prints, empty if it prints none; `base` is the digest of the base model's files, empty if it is unknown.
     """
 
     steps: int
@@ -87,6 +87,7 @@ class RunState:
     packing: bool = True
     backend: str = "peft"
     template_date: str = ""
+    base: str = ""
     step: int = 0
     synced_step: int = 0
     totals: dict[str, Any] = field(default_factory=_no_totals)
@@ -97,7 +98,7 @@ class RunState:
         """Read the progress from a checkpoint folder.
 
         Raises:
-            UserError: the run started with other data, or with another packing or backend.
+            UserError: the run started with other data or another base model, or with another packing or backend.
         """
         stored = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         if stored.get("data") != self.data:
@@ -105,6 +106,13 @@ class RunState:
                 f"dataset: {spec.dataset_name} or its encoding has changed since run {spec.run} started: "
                 "restore the original dataset, or set another run name with run="
             )
+        base = stored.get("base", "")  # older versions did not store it
+        if base and self.base and base != self.base:
+            raise UserError(
+                f"model: the config.json or the weights of {spec.model} have changed since run {spec.run} started: "
+                "restore the original model, or set another run name with run="
+            )
+        self.base = self.base or base
         if stored.get("packing", self.packing) != self.packing:
             raise UserError(
                 f"packing: auto chose {str(stored['packing']).lower()} when run {spec.run} started, and now "
@@ -127,6 +135,7 @@ class RunState:
             "totals": dict(self.totals),
             "world_size": self.world_size,
             "data": self.data,
+            **({"base": self.base} if self.base else {}),
             "packing": self.packing,
             "backend": self.backend,
             **({"template_date": self.template_date} if self.template_date else {}),

@@ -15,6 +15,7 @@ import torch
 
 from trainer import unsloth_backend
 from trainer.adapter_folder import refuse_adapter
+from trainer.base_digest import base_digest
 from trainer.base_weights import embedding_rows
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
@@ -50,7 +51,8 @@ class Job:
     """What a run trains and on which data, loaded on this rank.
 
     `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one; `template_date`: the
-    date that the chat template prints, empty if it prints none.
+    date that the chat template prints, empty if it prints none; `base`: the digest of the base model's files, empty if no host
+    has all of them.
     """
 
     spec: RunSpec
@@ -62,6 +64,7 @@ class Job:
     data: str
     teacher: TeacherModel | RemoteTeacher | None = None
     template_date: str = ""
+    base: str = ""
 
     @cached_property
     def order(self) -> Order:
@@ -124,7 +127,9 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, che
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
     module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
-    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher, shown_date)
+    # A host of a pipeline may lack files: the first host that has all of them decides.
+    base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
+    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher, shown_date, base)
 
 
 def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job:
@@ -349,7 +354,7 @@ def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpe
     """Load the newest checkpoint of the hosts, if there is one. Every rank calls it.
 
     Raises:
-        UserError: no checkpoint is usable, or it is that of other data.
+        UserError: no checkpoint is usable, or it is that of other data or another base model.
     """
     if newest := find_checkpoint(checkpoints, strategy.world, print, strategy.per_host_files):
         strategy.load(newest)
@@ -408,7 +413,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     strategy.count_tokens = job.count_tokens
     all_ranks, world = world, strategy.world
     batches = Batches(job, world, strategy, heartbeat)
-    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend, job.template_date)
+    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend, job.template_date, job.base)
 
     def waiting() -> bool:
         status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")

@@ -163,9 +163,20 @@ def resolve_aliases(
         if target not in found.values:
             found.set(name, target, value, where)
             found.notes += notes
+    _require_train_on(found, flat, where)
     if found.opendiloco:
         _opendiloco(found, flat, defaults or {})
     return found.values, found.notes
+
+
+def _require_train_on(found: Resolved, flat: Mapping[str, Any], where: str) -> None:
+    """Raises UserError if ``assistant_only_loss: false`` alone says what contributes to the loss: it depends on the dataset."""
+    value = next((value for name, value in flat.items() if plain_name(name) == "assistant_only_loss"), None)
+    if value is not None and "train_on" not in found.values:
+        raise UserError(
+            f"run spec: assistant_only_loss=false{where} trains all of a chat, but only the completion of a pair, in TRL: set "
+            f"train_on=all or train_on=answer{where} instead"
+        )
 
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:

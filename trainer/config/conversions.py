@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -264,8 +264,12 @@ _WARMUP_STEPS = Conversion(
     "warmup", _in_range("warmup", "a number of steps", lambda n: n >= 0), "a number of steps, or a fraction below 1"
 )
 _DTYPE = _choice("precision", _PRECISION, _FP32)
-_FOUR_BIT = _switch("quantize", {"quantize": "nf4"}, {"quantize": "none"})
-_ANSWER = _switch("train_on", {"train_on": "answer"}, {"train_on": "all"})
+_FOUR_BIT = _switch("quantize", {"quantize": "nf4"}, {"quantize": "none"}, weak=False)
+# False is TRL's default, and leaves it to the dataset: all of a chat, but the completion of a pair alone.
+_ASSISTANT = replace(
+    _switch("train_on", {"train_on": "answer"}, {}),
+    meaning="true: train_on=answer; false: no effect beside train_on or completion_only_loss, refused without them",
+)
 _LIGER = _switch(
     "kernels", {"kernels": "auto"}, {"kernels": "torch"}, "kernels=auto also uses FlashAttention if installed"
 )
@@ -291,7 +295,7 @@ _SCHEDULE: dict[str, Mapping[str, Any]] = {
 _SCHEDULER = _choice("schedule", _SCHEDULE, "warmup applies to every schedule; set warmup=0 for none")
 
 _EVAL_STRATEGY = _choice("eval_interval", {"no": {"eval_split": 0}, "steps": {}, "epoch": {}}, _EVALUATED)
-_LORA = _switch("lora_r", {}, {"lora_r": 0})
+_LORA = _switch("lora_r", {}, {"lora_r": 0}, weak=False)
 
 CONVERSIONS: dict[str, Conversion] = {
     "output_dir": Conversion(
@@ -310,8 +314,8 @@ CONVERSIONS: dict[str, Conversion] = {
         "the schedule ends with the last step",
     ),
     "train_on_inputs": _switch("train_on", {"train_on": "all"}, {"train_on": "answer"}, weak=False),
-    "completion_only_loss": _ANSWER,
-    "assistant_only_loss": _ANSWER,
+    "completion_only_loss": _switch("train_on", {"train_on": "answer"}, {"train_on": "all"}, weak=False),
+    "assistant_only_loss": _ASSISTANT,
     "lr_scheduler": _SCHEDULER,
     "lr_scheduler_type": _SCHEDULER,
     "scheduler": _SCHEDULER,

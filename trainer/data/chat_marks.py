@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.data.hf_template import Rendered, TemplateError
+from trainer.data.reasoning import CLOSING, OPENING
 
 Span = tuple[int, int]  # characters [start, end) of a rendering
 # Marks are characters of a private plane of Unicode that the chat itself does not use.
 PLANES = ((0xF0000, re.compile("[\U000f0000-\U000ffffd]")), (0x100000, re.compile("[\U00100000-\U0010fffd]")))
 _MARKS = 0xFFFE  # of a plane
-# What begins and ends the reasoning inside of a content.
-_OPENING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>|◁think▷|\[THINK\]|<reasoning>)\s*")
-_CLOSING = re.compile(r"</(?:seed:)?think(?:ing)?>|◁/think▷|\[/THINK\]|</reasoning>")
 REASONING_KEYS = ("reasoning_content", "thinking")  # templates read one of them
 
 
@@ -62,12 +60,12 @@ class Marker:
 
     def content(self, message: int, text: str) -> str:
         """Return the content of an answer with marks around its reasoning and around the rest."""
-        closing = _CLOSING.search(text)
+        closing = CLOSING.search(text)
         if not closing:
             return self.text(message, "content", text)
-        opening = _OPENING.match(text)
+        opening = OPENING.match(text)
         start = opening.end() if opening else 0
-        final = [*_CLOSING.finditer(text)][-1]
+        final = [*CLOSING.finditer(text)][-1]
         last = final.end()
         inside, between = text[start : closing.start()], closing[0]
         if final.start() > closing.start():

@@ -10,6 +10,7 @@ from trainer.data.corpus import Corpus
 from trainer.errors import UserError
 from trainer.formats import quoted
 
+PADDING_OF_FILES = "padding_of_files"  # attribute of a tokenizer: the padding token before `set_padding`
 _SHOWN = 60  # characters of a sample in a message
 
 
@@ -22,6 +23,7 @@ def set_padding(tokenizer: Any, rows: int | None) -> None:
     """Let a tokenizer pad with its end token if it has no padding token, or one outside the embedding; any token will do."""
     if _inside(tokenizer.pad_token_id, rows):
         return
+    setattr(tokenizer, PADDING_OF_FILES, tokenizer.pad_token)
     end = tokenizer.eos_token_id
     if _inside(end, rows):
         tokenizer.pad_token = tokenizer.eos_token

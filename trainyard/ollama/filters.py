@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.data.reasoning import split_reasoning
 from trainer.data.report import Dropped
 from trainyard.ollama.logprobs import align, unpack
 
@@ -29,7 +30,6 @@ _REMEDIES = {
     "unanswered": "start the teachers, and repeat this command",
 }
 _REMEDY = "change the prompts or the teacher"
-_THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 _LOOP = re.compile(r"(.{1,200}?)\1{3,}\s*$", re.DOTALL)
 _LOOP_TAIL = 1200  # characters at the end in which a loop is searched
 _LOOP_LENGTH = 60  # characters of all repeats of a loop
@@ -127,14 +127,13 @@ def filter_answers(
 
 def answer_text(record: Mapping[str, Any], keep_thinking: bool) -> tuple[str, bool]:
     """Return the text to train on, and whether the answer ends within its thinking."""
-    text, thinking = str(record["text"]), str(record.get("thinking") or "")
-    match = _THINKING.match(text)
-    if match and not thinking:
-        thinking, text = match[1], text[match.end() :]
-    elif text.lstrip().startswith("<think>"):
-        return text if keep_thinking else "", True
-    text = text.strip()
-    return (f"<think>\n{thinking.strip()}\n</think>\n\n{text}" if keep_thinking and thinking.strip() else text), False
+    whole, thinking = str(record["text"]), str(record.get("thinking") or "").strip()
+    text = whole.strip()
+    if not thinking:  # the server may have split it off
+        thinking, text, is_open = split_reasoning(whole)
+        if is_open:
+            return whole if keep_thinking else "", True
+    return (f"<think>\n{thinking}\n</think>\n\n{text}" if keep_thinking and thinking else text), False
 
 
 def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:

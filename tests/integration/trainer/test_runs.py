@@ -354,6 +354,16 @@ def test_a_changed_dataset_is_rejected(here: Here, tmp_path: Path) -> None:
     )
 
 
+def test_a_changed_base_model_is_rejected(here: Here, tmp_path: Path) -> None:
+    model = tmp_path / "base"
+    shutil.copytree(here.model, model)
+    stop_at(here, 2, "file", model=model, epochs=20)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert here(model=model, epochs=20) == 1
+    assert error(here).startswith(f"model: the config.json or the weights of {model} have changed since run r started")
+
+
 @pytest.mark.slow
 def test_records_after_the_checkpoint_are_removed(here: Here) -> None:
     stop_at(here, 3, "file", epochs=4)

@@ -57,6 +57,25 @@ def test_thinking() -> None:
     assert filter_answers([record("<think>\nnever ends")]).counts == {"cut": 1}
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"), ("<reasoning>", "</reasoning>"),
+        ("<seed:think>", "</seed:think>"), ("◁think▷", "◁/think▷"),
+    ],
+)  # fmt: skip
+def test_every_spelling_of_thinking(begin: str, end: str) -> None:
+    for opening in (begin, ""):  # a template may write the opening at the end of the prompt
+        answer = record(f"{opening}let me see {end}\n\n4")
+        dropped, kept = filter_answers([answer]), filter_answers([answer], keep_thinking=True)
+        assert dropped.samples[0]["messages"][-1]["content"] == "4"
+        assert kept.samples[0]["messages"][-1]["content"] == "<think>\nlet me see\n</think>\n\n4"
+    assert filter_answers([record(f"{begin}never ends")]).counts == {"cut": 1}
+    assert filter_answers([record(f"only this {end}")]).counts == {"empty": 1}
+    for text in (f"Write `{end}`.", f"Between {begin} and {end} it thinks."):
+        assert filter_answers([record(text)]).samples[0]["messages"][-1]["content"] == text
+
+
 def reply(*tokens: bytes) -> list[dict[str, Any]]:
     """Return the log-probabilities of a reply with one alternative for each token."""
     return [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer import adapter_merge, export
 from trainer.config import make_spec
 from trainer.errors import UserError
+from trainer.model import load_model
 
 KINDS = (
     "bloom", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
@@ -117,6 +119,41 @@ def test_other_adapters_of_peft(adapter: dict[str, Any], tmp_path: Path) -> None
             value.data.add_(0.1)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     assert_close(logits(merged(tmp_path, precision="32-true")), logits(model), rtol=0, atol=1e-5)
+
+
+def experts(folder: Path, kind: str) -> Any:
+    """Write a random model with experts and an adapter of the default targets, as the trainer makes it; return both."""
+    torch.manual_seed(1)
+    sizes = SMALL | ({"num_local_experts": 4} if kind == "mixtral" else {})
+    config = AutoConfig.for_model(kind, **sizes, vocab_size=96)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    spec = make_spec({"model": str(folder / "base"), "seq_length": 64, "lora_r": 4, "precision": "32-true"}, "here")
+    model: Any = load_model(spec, torch.device("cpu")).eval()
+    for name, value in model.named_parameters():
+        if "lora_" in name:
+            value.data.normal_(0, 0.1)
+    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_merged_experts_equal_base_with_adapter(kind: str, tmp_path: Path) -> None:
+    model = experts(tmp_path, kind)
+    changed = [layer.parameter_name for layer in model.modules() if hasattr(layer, "parameter_name")]
+    assert {"gate_up_proj", "down_proj"} <= set(changed)
+    assert_close(logits(merged(tmp_path, precision="32-true")), logits(model), rtol=0, atol=1e-5)
+    merged(tmp_path, precision="bf16-mixed")  # compares itself
+    spec = make_spec({"model": str(tmp_path / "base"), "seq_length": 64}, "here")
+    in_memory = adapter_merge.merge_into_base(adapter_merge.adapted_model(spec, tmp_path / "adapter"))
+    assert_close(logits(in_memory), logits(model), rtol=0, atol=1e-5)
+
+
+def test_a_wrong_merge_of_experts_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts(tmp_path, "mixtral")
+    right = ParamWrapper.get_delta_weight
+    monkeypatch.setattr(ParamWrapper, "get_delta_weight", lambda layer, name: 1.01 * right(layer, name))
+    with pytest.raises(UserError, match=r"^merge: .*experts\.\w+_proj of the merged model differs"):
+        merged(tmp_path, precision="32-true")
 
 
 def test_sixteen_bits_are_rounded_once(tmp_path: Path) -> None:

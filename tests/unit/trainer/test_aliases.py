@@ -203,6 +203,41 @@ def test_a_value_without_a_counterpart_is_one_line(line: str, message: str) -> N
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "train_on"),
+    [
+        ({"completion_only_loss": False}, "all"),
+        ({"completion_only_loss": None, "assistant_only_loss": True}, "answer"),
+        ({"completion_only_loss": False, "assistant_only_loss": False}, "all"),
+        ({"completion_only_loss": True, "assistant_only_loss": False}, "answer"),
+        ({"train_on": "all", "assistant_only_loss": False}, "all"),
+        ({"assistant_only_loss": None}, None),
+    ],
+)
+def test_what_contributes_to_the_loss_in_trl(given: dict[str, Any], train_on: str | None) -> None:
+    assert resolve_aliases(given)[0].get("train_on") == train_on
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"assistant_only_loss": False, "completion_only_loss": None},
+            "set train_on=all or train_on=answer in f.yml instead",
+        ),
+        ({"assistant-only-loss": "no"}, "set train_on=all or train_on=answer in f.yml instead"),
+        ({"assistant_only_loss": True, "completion_only_loss": False}, "set only train_on"),
+        ({"adapter": "qlora", "load_in_4bit": False}, "set quantize to different values in f.yml: set only quantize"),
+        ({"quantize": "nf4", "use_4bit": False}, "set only quantize"),
+        ({"use_peft": False, "lora_r": 16}, "set only lora_r"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve_aliases(given, source="f.yml")
+    assert message in str(caught.value)
+
+
 def test_equal_values_of_two_names_are_no_conflict() -> None:
     assert make_spec({"lr": 1e-3, "learning_rate": "0.001"}, "").lr == 1e-3
     assert spec_of("--no-bf16 --fp16")[0]["precision"] == "fp16-mixed"

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from trainer import base_digest as digests
+from trainer.base_digest import base_digest
 from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.run_state import RunHistory, RunState
@@ -126,3 +128,51 @@ def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
     again = metrics.reduce(strategy, lambda: (True, False), lambda: False)  # type: ignore[arg-type]
     assert [one["step"] for one in again.records] == [3], "reduced records are not repeated"
     assert again.stop and not again.written and again.comm_share is None
+
+
+def test_a_changed_base_model_is_refused(tmp_path: Path) -> None:
+    def state(base: str) -> RunState:
+        return RunState(10, 1, "digest", base=base)
+
+    stored = tmp_path / "state.json"
+    stored.write_text(json.dumps(state("one").checkpoint_state()))
+    with pytest.raises(UserError, match=r"^model: .* have changed since run r started: restore the original model"):
+        state("two").restore(tmp_path, SPEC)
+    unknown = state("")  # this start's hosts lack files
+    unknown.restore(tmp_path, SPEC)
+    assert unknown.checkpoint_state()["base"] == "one"
+    old = state("").checkpoint_state()
+    assert "base" not in old
+    stored.write_text(json.dumps(old))
+    state("two").restore(tmp_path, SPEC)
+
+
+def test_the_digest_of_a_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_WHOLE", 1000)
+    monkeypatch.setattr(digests, "_BLOCK", 64)
+    config, small, large = (tmp_path / name for name in ("config.json", "a.safetensors", "b.safetensors"))
+    config.write_text('{"a": 1, "transformers_version": "4"}')
+    small.write_bytes(bytes(100))
+    large.write_bytes(bytes(100_000))
+    first = base_digest(str(tmp_path))
+    assert first
+    config.write_text('{"transformers_version": "5", "a": 1}')
+    (tmp_path / "README.md").write_text("other")
+    assert base_digest(str(tmp_path)) == first
+    changes = [
+        (config, b'{"a": 2}'),
+        (small, bytes(99) + b"1"),
+        (large, bytes(100_001)),
+        (large, b"1" * 100_000),
+        (large, bytes(99_999) + b"1"),
+    ]
+    for path, changed in changes:
+        kept = path.read_bytes()
+        path.write_bytes(changed)
+        assert base_digest(str(tmp_path)) not in ("", first)
+        path.write_bytes(kept)
+    assert base_digest(str(tmp_path)) == first
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "lacking.safetensors"}}))
+    assert base_digest(str(tmp_path)) == "", "a host that lacks a file does not know the model"
+    assert base_digest("no/such-model") == ""

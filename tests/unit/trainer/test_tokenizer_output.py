@@ -12,14 +12,23 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainer_runs import Here
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer import greedy_answers
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.template_text import end_of_turn, without_generation
-from trainer.export import merge_adapter
+from trainer.export import merge_adapter, save_in_parts
 from trainer.gguf.special import complete
+from trainer.model import load_tokenizer
 from trainer.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer
 
 CHATML = (
@@ -183,3 +192,72 @@ def test_a_merged_model_of_an_earlier_version_is_checked(here: Here, other_end_m
     assert not merged_rightly(spec, here.run_dir())
     merge_adapter(spec, here.run_dir())
     assert merged_rightly(spec, here.run_dir())
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast", None])
+def test_a_saved_tokenizer_keeps_class_and_padding_of_the_base(name: str | None, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    path = tmp_path / "base/tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("tokenizer_class")
+    settings["additional_special_tokens"] = ["<|im_start|>"]
+    path.write_text(json.dumps(settings | ({"tokenizer_class": name} if name else {})))
+    base = load_tokenizer(str(tmp_path / "base"))
+    assert base.pad_token == "</s>"
+    save_tokenizer(base, tmp_path / "adapter")
+    save_tokenizer(AutoTokenizer.from_pretrained(tmp_path / "adapter"), tmp_path / "merged")
+    for folder in ("adapter", "merged"):
+        saved = json.loads((tmp_path / folder / "tokenizer_config.json").read_text())
+        assert "pad_token" not in saved and "extra_special_tokens" not in saved
+        assert saved["additional_special_tokens"] == ["<|im_start|>"]
+        assert name is None or saved["tokenizer_class"] == name
+        found = AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert (
+            found.pad_token is None
+            and found.all_special_tokens == AutoTokenizer.from_pretrained(tmp_path / "base").all_special_tokens
+        )
+        assert found.backend_tokenizer.to_str() == base.backend_tokenizer.to_str()
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "default": ("llama", {"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
+    "yarn": ("llama", YARN | {"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": YARN}),
+    "part": ("stablelm", {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
+    "local": (
+        "gemma3_text",
+        {"sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
+        {"rope_theta": 9.0, "rope_local_base_freq": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "phi3": (
+        "phi3",
+        {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_saved_model_has_the_rope_keys_of_transformers_4(name: str, tmp_path: Path) -> None:
+    kind, rope, expected = ROPES[name]
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 128, "vocab_size": 96, "head_dim": 8, "original_max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    default = AutoConfig.for_model(kind)
+    known = {key: value for key, value in sizes.items() if hasattr(default, key) or key == "head_dim"}
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **known, rope_parameters=rope)).eval()
+    save_in_parts(model, model.state_dict().items(), tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert {key: saved.get(key) for key in expected} == expected and ("rope_scaling" in saved) == (
+        "rope_scaling" in expected
+    )
+    ids = torch.arange(90)[None]
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        for _ in range(2):
+            assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(input_ids=ids).logits, wanted)
+            saved.pop("rope_parameters", None)  # the old keys alone mean the same
+            (tmp_path / "config.json").write_text(json.dumps(saved))
