@@ -17,9 +17,16 @@ from trainer_runs import ACCELERATED_LOOP, free_port
 
 from trainer.__main__ import main
 
-CPUS_FOR_GPUS = """
-import json, sys
+# Ranks share the pipe: a line is one write. A process of gloo that ends with its group can abort.
+END = """
+import json, os, sys
 import torch
+def end(value):
+    os.write(1, (json.dumps(value) + chr(10)).encode())
+    torch.distributed.destroy_process_group()
+    os._exit(0)
+"""
+CPUS_FOR_GPUS = f"""{END}
 from accelerate.state import DistributedType, PartialState
 from transformers import AutoModelForCausalLM
 PartialState._prepare_backend = lambda *arguments, **options: ("gloo", DistributedType.MULTI_GPU)
@@ -33,7 +40,7 @@ accelerator = Accelerator()
 rows = torch.utils.data.DataLoader(rows, batch_size=2)
 {ACCELERATED_LOOP}weight = model.model.layers[0].self_attn.q_proj.weight
 parts = [list(weight.device_mesh.shape), [str(each) for each in weight.placements], weight.numel() // weight.to_local().numel()]
-print(json.dumps([accelerator.distributed_type.value, accelerator.num_processes, losses, parts]))
+end([accelerator.distributed_type.value, accelerator.num_processes, losses, parts])
 """
 TRAINER = f"""{CPUS_FOR_GPUS}
 from transformers import Trainer, TrainingArguments
@@ -45,11 +52,9 @@ trainer = Trainer(model=model, args=arguments, train_dataset=[{{"input_ids": row
 trainer.train()
 weight = trainer.model_wrapped.model.layers[0].self_attn.q_proj.weight
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-print(json.dumps([trainer.accelerator.distributed_type.value, losses, weight.numel() // weight.to_local().numel()]))
+end([trainer.accelerator.distributed_type.value, losses, weight.numel() // weight.to_local().numel()])
 """
-DEEPSPEED = """
-import json, sys
-import torch
+DEEPSPEED = f"""{END}
 import deepspeed
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
@@ -68,10 +73,10 @@ for _ in range(4):
             schedule.step()
             optimizer.zero_grad()
 zero = model._config.zero_config
-print(json.dumps([
+end([
     accelerator.distributed_type.value, zero.stage, zero.reduce_bucket_size, model.global_steps, model.get_lr(),
     type(model.lr_scheduler).__name__, model.gradient_clipping(), accelerator.gradient_accumulation_steps,
-]))
+])
 """
 
 
