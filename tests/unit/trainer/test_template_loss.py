@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chat_templates import REDUCTIONS, RandomChats, Template, situations, trl_templates
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from template_loss import Bed, spelled, tokenizer_of
 from tokenizer_kinds import KINDS, byte_level
@@ -210,6 +210,8 @@ def chats(draw: st.DrawFn) -> list[dict[str, str]]:
 @given(chat=chats())
 def test_any_text_in_a_chat(render: Any, chat: list[dict[str, str]]) -> None:
     under = bed(render.__name__)
+    # An answer that has its end gets no second one: see test_encode.py.
+    assume(not any(m["role"] == "assistant" and m["content"].rstrip().endswith(tuple(_SPECIAL)) for m in chat))
     try:
         ids, mask = under.encoder.answers(to_sample({"messages": chat}))
     except (UserError, ValueError) as error:

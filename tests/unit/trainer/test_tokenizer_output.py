@@ -164,7 +164,7 @@ def test_greedy_answers_stop_at_the_end_of_a_turn() -> None:
         def eval(self) -> None:
             pass
 
-        def generate(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        def generate(self, ids: torch.Tensor, attention_mask: torch.Tensor, max_time: float | None) -> torch.Tensor:
             assert self.generation_config.eos_token_id == [1, 3]
             a, b = tokenizer("ab").input_ids
             return torch.cat([ids, torch.tensor([[a, 3, b]] * len(ids))], 1)
