@@ -25,7 +25,7 @@ from trainer.text_encoding import first_not_utf8, has_characters, not_utf8
 
 MAX_LINE = 16 * 1024 * 1024  # bytes of one record
 MAX_LIST = 4 * 1024**3  # bytes of a JSON list, whose text is read as a whole
-MIN_DECODED, MAX_RATIO = 256 * 1024**2, 200  # a file may decode to so many bytes, or to so many times its size
+MIN_DECODED, MAX_RATIO = 256 * 1024**2, 200  # limits of what a file decodes to: bytes, and multiple of its size
 _TEXT = (".txt", ".md", ".text", ".rst")
 _TEXT_HINT = 'to train on plain text, write a .jsonl file with one text per line: {"text": "..."}'
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.formats import counted, printable
 
-_MANY, _MOST = 10, 2  # one part in so many
+_MANY, _MOST = 10, 2  # a tenth, a half
 ALLOW = "allow_dropped=true"
 
 
