@@ -39,15 +39,11 @@ class Encoded:
     Attributes:
         ids: its tokens.
         answered: which of them belong to an answer with loss, of equal length.
-        text: its text, with the tokens that the encoding adds.
-        spans: the characters [start, end) of each answer in the text.
         notes: what the chat template changes.
     """
 
     ids: list[int]
     answered: list[bool]
-    text: str
-    spans: tuple[tuple[int, int], ...]
     notes: tuple[str, ...] = ()
 
     def count_answers(self, mask: Sequence[bool]) -> int:
@@ -258,17 +254,14 @@ class Encoder:
         found = self.check(sample)
         assert found is not None
         ids, answered = self._text.encode(found.text, found.spans)
-        text, spans = found.text, found.spans
         if found.open_end and self._text.eos is not None and ids[-1:] != [self._text.eos]:
             ids, answered = [*ids, self._text.eos], [*answered, True]
-            text += self._text.tokens.get("eos_token", "")
-            spans = (*spans[:-1], (spans[-1][0], len(text)))
         notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
         if found.open_end and self._text.eos is None:
             notes.append(_NO_END)
         if any(_is_empty(message) for index, message in enumerate(sample.messages) if index not in sample.silent):
             notes.append("an answer is empty, and its end alone is trained")
-        return Encoded(ids, answered, text, spans, tuple(notes))
+        return Encoded(ids, answered, tuple(notes))
 
     def _raw(self, sample: Sample) -> Encoded:
         """Encode prompt and completion, or a text, as one string. It has one BOS and one EOS, also if the text has them."""
@@ -276,16 +269,12 @@ class Encoder:
         ends = list(itertools.accumulate((len(piece) for piece, _ in sample.pieces), initial=0))
         spans = [(ends[i], ends[i + 1]) for i, (piece, trained) in enumerate(sample.pieces) if trained and piece]
         ids, answered = self._text.encode(text, spans)
-        begin, end = (self._text.tokens.get(name, "") for name in ("bos_token", "eos_token"))
+        end = self._text.tokens.get("eos_token", "")
         if self._text.bos is not None and ids[:1] != [self._text.bos]:
-            ids, answered, text = [self._text.bos, *ids], [False, *answered], begin + text
-            spans = [(first + len(begin), last + len(begin)) for first, last in spans]
+            ids, answered = [self._text.bos, *ids], [False, *answered]
         if self._text.eos is not None and not (end and text.rstrip().endswith(end) and len(ids) > 1):
             ids, answered = [*ids, self._text.eos], [*answered, bool(sample.pieces[-1][1])]
-            if spans:
-                spans[-1] = (spans[-1][0], len(text) + len(end))
-            text += end
-        return Encoded(ids, answered, text, tuple(spans), () if self._text.eos is not None else (_NO_END,))
+        return Encoded(ids, answered, () if self._text.eos is not None else (_NO_END,))
 
     def _problem(self, error: TemplateError, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return what the chat template does not accept, and what to do."""

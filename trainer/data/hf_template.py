@@ -113,11 +113,6 @@ class ChatTemplate:
         except (jinja2.exceptions.TemplateError, RecursionError, ValueError) as error:
             raise TemplateError(f"chat template: {first_line(error)}") from None
 
-    @property
-    def has_date(self) -> bool:
-        """Whether the template asks for the date."""
-        return "strftime_now" in self.source
-
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
         """Return the text of a conversation. Raises TemplateError if the template rejects it."""
         return self.render_blocks(messages, generation_prompt=generation_prompt).text

@@ -1,6 +1,7 @@
 """The text of a chat template: without the marks for the loss, and with what it puts after an answer. No torch."""
 
 import datetime
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -53,16 +54,20 @@ def end_of_turn(source: str, tokens: Mapping[str, Any], added: Iterable[str]) ->
         tokens: the special tokens by the names that a template uses, such as ``eos_token``.
         added: the texts of all special and added tokens.
     """
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        template = limited_template(
-            source, {name: str(token) for name, token in tokens.items()}, datetime.datetime.now()
-        )
-        text = template.render(chat, False)
-    except TemplateError:  # some templates reject this chat
-        return ""
-    _, found, rest = text.rpartition(_ANSWER)
+    rest = _after_answer(source, tuple((name, str(token)) for name, token in tokens.items()))
     # Several tokens can close an answer: the last one ends the turn. What stands behind a space ends the chat.
-    closing = rest.split()[0] if found and rest.split() else ""
+    closing = rest.split()[0] if rest.split() else ""
     ends = [(closing.rfind(token) + len(token), len(token), token) for token in added if token and token in closing]
     return max(ends, default=(0, 0, ""))[2]
+
+
+@functools.cache
+def _after_answer(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
+    """Return what a template writes after an answer; empty if it rejects a chat of one turn. A run asks several times."""
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = limited_template(source, dict(tokens), datetime.datetime.now()).render(chat, False)
+    except TemplateError:
+        return ""
+    _, found, rest = text.rpartition(_ANSWER)
+    return rest if found else ""
