@@ -154,7 +154,8 @@ def data(argv: list[str]) -> int:
     """Show what a run trains on."""
     from trainer.adapter_folder import refuse_adapter
     from trainer.data.encode import Encoder
-    from trainer.data.show import View, check_shown, samples_of, show
+    from trainer.data.samples import samples_of
+    from trainer.data.show import View, check_shown, show
     from trainer.data.text_tokenizer import TextTokenizer
     from trainer.data.tiny import with_tiny_model
 

@@ -76,9 +76,10 @@ def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sa
             raise UserError(f"{where}: {_problem(error, before)}") from None
 
 
-def read_dataset(spec: RunSpec) -> list[Sample]:
-    """Read the samples of all datasets of the spec, in their order. Raises UserError as `read_source`."""
-    return [sample for source in spec.sources for sample in read_source(source)]
+def samples_of(spec: RunSpec) -> Iterator[Sample]:
+    """Yield the samples of all datasets of the spec, in their order. Raises UserError as `read_source`."""
+    for source in spec.sources:
+        yield from read_source(source, logprobs=spec.needs_logprobs)
 
 
 def check_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample] | None:

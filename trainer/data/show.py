@@ -18,7 +18,6 @@ from typing import TextIO
 from trainer.config import RunSpec
 from trainer.data.encode import Encoder, Fitted
 from trainer.data.report import NO_DATA, DataReport
-from trainer.data.samples import read_source
 from trainer.data.shapes import Sample
 from trainer.errors import UserError
 from trainer.formats import counted, printable, quoted
@@ -65,12 +64,6 @@ def check_shown(spec: RunSpec) -> None:
     """Raise UserError if a run of the spec reads no samples."""
     if spec.script or spec.fake_data:
         raise UserError(f"data: a run with {'script' if spec.script else 'fake_data'} reads no samples: omit it")
-
-
-def samples_of(spec: RunSpec) -> Iterator[Sample]:
-    """Yield the samples of all datasets of the spec, in their order. Raises UserError as `read_source`."""
-    for source in spec.sources:
-        yield from read_source(source, logprobs=spec.needs_logprobs)
 
 
 def show(samples: Iterable[Sample], encoder: Encoder, view: View) -> DataReport:

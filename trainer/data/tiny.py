@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.config import TINY, RunSpec
-from trainer.data.samples import read_dataset
+from trainer.data.samples import samples_of
 from trainer.data.shapes import Sample
 from trainer.files import sha256_file
 from trainer.inputs import path_kind
@@ -194,7 +194,7 @@ def tiny_folder(spec: RunSpec, store: Path, report: Callable[[str], None] = lamb
         if spec.fake_data:
             return []
         report("creating the model tiny: random weights and a tokenizer trained on the dataset (once)")
-        return read_dataset(spec)
+        return list(samples_of(spec))
 
     return ensure_tiny_model(store, dataset, spec.seed, samples)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from trainer.config import RunSpec
 from trainer.data.encode import Encoder
-from trainer.data.show import View, check_shown, samples_of, show
+from trainer.data.samples import samples_of
+from trainer.data.show import View, check_shown, show
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.errors import UserError
 from trainer.inputs import host_path, path_kind, user_path

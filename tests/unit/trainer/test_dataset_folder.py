@@ -224,7 +224,7 @@ def test_a_dataset_of_the_hub_from_the_cache_of_the_library(tmp_path: Path, fold
     program = """if True:
         import sys, json, pathlib, datasets
         from trainer.config import make_spec
-        from trainer.data.samples import read_dataset
+        from trainer.data.samples import samples_of
         from trainer.errors import UserError
         datasets.disable_progress_bars()
         datasets.load_dataset("parquet", data_files=sys.argv[1])
@@ -241,10 +241,10 @@ def test_a_dataset_of_the_hub_from_the_cache_of_the_library(tmp_path: Path, fold
         told = json.loads(info.read_text()) | {"config_name": "main", "dataset_name": "name"}
         info.write_text(json.dumps(told))
         fields = {"dataset": "org/name", "dataset_config": "main"}
-        print(len(read_dataset(make_spec(fields | {"columns": "prompt=question,completion=answer"}, ""))))
+        print(len([*samples_of(make_spec(fields | {"columns": "prompt=question,completion=answer"}, ""))]))
         for more in ({}, {"dataset_split": "dev"}, {"dataset": "org/none"}):
             try:
-                read_dataset(make_spec(fields | more, ""))
+                list(samples_of(make_spec(fields | more, "")))
             except UserError as error:
                 print(error)
     """
