@@ -32,7 +32,7 @@ def records_apart(
     """Yield (record number, record) of a reader of `trainer.data.tables`.
 
     Args:
-        reader: the name of the function; `arguments`: its arguments.
+        reader: the name of the function; `arguments`: its arguments, as JSON.
         what: the dataset; it begins an error message.
         most: decoded bytes of all records; None for no limit.
 

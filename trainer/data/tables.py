@@ -95,16 +95,17 @@ def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int,
         raise UserError(f"dataset: cannot read {path}: it does not begin as a {format_of(path)} file: save it again")
     if not has_library():
         raise _no_library(str(path))
-    yield from records_apart("read_table", (path, dict(columns)), printable(path), most_decoded(size))
+    yield from records_apart("read_table", (str(path), dict(columns)), printable(path), most_decoded(size))
 
 
-def read_table(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+def read_table(name: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield the records of `table_records`, in the process that calls it.
 
     Not through `datasets`, which decodes a whole row group at once.
     """
     from pyarrow import ipc, parquet
 
+    path = Path(name)
     with _library_errors(str(path)), open_regular(path) as file:
         if format_of(path) == ".parquet":
             table = parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
@@ -248,7 +249,7 @@ def saved_records(folder: Path, split: str, columns: Mapping[str, str]) -> Itera
     if not has_library():
         raise _no_library(str(folder))
     most = most_decoded(sum(path.stat().st_size for path in files))
-    yield from records_apart("read_saved", (folder, split, dict(columns)), printable(folder), most)
+    yield from records_apart("read_saved", (str(folder), split, dict(columns)), printable(folder), most)
 
 
 def _check_saved_names(folder: Path) -> None:
@@ -289,10 +290,10 @@ def _named(folder: Path, path: Path, name: Any) -> Path:
     )
 
 
-def read_saved(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+def read_saved(folder: str, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield the records of `saved_records`, in the process that calls it."""
-    with _library(str(folder)) as datasets:
-        rows = datasets.load_from_disk(str(folder))
+    with _library(folder) as datasets:
+        rows = datasets.load_from_disk(folder)
         if isinstance(rows, dict):
             if split not in rows:
                 known = " or ".join(printable(name, 40) for name in rows)

@@ -48,7 +48,6 @@ def test_what_ranks_exchange_is_not_unpickled() -> None:
         assert found["object"] == "rejected"
 
 
-@pytest.mark.slow
 def test_no_file_loads_pickled_code() -> None:
     """No module of ours unpickles: neither directly, nor with torch.load or the object collectives."""
     rejected = []
