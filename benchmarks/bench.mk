@@ -1,5 +1,5 @@
 # Included by the Makefile: make bench NAME=speed [ARGS='--rounds 5'] runs the module benchmarks/NAME.py.
-BENCHMARKS := agree start faults alarms site speed traffic schedules spare_layers plan memory discovery replicas balance environment relay pool students deploy dashboard queued_runs scale
+BENCHMARKS := agree start faults alarms site speed traffic schedules plan memory discovery replicas balance environment relay pool students deploy dashboard queued_runs scale
 NAME ?=
 # TRL and SOLLOL have separate environments, because they install many packages.
 TRL := .venv.bench

@@ -104,11 +104,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Append the reasons of skipped tests, with their counts, to the file that TRAINYARD_SKIPPED names."""
+    """Append failed tests, and the reasons of skipped ones with their counts, to the file that TRAINYARD_SKIPPED names."""
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reasons[reason.removeprefix("Skipped: ")] += 1
-    if SKIPPED and reasons:
+    failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    if SKIPPED and (failed or reasons):
         with Path(SKIPPED).open("a") as file:
             file.writelines(f"{count} x {reason}\n" for reason, count in sorted(reasons.items()))
+            file.writelines(f"FAILED {name}\n" for name in failed)
