@@ -1,15 +1,12 @@
 # Included by the Makefile: make bench NAME=speed [ARGS='--rounds 5'] runs the module benchmarks/NAME.py.
-BENCHMARKS := agree start faults alarms site speed traffic schedules plan memory discovery replicas balance environment relay pool students deploy dashboard queued_runs scale
+BENCHMARKS := agree speed traffic plan start site pool deploy_time
 NAME ?=
-# TRL and SOLLOL have separate environments, because they install many packages.
+# TRL has an environment of its own, because it installs many packages.
 TRL := .venv.bench
-SOLLOL := .venv.sollol
 BENCH_NEEDS_speed := $(TRL)/.ready
 BENCH_ARGS_speed := --trl $(TRL)/bin/python
 BENCH_NEEDS_agree := $(TRL)/.ready
 BENCH_ARGS_agree := --trl $(TRL)/bin/python
-BENCH_NEEDS_discovery := $(SOLLOL)/.ready
-BENCH_ARGS_discovery := --sollol $(SOLLOL)/bin/python
 
 .PHONY: bench
 ifeq ($(filter $(NAME),$(BENCHMARKS)),)
@@ -28,9 +25,4 @@ $(TRL)/.ready: pyproject.toml constraints.txt | $(READY)
 	@$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > "$$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/trainyard.pth"
 	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt trl
-	@touch $@
-
-$(SOLLOL)/.ready: | $(READY)
-	@test -x $(SOLLOL)/bin/python || $(VENV)/bin/python -m venv $(SOLLOL)
-	@$(SOLLOL)/bin/python -m pip install --disable-pip-version-check --quiet sollol==0.9.66
 	@touch $@

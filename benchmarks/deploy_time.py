@@ -1,17 +1,25 @@
-"""Time of playbooks/deploy.yml on three nodes of this machine with a real server each. See benchmarks/deploy.py --time."""
+"""Time of playbooks/deploy.yml on three nodes of this machine with a real server each, above a playbook that does nothing.
+
+    make bench NAME=deploy_time [ARGS='--rounds 3']
+
+Needs a real `ollama` on PATH. Measures the first deployment of a run, that of a converted run, and one that changes nothing, for a
+run with all weights and for one with an adapter. Exits with 1 above 5 s.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from real_ollama import serve
 
@@ -100,13 +108,12 @@ class Nodes:
             raise SystemExit(f"error: expected changed={int(changed)}\n{output}")
         return cost
 
-    def rounds(self, run_dir: Path, keep: Callable[[Path], None], count: int) -> dict[str, list[Cost]]:
+    def rounds(self, run_dir: Path, count: int) -> dict[str, list[Cost]]:
         """Deploy a run `count` times from the beginning; return the costs of each kind of deployment."""
         costs: dict[str, list[Cost]] = {"first": [], "converted": [], "unchanged": []}
         for number in range(count):
             copy = self.runs / f"{run_dir.name}{number}"
             shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("*.gguf", "merged", "*-*.json", "tensorboard"))
-            keep(copy)
             costs["first"].append(self.deploy(copy.name, True))
             self.play("playbooks/undeploy.yml", deploy_name=copy.name)
             costs["converted"].append(self.deploy(copy.name, True))
@@ -114,12 +121,18 @@ class Nodes:
         return costs
 
 
-def time_deployments(runs: list[Path], keep: Callable[[Path], None], folder: Path, rounds: int) -> int:
-    """Print the times of the deployments of these runs; return 1 if a median is above the limit.
+def train(folder: Path, run: str, **fields: Any) -> Path:
+    """Train a run of the tiny model with the data folder `folder`; return its folder."""
+    words = [f"{name}={value}" for name, value in ({"run": run, "model": "tiny", "max_steps": 20} | fields).items()]
+    command = [sys.executable, "-P", "-m", "trainer", *words, "--data-dir", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return folder / "runs" / run
 
-    Args:
-        keep: writes into a copied run what the run itself keeps when it ends.
-    """
+
+def time_deployments(folder: Path, rounds: int) -> int:
+    """Print the times of the deployments of two runs; return 1 if a median is above the limit."""
+    runs = [train(folder / "trained", "full", lora_r=0), train(folder / "trained", "adapter")]
     nodes = Nodes(folder)
     late = False
     with serve(nodes.places, folder):
@@ -128,7 +141,7 @@ def time_deployments(runs: list[Path], keep: Callable[[Path], None], folder: Pat
         rows = [["", "wall s", "above", "CPU s", "above", "CPU s of the servers"]]
         rows.append(["empty playbook", f"{floor.wall:.2f}", "", f"{floor.cpu:.2f}", "", ""])
         for run_dir in runs:
-            for kind, costs in nodes.rounds(run_dir, keep, rounds).items():
+            for kind, costs in nodes.rounds(run_dir, rounds).items():
                 wall, cpu = statistics.median(c.wall for c in costs), statistics.median(c.cpu for c in costs)
                 servers = statistics.median(c.servers for c in costs)
                 row = [f"{run_dir.name}, {kind}", f"{wall:.2f}", f"{wall - floor.wall:.2f}"]
@@ -137,3 +150,16 @@ def time_deployments(runs: list[Path], keep: Callable[[Path], None], folder: Pat
         load = os.getloadavg()[0]
     print(*table(rows), f"load {load:.1f}; the limit is {LIMIT:g} s of wall time above the empty playbook", sep="\n")
     return int(late)
+
+
+def main() -> int:
+    """Train two runs, and measure their deployments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        return time_deployments(Path(folder), rounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

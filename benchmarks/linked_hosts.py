@@ -157,21 +157,14 @@ def part_of_a_core(share: Sequence[int], count: int = 1) -> Iterator[list[Path]]
 def run(
     names: list[str], requests: list[dict[str, Any]], limit: float = 900.0, share: Sequence[int] = (0,)
 ) -> list[dict[str, Any]]:
-    """Run speed_one.py over `names` as `run_script` does, and return its results."""
-    answer: list[dict[str, Any]] = run_script(names, ONE, ["trainyard", json.dumps(requests)], limit, share)
-    return answer
-
-
-def run_script(
-    names: list[str], script: Path, arguments: list[str], limit: float = 900.0, share: Sequence[int] = (0,)
-) -> Any:
-    """Run a script as one torchrun over `names` (or as one process, for one name); return the JSON in its last line.
+    """Run speed_one.py as one torchrun over `names` (or as one process, for one name); return its results.
 
     Each host has one core, or `share` percent of the same core: two virtual cores are often two threads of one core and slow
     each other down, which hosts do not.
     """
     with part_of_a_core(share, len(names)) as groups:
-        return _run(names, [str(script), *arguments], limit, groups)
+        answer: list[dict[str, Any]] = _run(names, [str(ONE), "trainyard", json.dumps(requests)], limit, groups)
+    return answer
 
 
 def host_command(name: str, place: int, group: Path | None) -> list[str]:

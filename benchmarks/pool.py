@@ -1,13 +1,9 @@
 """Answers per second of a teacher pool, relative to the summed rates of its nodes and to a static split.
 
     make bench NAME=pool [ARGS='--prompts 240 --speeds 1 0.2 --seconds 0.05 --rounds 3']
-    sudo make bench NAME=pool ARGS='--real --speeds 0.8 0.16'
 
 The nodes are HTTP servers on this machine that follow Ollama's API with simulated service times: one answer at a time, `seconds` long at
 speed 1. So the figure is that of the pool, not of the machine. The rate of a node is measured alone, with its queue always full.
-
-With --real, the nodes are servers of the `ollama` from PATH on loopback addresses, and a speed is the node's share of one core, which a
-cgroup enforces. Their rates are measured at the same time.
 """
 
 from __future__ import annotations
@@ -16,13 +12,10 @@ import argparse
 import contextlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import real_ollama
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
 
@@ -62,30 +55,6 @@ def simulated(speeds: Sequence[float], seconds: float) -> Iterator[list[OllamaNo
         yield [OllamaNode(f"node{n}", OllamaClient(t.url), t.model, t.digest) for n, t in enumerate(teachers, 1)]
 
 
-@contextlib.contextmanager
-def real(speeds: Sequence[float]) -> Iterator[list[OllamaNode]]:
-    """Yield real servers with a small model, each with a share of one core."""
-    from benchmarks.cpu_quota import cpu_groups
-
-    if not real_ollama.weights():
-        raise SystemExit("error: --real needs `ollama` on PATH, and a model tiny.gguf beside its folder bin")
-    limits = {f"node{number}": speed for number, speed in enumerate(speeds)}
-    with (
-        tempfile.TemporaryDirectory(prefix="trainyard-pool-") as folder,
-        cpu_groups(controller=None, **limits) as groups,
-    ):
-        groups["controller"].enter()
-        places = [f"127.0.12.{number + 2}:{free_port()}" for number in range(len(speeds))]
-        with real_ollama.serve(places, Path(folder), lambda n, words: groups[f"node{n}"].command(words)) as clients:
-            nodes = [
-                OllamaNode(name, client, "tiny:latest", real_ollama.create(client, "tiny"))
-                for name, client in zip(limits, clients, strict=True)
-            ]
-            for node in nodes:
-                node.ask(prompts(1)[0], Cancel())  # loads the model
-            yield nodes
-
-
 def main() -> int:
     """Print one row per round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,19 +62,15 @@ def main() -> int:
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.2])
     parser.add_argument("--seconds", type=float, default=0.05, help="of an answer at speed 1")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--real", action="store_true", help="servers of ollama with CPU quotas, as root")
     a = parser.parse_args()
-    if a.real and sum(a.speeds) > 1.001:
-        parser.error("--real: the shares of one core must not exceed 1 in total, such as --speeds 0.8 0.16")
     print("| speeds | prompts | sum of rates | pool | share of the sum | static split | pool relative to it |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     shares, gains = [], []
-    with real(a.speeds) if a.real else simulated(a.speeds, a.seconds) as nodes:
+    with simulated(a.speeds, a.seconds) as nodes:
         counts = [max(8, int(a.prompts * speed / max(a.speeds) / 4)) for speed in a.speeds]
         part = a.prompts // len(nodes)
         for _ in range(a.rounds):
-            with ThreadPoolExecutor(len(nodes) if a.real else 1) as executor:
-                rate = sum(executor.map(rate_of, nodes, counts))
+            rate = sum(map(rate_of, nodes, counts))
             pool = seconds_of(nodes, prompts(a.prompts))
             with ThreadPoolExecutor(len(nodes)) as executor:
                 static = max(executor.map(lambda node: seconds_of([node], prompts(part)), nodes))

@@ -1,9 +1,9 @@
 """Collect what `make test-gpu` needs besides torch into one file of at most 60 MB, for a machine without a network.
 
     make gpu-wheels GPU_PYTHON=3.12 GPU_CUDA=13.0
-    python -m benchmarks.gpu.wheels --lock             write requirements.txt with the newest digests of constraints.txt
+    python -m benchmarks.gpu.wheels --lock             write constraints-gpu.txt with the newest digests of constraints.txt
 
-pip downloads the wheels in requirements.txt for Linux on x86-64 and checks their SHA-256. Files that the checks never
+pip downloads the wheels in constraints-gpu.txt for Linux on x86-64 and checks their SHA-256. Files that the checks never
 import are removed: tests, headers, pyarrow's clients of remote services, and the libraries of bitsandbytes for other
 CUDA versions. The wheels
 are stored without compression in one .tar.xz, which compresses them together to less than half of their size.
@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[2]
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+REQUIREMENTS = Path(__file__).parents[2] / "constraints-gpu.txt"
 ARCHIVE, MANIFEST = "wheels.tar.xz", "manifest.json"
 PYTHONS = ("3.11", "3.12", "3.13")
 LIMIT = 60_000_000  # bytes
@@ -148,7 +148,7 @@ def download(requirements: Path, python: str, folder: Path, *, hashes: bool) -> 
 
 
 def lock() -> None:
-    """Write requirements.txt: the versions of constraints.txt, and the digests of their files. Raises WheelError."""
+    """Write constraints-gpu.txt: the versions of constraints.txt, and the digests of their files. Raises WheelError."""
     pinned = {}
     for line in (TOP / "constraints.txt").read_text().splitlines():
         if "==" in line and not line.startswith("#"):
@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--python", default="3.12", help="version of Python on the machine with the GPU")
     parser.add_argument("--cuda", default="13.0", help="version of CUDA of its torch")
     parser.add_argument("--out", type=Path, default=TOP / ".gpu-wheels")
-    parser.add_argument("--lock", action="store_true", help="write requirements.txt")
+    parser.add_argument("--lock", action="store_true", help="write constraints-gpu.txt")
     a = parser.parse_args()
     try:
         if a.lock:

@@ -11,9 +11,8 @@ import zlib
 from pathlib import Path
 
 import pytest
+from simulated_hosts import Cluster, prepared_run
 
-from benchmarks.scale import prepared_run
-from benchmarks.simulated_hosts import Cluster
 from trainer.supervise.status import shorten
 from trainyard.connection import Host, HostConnection
 from trainyard.run.errors import PlanError
