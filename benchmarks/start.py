@@ -1,6 +1,6 @@
 """Time from the command to the first all-reduce: train.yml and `trainyard train` against torchrun started by hand; and the skew of rank starts.
 
-    sudo make bench NAME=start [ARGS='--rounds 5 --many 20 --standby always']
+    sudo make bench NAME=start [ARGS='--rounds 5 --many 20 --standby off']
 
 "By hand" means that all files are on the hosts and the rendered commands are sent to all hosts at once over SSH. The hosts share the
 clock of this machine, so times are comparable. Requires root on Debian or Ubuntu: it starts a lab. Takes about five minutes.
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--many", type=int, default=20)
-    parser.add_argument("--standby", choices=["off", "run", "always"], default="run", help="launch option of the runs")
+    parser.add_argument("--standby", choices=["off", "run"], default="run", help="launch option of the runs")
     a = parser.parse_args()
     lab = Lab(f"bench-{os.getpid()}")
     try:

@@ -327,44 +327,6 @@ def test_a_restart_from_the_standby_process_stays_in_its_unit(lab: Lab, site: Si
     assert show(unit, "ActiveState") == "inactive" and not site.processes(host)
 
 
-def test_the_next_run_is_served_by_the_unit_of_the_last_one(lab: Lab, site: Site) -> None:
-    """With standby=always. The first run starts again meanwhile, under another name of its unit."""
-    host, launcher = lab.hosts[0], [sys.executable, "-m", "trainer.distributed.torchrun"]
-    site.stage(f"FAKE_RANK={RUN_DIR}/fake_rank.py\n")
-    other = RUN_DIR.removesuffix("/r") + "/other"
-    lab.inside(host, f"rm -rf {other}; cp -a {RUN_DIR} {other}")
-
-    def ask(run_dir: str, verb: str, **request: Any) -> dict[str, Any]:
-        text = json.dumps({"run_dir": run_dir} | request)
-        code = f"PYTHONPATH={run_dir}/trainer.zip {sys.executable} -P -m trainer.supervise {verb} <<'.' || :\n{text}\n."
-        return json.loads(as_user(lab, host, code))
-
-    def start(run_dir: str, steps: int, **more: Any) -> dict[str, Any]:
-        return ask(run_dir, "start", command=[*launcher, str(steps), "0.05"], standby=60.0, any_run=True, **more)
-
-    def wait(run_dir: str, file: str) -> None:
-        until(lambda: lab.inside(host, f"cat {run_dir}/state/{file} || :"), 10, what=f"{file} of {run_dir}")
-
-    def state(unit: str) -> str:
-        return lab.inside(host, f"systemctl is-active {unit} || :").strip()
-
-    first = start(RUN_DIR, 2)
-    wait(RUN_DIR, "standby.json")
-    second = start(other, 2000)
-    assert (second["pid"], second["unit"]) == (first["pid"], first["unit"]) and state(first["unit"]) == "active"
-    wait(other, "rank0.json")
-    assert "busy: run other" in start(RUN_DIR, 2)["error"]
-    ask(other, "stop", now=True)
-    assert state(first["unit"]) == "inactive" and not site.processes(host)
-    third = start(RUN_DIR, 2)
-    wait(RUN_DIR, "standby.json")
-    fourth = start(other, 2, properties=["CPUWeight=60"])
-    assert fourth["unit"] != third["unit"] and state(third["unit"]) == "inactive"
-    wait(other, "standby.json")
-    ask(other, "stop", now=True)
-    assert state(fourth["unit"]) == "inactive" and not site.processes(host)
-
-
 # Permissions of code in a rank: it prints the outcome of each attempt.
 PROBE = """
 import json, pathlib, socket, subprocess, sys

@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.supervise.process_environment import move_to_run
-
 FAKE_RANK = Path(os.environ["FAKE_RANK"])
 
 
@@ -44,9 +42,6 @@ def main():
     print("imported", flush=True)
     for line in channel.makefile("rb"):
         request = json.loads(line)
-        if run_dir := request.get("run_dir"):
-            move_to_run(Path(run_dir))
-            continue
         if "REFUSE" in os.environ:
             channel.sendall(b'{"refused": "a test"}\n')
             continue

@@ -66,7 +66,7 @@ def test_the_request_is_that_of_the_start() -> None:
     assert found.names() == ["b"]
     _, verb, request = found.asked[0]
     assert verb == "prepare" and request["run_dir"] == "/d/runs/r" and request["properties"] == ["MemoryMax=1G"]
-    assert request["standby"] == RETURN_LIMIT and not request["any_run"]
+    assert request["standby"] == RETURN_LIMIT
 
 
 @pytest.mark.parametrize("options", [{"standby": "off"}, {"max_restarts": 0}, {"launcher": "slurm"}], ids=str)

@@ -5,7 +5,6 @@ one.
 
 DESCRIPTOR is a socket that only the supervisor has; ARGUMENTS are those of the first torchrun. Each request is a line of JSON:
 `arguments`, `env` and `log` of a torchrun. Each answer is a line with its `pid`, or with `refused`, why it was not started.
-A request with `run_dir` has no answer: the following torchruns belong to another run.
 
 No CUDA context survives a fork, so this process never initializes CUDA. It ends with its supervisor.
 """
@@ -18,12 +17,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.distributed.worker_process import die_with_launcher, exit_code_of
 from trainer.imports import without_collector
-from trainer.supervise.process_environment import move_to_run, replace_environment
+from trainer.supervise.process_environment import replace_environment
 from trainer.supervise.processes import RUN_VARIABLE
 
 with without_collector():
@@ -44,31 +42,17 @@ def main(descriptor: int, arguments: Sequence[str]) -> None:
     """Import for torchruns with these arguments, then answer requests until the supervisor closes the socket."""
     forks_ranks = import_for_ranks(arguments)
     gc.freeze()
-    supervisor, misplaced = os.getppid(), ""
+    supervisor = os.getppid()
     with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as lines:
         for line in lines:
             request = json.loads(line)
-            if run_dir := request.get("run_dir"):
-                misplaced = _serve(Path(run_dir))
-                continue
-            if misplaced:
-                answer: dict[str, Any] = {"refused": misplaced}
-            elif has_initialized_cuda():
-                answer = {"refused": "it has initialized CUDA"}
+            if has_initialized_cuda():
+                answer: dict[str, Any] = {"refused": "it has initialized CUDA"}
             elif forks_ranks != may_fork(request["arguments"]):
                 answer = {"refused": "the run needs other imports"}
             else:
                 answer = _start(request, supervisor, forks_ranks)
             channel.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def _serve(run_dir: Path) -> str:
-    """Become a process of another run; return why that is not possible, or an empty string."""
-    try:
-        move_to_run(run_dir)
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _start(request: dict[str, Any], supervisor: int, forks_ranks: bool) -> dict[str, Any]:

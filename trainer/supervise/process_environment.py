@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.supervise.processes import RUN_VARIABLE
-
 
 def replace_environment(values: Mapping[str, str], first: str) -> None:
     """Replace the environment of this process, and what /proc/PID/environ shows of it and of processes that it forks.
@@ -38,9 +36,3 @@ def replace_environment(values: Mapping[str, str], first: str) -> None:
     os.environ.clear()
     os.environ.update(copy)
     ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
-
-
-def move_to_run(run_dir: Path) -> None:
-    """Make this process one of another run: it works in that folder, and its environment names it. Raises OSError."""
-    os.chdir(run_dir)
-    replace_environment(os.environ | {RUN_VARIABLE: str(run_dir)}, RUN_VARIABLE)

@@ -34,14 +34,6 @@ def is_running(pid: int) -> bool:
     return found is not None and found[0] not in "ZX"
 
 
-def is_own(pid: int) -> bool:
-    """Return whether a process belongs to the user of this one."""
-    try:
-        return Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
 def environ(pid: int) -> dict[str, str]:
     """Return the environment with which a process started; empty for a process of another user."""
     try:

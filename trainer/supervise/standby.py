@@ -18,15 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.environment import IMPORT_ROOT
-from trainer.supervise.processes import RUN_VARIABLE
-
 # Variables that are read after the imports: by ranks when they connect, never when a library is loaded.
 LATE = frozenset(
     {
         "GLOO_SOCKET_IFNAME",
         "NCCL_SOCKET_IFNAME",
-        RUN_VARIABLE,
         "TRAINYARD_PEERS",
         "TRAINYARD_RESTARTS",
         "TRAINYARD_SHARED_GPUS",
@@ -63,8 +59,6 @@ class Imports:
     def now(cls, interpreter: str, run_dir: Path, environment: Mapping[str, str]) -> Imports:
         """Return the state of this host. The interpreter must be the one of this process, as it is for every plan."""
         variables = {name: value for name, value in environment.items() if name not in LATE}
-        if variables.get("PYTHONPATH") == str(run_dir / TRAINER):
-            del variables["PYTHONPATH"]  # the digest of that file is compared
         return cls(interpreter, installed_packages(), file_digest(run_dir / TRAINER), variables)
 
     def difference(self, other: Imports) -> str:
@@ -74,15 +68,6 @@ class Imports:
                 return f"the {what} changed"
         changed = {*self.variables.items()} ^ {*other.variables.items()}
         return f"the variable {min(name for name, _ in changed)} changed" if changed else ""
-
-
-def standby_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a standby process: that of torchrun, but it imports the trainer of its supervisor.
-
-    A supervisor that serves several runs has a trainer that outlives the run folders.
-    """
-    staged = environment.get("PYTHONPATH") == str(run_dir / TRAINER)
-    return {**environment, **({"PYTHONPATH": str(IMPORT_ROOT)} if staged else {})}
 
 
 def installed_packages() -> str:
@@ -163,18 +148,12 @@ class Standby:
 
     def launch(self, command: list[str], environment: Mapping[str, str], log: Path) -> ForkedLaunch:
         """Ask for a torchrun; see `update`. Raises OSError if the process does not take the request."""
-        self._send({"arguments": command[1 + len(LAUNCHER) :], "env": dict(environment), "log": str(log)})
-        self.pending, self.refusal, self._ended = ForkedLaunch(self.pid), "", {}
-        return self.pending
-
-    def serve(self, run_dir: Path) -> None:
-        """Let the process serve another run than before. Raises OSError."""
-        self._send({"run_dir": str(run_dir)})
-
-    def _send(self, request: dict[str, Any]) -> None:
+        request = {"arguments": command[1 + len(LAUNCHER) :], "env": dict(environment), "log": str(log)}
         self._channel.settimeout(SEND_LIMIT)
         self._channel.sendall(json.dumps(request).encode() + b"\n")
         self._channel.setblocking(False)
+        self.pending, self.refusal, self._ended = ForkedLaunch(self.pid), "", {}
+        return self.pending
 
     def update(self) -> None:
         """Read the answer to the last request, if it has arrived: set the pid of the launch, or `refusal`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,6 @@ from trainer.supervise.files import (
     read_node,
     run_devices,
     run_lease,
-    write_atomic,
 )
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest
@@ -41,7 +39,7 @@ from trainer.supervise.processes import run_processes, waiting_processes
 from trainer.supervise.sandbox import address_properties, unit_properties
 from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.status import is_active
-from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_for_any, waiting_supervisor
+from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
 
 STOPPED = "a user stopped the run after this start was planned"
 START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
@@ -175,11 +173,10 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
 
 def complete(wanted: StartRequest, run_dir: Path, systemd: list[str] | None) -> list[str]:
     """Set the fields of a request that depend on this host; return the properties of the unit."""
-    wanted.any_run = wanted.any_run and not wanted.lease  # the processes of a lease end with it
     if not systemd:
         return []
     settings = unit_settings(systemd, run_dir)
-    wanted.unit = unit_name(run_dir, wanted)
+    wanted.unit = unit_name(run_dir)
     wanted.settings = hashlib.sha256("\0".join([*settings, *wanted.properties]).encode()).hexdigest()[:16]
     return settings
 
@@ -199,41 +196,28 @@ def log_file(wanted: StartRequest, run_dir: Path) -> Path:
 
 
 def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: Path) -> bool:
-    """Let a supervisor that waits for this start begin it; return whether one does. Otherwise those that it could take end."""
-    served = [run_dir, *(found for found in waiting_for_any(run_dir.parent) if found != run_dir)]
-    records = {found: record for found in served if (record := waiting_supervisor(found)) is not None}
-    taken = next(
-        (found for found, record in records.items() if suits(record, wanted, run_dir) and take(found, record, wanted)),
-        None,
-    )
-    for found in records:
-        if found != taken and (taken is None or found == run_dir):  # another start may take the others
-            end_supervisor(found)
-    if run_dir in records and taken != run_dir and systemd:  # return when the unit is free for the next start
-        command = [*systemctl(systemd), "stop", f"{unit_prefix(run_dir)}.service"]
+    """Let a supervisor that waits for this start begin it; return whether one does. Otherwise it ends."""
+    if (waiting := waiting_supervisor(run_dir)) is None:
+        return False
+    if suits(waiting, wanted, run_dir):
+        # It keeps the limit of its unit.
+        request = replace(wanted, unit=waiting["unit"], reachable=waiting["reachable"])
+        if hand_over(run_dir, request):
+            return True
+    end_supervisor(run_dir)
+    if systemd:  # return when the unit is free for the next start
+        command = [*systemctl(systemd), "stop", unit_name(run_dir)]
         subprocess.run(command, capture_output=True, check=False, env=systemctl_environment())
-    if records and taken is None:
-        (run_dir / "state/node.json").unlink(missing_ok=True)
-    return taken is not None
+    (run_dir / "state/node.json").unlink(missing_ok=True)
+    return False
 
 
 def suits(waiting: dict[str, Any], wanted: StartRequest, run_dir: Path) -> bool:
     """Return whether a supervisor that waits runs as this start must: in the same kind of unit, with the same trainer."""
-    now = {"settings": wanted.settings, "lease": wanted.lease, "any_run": wanted.any_run, "devices": wanted.devices}
+    now = {"settings": wanted.settings, "lease": wanted.lease, "unit": wanted.unit}
     now["trainer"] = file_digest(run_dir / TRAINER)
     same = wanted.standby > 0 and all(waiting.get(name) == value for name, value in now.items())
-    if not same or not isinstance(limits := waiting.get("reachable"), list) or not isinstance(waiting.get("unit"), str):
-        return False
-    return bool(waiting["unit"]) == bool(wanted.unit) and may_reach(limits, wanted.reachable)
-
-
-def take(served: Path, waiting: dict[str, Any], wanted: StartRequest) -> bool:
-    """Hand a start to the supervisor that served a run last; return whether it begins it. It keeps its unit and the unit's limit."""
-    request = replace(wanted, unit=waiting["unit"], reachable=waiting["reachable"])
-    if not hand_over(served, request):
-        return False
-    wanted.unit, wanted.reachable = request.unit, request.reachable
-    return True
+    return same and isinstance(limits := waiting.get("reachable"), list) and may_reach(limits, wanted.reachable)
 
 
 def start_process(wanted: StartRequest, run_dir: Path, command: list[str], log: Path) -> None:
@@ -251,21 +235,9 @@ def start_process(wanted: StartRequest, run_dir: Path, command: list[str], log: 
 
 
 def supervisor_environment(wanted: StartRequest, run_dir: Path) -> dict[str, str]:
-    """Return the variables of a supervisor. It imports the staged trainer; one that may serve further runs imports that of the store, which no run owns."""
+    """Return the variables of a supervisor. It imports the staged trainer."""
     staged = run_dir / TRAINER
-    trainer = shared_trainer(run_dir) if wanted.any_run else staged if staged.exists() else IMPORT_ROOT
-    return import_environment(run_dir, wanted.lease, trainer)
-
-
-def shared_trainer(run_dir: Path) -> Path:
-    """Return the file of the data folder's store that has the run's trainer, named after its digest. Raises OSError."""
-    content = (run_dir / TRAINER).read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    stored = run_dir.parents[1] / "store/trainers" / f"{digest[:16]}.zip"
-    if file_digest(stored) != digest:
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(stored, content)
-    return stored
+    return import_environment(run_dir, wanted.lease, staged if staged.exists() else IMPORT_ROOT)
 
 
 def unit_settings(systemd: list[str], run_dir: Path) -> list[str]:
@@ -292,7 +264,7 @@ def start_unit(
     """Start a transient systemd unit. Raises SupervisorError with systemd-run's message."""
     environment = systemctl_environment()
     # A failed unit stays loaded until this point, so that its Result can be read.
-    reset = [*systemctl(systemd), "reset-failed", f"{unit_prefix(run_dir)}*"]
+    reset = [*systemctl(systemd), "reset-failed", unit_name(run_dir)]
     subprocess.run(reset, capture_output=True, check=False, env=environment)
     limits = address_properties(wanted.reachable) if "--user" not in systemd else []
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
@@ -312,12 +284,7 @@ def load_gpu_driver() -> None:
         subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
-def unit_prefix(run_dir: Path) -> str:
-    """Return the start of the unit's name. It depends on the folder, because two hosts of an inventory may be one machine."""
+def unit_name(run_dir: Path) -> str:
+    """Return the unit's name. It depends on the folder, because two hosts of an inventory may be one machine."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
-    return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}"
-
-
-def unit_name(run_dir: Path, wanted: StartRequest) -> str:
-    """Return the unit's name. A unit that may serve further runs has a name that no later start of this run needs."""
-    return f"{unit_prefix(run_dir)}{f'-{secrets.token_hex(3)}' if wanted.any_run else ''}.service"
+    return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}.service"

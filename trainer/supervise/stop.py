@@ -113,9 +113,7 @@ def wait_end(run_dir: Path, limit: float) -> bool:
 def wait_exit(run_dir: Path, node: dict[str, Any]) -> None:
     """Wait for a supervisor that has released its lock to exit, so that it does not count as killed."""
     deadline = time.monotonic() + EXIT_LIMIT
-    # A supervisor that serves another run by now stays.
-    serves = str(run_dir) == environ(node["pid"]).get(RUN_VARIABLE)
-    while serves and is_running(node["pid"]) and not holds_lock(run_dir) and time.monotonic() < deadline:
+    while is_running(node["pid"]) and not holds_lock(run_dir) and time.monotonic() < deadline:
         if (found := process_stat(node["pid"])) is None or found[2] != node["pid_start"]:
             return
         time.sleep(0.01)

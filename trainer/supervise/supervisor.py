@@ -1,7 +1,7 @@
 """The supervisor process: it runs torchrun to its end, leaves no process behind, and records how the run ended.
 
 After a failure it waits for the next start, if the start that failed requests it: the standby process then forks
-torchrun again. With `any_run` it also waits after the end of a run, and then takes the start of any run.
+torchrun again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from trainer.supervise.environment import run_environment
 from trainer.supervise.files import SupervisorError, hold_lock, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest, parse_flags
-from trainer.supervise.process_environment import move_to_run
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
-from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve, standby_environment
+from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve
 from trainer.supervise.status import ENDED_WELL
 from trainer.supervise.waiting import AGAIN, POLL, STATE, begin_waiting, end_waiting, take_request
 
@@ -160,7 +159,7 @@ class Supervisor:
     def prepare_standby(self) -> None:
         """Have a standby process that suits this start, if the start may use one. It begins to import. Raises SupervisorError."""
         if not self.may_fork:
-            if self.standby:  # of another run
+            if self.standby:
                 self.drop_standby("this start needs other imports")
             return
         command, environment = self.request.command, self.environment()
@@ -169,7 +168,7 @@ class Supervisor:
             self.drop_standby(why)
         if self.standby is None:
             try:
-                spawn = functools.partial(self.spawn, env=standby_environment(self.run_dir, environment))
+                spawn = functools.partial(self.spawn, env=environment)
                 self.standby = Standby.start(spawn, command, imports)
             except OSError as error:
                 self.drop_standby(str(error))
@@ -376,18 +375,11 @@ class Supervisor:
         return False
 
     def begin_waiting(self) -> bool:
-        """Return whether to wait for the next start, which is then recorded: after a failure that no user must fix.
-
-        A process that serves any run also waits after the end of a run, but not after a stop.
-        """
+        """Return whether to wait for the next start, which is then recorded: after a failure that no user must fix."""
         failed = self.node["status"] == "failed" and not self.stop_requested
         again = self.to_be_started or (self.run_dir / AGAIN).exists()
         wanted = ((self.run_dir / "stop").exists() and not again) or (self.run_dir / "state/stop-wanted").exists()
-        ended = self.node["status"] == "finished"
-        if self.request.any_run:
-            expected = ended or failed or again
-        else:
-            expected = not ended and (failed or again) and not self.ranks.mistake()
+        expected = self.node["status"] != "finished" and (failed or again) and not self.ranks.mistake()
         if expected and not wanted and "error" not in self.node:
             return self.record_wait()
         self.end_standby()
@@ -406,22 +398,9 @@ class Supervisor:
                 if caught.si_signo not in (signal.SIGCHLD, signal.SIGUSR2):
                     break
         end_waiting(self.run_dir)
-        if found and found.run_dir != self.request.run_dir and not self.serve(Path(found.run_dir)):
-            found = None
         if found is None:
             self.end_standby()
         return found
-
-    def serve(self, run_dir: Path) -> bool:
-        """Become the supervisor of another run, with the standby process; return whether that is possible."""
-        try:
-            move_to_run(run_dir)
-            if self.standby:
-                self.standby.serve(run_dir)
-        except OSError as error:
-            log_line(f"cannot serve run {run_dir.name}: {error}")
-            return False
-        return True
 
     def save(self) -> None:
         """Write the state of this host's part."""

@@ -1,8 +1,7 @@
 """Between two starts: the supervisor of a run waits with the standby process, and the next start hands its request over.
 
-The next start is of the same run, or of any run if the record of the wait says so. The supervisor has released the lock of the
-run folder, so the run does not count as active. The request is the file `state/start.json` of the run that the supervisor
-served last, which only the user of the run can write. Standard library only.
+The supervisor has released the lock of the run folder, so the run does not count as active. The request is the file
+`state/start.json`, which only the user of the run can write. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from trainer.supervise.files import JSON_LIMIT, SupervisorError, open_regular, read_json, write_atomic, write_json
 from trainer.supervise.options import StartRequest, parse_flags
-from trainer.supervise.processes import is_own, is_running, process_stat, send_signal, waiting_processes
+from trainer.supervise.processes import is_running, process_stat, send_signal, waiting_processes
 
 REQUEST, STATE = "state/start.json", "state/standby.json"
 AGAIN = "state/again"  # the run is stopped with a checkpoint to be started again
@@ -40,8 +39,6 @@ def begin_waiting(run_dir: Path, request: StartRequest, standby: int, trainer: s
         "settings": request.settings,
         "reachable": request.reachable,
         "lease": request.lease,
-        "any_run": request.any_run,
-        "devices": request.devices,
         "trainer": trainer,
     }
     for name, pid in (("pid", os.getpid()), ("standby", standby)):
@@ -76,19 +73,8 @@ def waiting_supervisor(run_dir: Path) -> dict[str, Any] | None:
     return read_json(run_dir / STATE) if waiting_processes(run_dir) else None
 
 
-def waiting_for_any(runs: Path) -> list[Path]:
-    """Return the folders of runs below `runs` whose supervisors wait for the next start of any run, as processes of this user."""
-    records = ((path.parents[1], read_json(path)) for path in sorted(runs.glob(f"*/{STATE}")))
-    found = [run_dir for run_dir, record in records if record and record.get("any_run") is True]
-    return [run_dir for run_dir in found if (pids := waiting_processes(run_dir)) and all(map(is_own, pids))]
-
-
 def hand_over(run_dir: Path, request: StartRequest) -> bool:
-    """Hand a request to the supervisor that waits; return whether it takes it. Otherwise it ends. Raises OSError.
-
-    Args:
-        run_dir: folder of the run that the supervisor served last.
-    """
+    """Hand a request to the supervisor that waits; return whether it takes it. Otherwise it ends. Raises OSError."""
     pids = waiting_processes(run_dir)
     if not pids:
         return False
@@ -96,7 +82,7 @@ def hand_over(run_dir: Path, request: StartRequest) -> bool:
     write_atomic(run_dir / REQUEST, content.encode(), 0o600)
     send_signal(pids[0], signal.SIGCHLD)  # it looks for the request at once
     deadline = time.monotonic() + TAKE_LIMIT
-    while read_json(Path(request.run_dir) / "state/node.json") is None:
+    while read_json(run_dir / "state/node.json") is None:
         if not is_running(pids[0]) or time.monotonic() > deadline:
             return False
         time.sleep(0.005)

@@ -42,7 +42,7 @@ class EarlyImports:
         if not found or not seconds or self._options.launcher != "ssh":
             return
         self.requested |= found
-        settings = (self._options.unit_properties, max(seconds, RETURN_LIMIT), self._options.standby == "always")
+        settings = (self._options.unit_properties, max(seconds, RETURN_LIMIT))
         FanOut(
             {
                 name: functools.partial(

@@ -21,7 +21,6 @@ READY_LIMIT = 60.0  # s for a host to get ready
 BEGIN_LIMIT = 20.0  # s for a host to receive the command to begin
 STOP_LIMIT = 30.0  # s for a host to answer a stop request, besides the grace period
 STANDBY_LIMIT = 180.0  # s that a standby process waits for a restart: longer than the longest delay and the plan
-ALWAYS_LIMIT = 8 * 3600.0  # s that it waits for the next run with standby=always: a working day
 
 
 def start_ranks(
@@ -30,7 +29,6 @@ def start_ranks(
     report: Report,
     properties: Iterable[str] = (),
     standby: float = 0.0,
-    any_run: bool = False,
 ) -> dict[str, Any]:
     """Start all ranks of a plan, or none of them.
 
@@ -40,7 +38,6 @@ def start_ranks(
         entries: the plan; each entry needs `host`, `node_rank`, `ranks`, `run_dir` and `command`.
         properties: properties of the systemd units.
         standby: seconds that a standby process on each host waits for the next start; 0 for none.
-        any_run: whether it waits for the start of any run.
 
     Returns:
         `hosts`, the answer of each host, and `skew_seconds` between the first and the last start by the hosts' clocks.
@@ -56,7 +53,7 @@ def start_ranks(
     ready = FanOut(
         {
             entry["host"]: functools.partial(
-                connections[entry["host"]].start_run, start_request(entry, names, properties, standby, any_run)
+                connections[entry["host"]].start_run, start_request(entry, names, properties, standby)
             )
             for entry in entries
         }
@@ -80,13 +77,11 @@ def start_ranks(
 
 def standby_seconds(options: LaunchOptions) -> float:
     """Return how long a standby process waits for the next start; 0 for none."""
-    if options.standby == "always":
-        return ALWAYS_LIMIT
     return STANDBY_LIMIT if options.standby == "run" and options.max_restarts else 0.0
 
 
 def start_request(
-    entry: dict[str, Any], hosts: list[str], properties: Iterable[str], standby: float = 0.0, any_run: bool = False
+    entry: dict[str, Any], hosts: list[str], properties: Iterable[str], standby: float = 0.0
 ) -> dict[str, Any]:
     """Return the request that makes one host ready (see trainer.supervise)."""
     request = {
@@ -103,7 +98,6 @@ def start_request(
         "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
         "hold": True,
         "standby": standby,
-        "any_run": any_run,
         "lease": entry.get("lease") or "",
         "teaches": bool(entry.get("teaches")),
         "script": entry.get("script") or "",

@@ -99,10 +99,10 @@ class LaunchOptions(BaseModel):
         ge=0,
         le=MAX_SECONDS,
     )
-    standby: Literal["off", "run", "always"] = declare(
+    standby: Literal["off", "run"] = declare(
         "run",
         "a process on each host that has imported what the ranks need, from which a start forks them; off: none; run: while "
-        "the run lives and `max_restarts` allows a restart; always: also after the run, for the next run on the host",
+        "the run lives and `max_restarts` allows a restart",
     )
     elastic: bool = declare(False, "let torchrun restart the ranks itself with its c10d rendezvous")
     master_port: Port = declare(

@@ -328,8 +328,7 @@ class RunSession:
 
     def _launch(self) -> dict[str, Any]:
         try:
-            always = self.options.standby == "always"
-            settings = (self.options.unit_properties, standby_seconds(self.options), always)
+            settings = (self.options.unit_properties, standby_seconds(self.options))
             self.state.attempt = self._planned_attempt()
             started = start_ranks(self.state.plan, self.connect, self.report, *settings)
         except RunError:
