@@ -36,8 +36,8 @@ DATA = "/home/tester/trainyard"
 MARKERS = "find /home/tester -maxdepth 3 -name '.trainyard-preflight-*'"
 
 
-def share(lab: Lab, host: Host) -> None:
-    """Mount one file system as the data directory of `host` and of the host before it, as NFS does for a home.
+def mount(lab: Lab, host: Host, folders: tuple[str, str]) -> None:
+    """Mount one file system on the host before `host` and on `host`, as NFS does.
 
     It holds the marker of a preflight that was killed.
     """
@@ -45,19 +45,31 @@ def share(lab: Lab, host: Host) -> None:
     machine.run("truncate", "--size=16M", image)
     machine.run("mke2fs", "-q", "-t", "ext4", "-E", "root_owner=1000:1000", image)
     device = machine.run("losetup", "--find", "--show", image).strip()
-    for each in (lab.hosts[host.index - 2], host):
+    for each, folder in zip((lab.hosts[host.index - 2], host), folders, strict=True):
         lab.inside(
             each,
             f"""mknod /dev/shared b 7 {device.removeprefix("/dev/loop")}
-            runuser -u tester mkdir -p {DATA}; mount /dev/shared {DATA}""",
+            runuser -u tester mkdir -p {DATA}; mkdir -p {folder}; mount /dev/shared {folder}""",
         )
-    lab.inside(host, f"touch -d '1 day ago' {DATA}/.trainyard-preflight-killed")
+    lab.inside(host, f"touch -d '1 day ago' {folders[1]}/.trainyard-preflight-killed")
+
+
+def share(lab: Lab, host: Host) -> None:
+    """Let two hosts share their data directory, as with homes on NFS."""
+    mount(lab, host, (DATA, DATA))
+
+
+def share_runs(lab: Lab, host: Host) -> None:
+    """Let two hosts share the folder of runs alone: one mounts it there, the other one has a link to the mount."""
+    mount(lab, host, (f"{DATA}/runs", "/srv/runs"))
+    lab.inside(host, f"rm -rf {DATA}/runs; runuser -u tester -- ln -s /srv/runs {DATA}/runs")
 
 
 def unshare(lab: Lab) -> None:
-    """Undo `share`."""
+    """Undo `share` and `share_runs`."""
     for host in lab.hosts:
-        lab.inside(host, f"! mountpoint -q {DATA} || umount {DATA}; rm -f /dev/shared")
+        folders = f"{DATA} {DATA}/runs /srv/runs"
+        lab.inside(host, f"for f in {folders}; do ! mountpoint -q $f || umount $f; done; rm -rf /dev/shared {DATA}/runs")
     for line in machine.run("losetup", "--associated", lab.folder / SHARED).splitlines():
         machine.run("losetup", "--detach", line.partition(":")[0])
     (lab.folder / SHARED).unlink(missing_ok=True)
@@ -84,6 +96,8 @@ TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
         ("cpu", fault("cpu", "20"), 3, "cpu", "quota"),
         ("shape", fault("shape", "100mbit"), 2, "link", "Mbit/s"),
         ("one port", fault("block", "29500"), 3, "firewall", "29500"),
+        ("link to a shared folder of runs", share_runs, 2, "", ""),
+        ("shared folder of runs", lambda lab, host: None, 1, "shared", f"folder of runs {DATA}/runs with node2"),
         ("no sudo", inside("mv /etc/sudoers.d/90-cloud-init-users /var/lib/sudoers.aside"), 2, "sudo", "sudo"),
         ("load of another program", unit("lab-load", "while :; do :; done"), 1, "load", "cores"),
         ("run of another launcher", unit("lab-run", TORCHRUN), 1, "busy", "torch.distributed.run"),

@@ -160,7 +160,7 @@ def mesh(host: Host, request: dict[str, Any]) -> dict[str, Any]:
     ports = {str(port): "" for port in request.get("ports", [])}
     return {
         "mtu": 1500, "taken": [], "reached": dict.fromkeys(peers, ports), "lines": dict.fromkeys(peers, link),
-        "services": dict.fromkeys(request.get("services", {}), "no answer"), "shares_with": [], "write_error": "",
+        "services": dict.fromkeys(request.get("services", {}), "no answer"), "shares_with": {}, "write_error": "",
     }  # fmt: skip
 
 

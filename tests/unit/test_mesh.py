@@ -19,7 +19,7 @@ from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
 from trainyard.preflight.runner import NOT_WRITTEN
 from trainyard.remote import health
-from trainyard.remote.folder_marker import FolderMarker
+from trainyard.remote.folder_marker import FolderMarkers
 from trainyard.remote.mesh import Mesh
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
@@ -120,30 +120,35 @@ def test_a_host_that_does_not_listen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "exist", "shared"),
+    ("first", "second", "exist", "runs", "shared"),
     [
-        ("one", "two", "one two", False),
-        ("one", "one", "one", True),
-        ("one", "link", "one", True),
-        ("one", "one", "", True),  # the folder above is shared
-        ("one", "two", "", False),  # neither exists, and both have the same folder above
-        ("one", "one/two", "", False),
-        ("one", "two", "one/shared two", True),  # a folder for the runs of both is mounted
+        ("one", "two", "one two", "", ""),
+        ("one", "one", "one", "", "data_dir"),
+        ("one", "one", "one/runs", "", "data_dir"),
+        ("one", "link", "one", "", "data_dir"),
+        ("one", "one", "", "", "data_dir"),  # the folder above is shared
+        ("one", "two", "", "", ""),  # neither exists, and both have the same folder above
+        ("one", "one/two", "", "", ""),
+        ("one", "two", "one two mount/runs", "mount/runs", "runs"),  # a folder for the runs of both is mounted
+        ("one", "two", "one two mount", "mount/new", "runs"),  # which has no folder yet
+        ("one", "one", "one mount", "mount", "data_dir"),
     ],
 )
-def test_a_shared_data_dir_is_seen(tmp_path: Path, first: str, second: str, exist: str, shared: bool) -> None:
+def test_a_shared_data_dir_is_seen(tmp_path: Path, first: str, second: str, exist: str, runs: str, shared: str) -> None:
     for name in exist.split():
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to("one")
-    if "shared" in exist:
-        for name in (first, second):
-            (tmp_path / name / "runs").symlink_to(tmp_path / "one/shared")
+    for name in {first, second} if runs else ():
+        (tmp_path / name / "runs").symlink_to(tmp_path / runs)
     before = sorted(tmp_path.rglob("*"))
-    markers = [FolderMarker(str(tmp_path / data_dir), "secret") for data_dir in (first, second)]
+    markers = [FolderMarkers(str(tmp_path / data_dir), "secret") for data_dir in (first, second)]
     for marker, name in zip(markers, NAMES, strict=True):
         assert marker.create(name) == ""
-    assert [marker.sees(peer) for marker, peer in zip(markers, reversed(NAMES), strict=True)] == [shared, shared]
-    assert not FolderMarker(str(tmp_path / first), "another secret").sees("node1")
+    created = set(tmp_path.rglob("*")) - set(before)
+    assert created and not any(path.read_bytes() or "secret" in path.name for path in created)
+    assert markers[0].create("node1") == "File exists", "no file is replaced"
+    assert [marker.shared_with(peer) for marker, peer in zip(markers, reversed(NAMES), strict=True)] == [shared] * 2
+    assert not FolderMarkers(str(tmp_path / first), "another secret").shared_with("node1")
     for marker in markers:
         marker.remove()
     assert sorted(tmp_path.rglob("*")) == before
@@ -173,17 +178,17 @@ def test_a_shared_data_dir_is_seen_although_no_port_is_open(tmp_path: Path) -> N
 
 
 def test_markers_of_a_killed_preflight_are_ignored_and_removed(tmp_path: Path) -> None:
-    old, new = (FolderMarker(str(tmp_path), secret) for secret in ("old", "new"))
+    old, new = (FolderMarkers(str(tmp_path), secret) for secret in ("old", "new"))
     for marker in (old, new):
         for name in NAMES:
             assert marker.create(name) == ""
     for path in tmp_path.iterdir():
-        if path != new.path:
+        if path not in new.created:
             os.utime(path, (1e9, 1e9))
     answer, _ = pair(free_ports(1), data_dirs=(tmp_path, tmp_path.parent))
     assert not answer["shares_with"]
     # The recent one may belong to a preflight that runs now.
-    assert list(tmp_path.iterdir()) == [new.path]
+    assert {*tmp_path.iterdir()} == {*new.created}
 
 
 def test_the_marker_is_removed_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +210,7 @@ def test_the_marker_is_removed_after_a_failure(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Mesh, "listen", fail)
     with pytest.raises(OSError, match="too many"):
         Mesh(about).run()
-    assert len(seen) == 1 and not list(tmp_path.iterdir())
+    assert len(seen) == 2 and not list(tmp_path.iterdir())
 
 
 def test_a_data_dir_without_write_access_is_reported(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def healthy_host(place: int) -> HostState:
         mesh={
             "mtu": 1500,
             "taken": [],
-            "shares_with": [],
+            "shares_with": {},
             "write_error": "",
             "reached": {peer: {"29500": "", "40000": "", "50000": ""} for peer in peers},
             "lines": {
@@ -135,13 +135,16 @@ def test_a_single_problem_has_one_finding(part: str, values: dict[str, Any], che
         assert {finding.host for finding in named} == {"node2"}
 
 
-def test_hosts_that_share_a_data_dir_have_one_finding() -> None:
+@pytest.mark.parametrize(
+    ("folder", "shown"), [("data_dir", "data directory /srv/trainyard"), ("runs", "folder of runs /srv/trainyard/runs")]
+)
+def test_hosts_that_share_a_folder_have_one_finding(folder: str, shown: str) -> None:
     states = [healthy_host(place) for place in (1, 2, 3, 4, 5)]
-    mesh(states[1])["shares_with"] = ["node4"]  # node4 has not seen node2: its marker was removed before
-    mesh(states[4])["shares_with"] = ["node4", "unknown"]
+    mesh(states[1])["shares_with"] = {"node4": folder}  # node4 has not seen node2: its marker was removed before
+    mesh(states[4])["shares_with"] = {"node4": folder, "unknown": folder}
     (finding,) = [finding for finding in findings(states) if finding.check == "shared"]
     assert (finding.host, finding.level) == ("node2", "failure")
-    assert "/srv/trainyard with node4, node5" in finding.text
+    assert finding.text == f"shares its {shown} with node4, node5"
     assert "cluster_data_dir" in finding.remedy and "local disk" in finding.remedy
 
 
@@ -149,7 +152,7 @@ def test_one_machine_under_two_names_is_reported_once() -> None:
     states = healthy_hosts()
     for name in ("boot_id", "machine_id", "addresses"):
         states[1].facts[name] = states[0].facts[name]
-    mesh(states[1])["shares_with"] = ["node1"]
+    mesh(states[1])["shares_with"] = {"node1": "data_dir"}
     assert [finding.check for finding in findings(states)] == ["twice"]
 
 

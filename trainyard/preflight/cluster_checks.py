@@ -265,7 +265,7 @@ def link_speeds(states: Sequence[HostState]) -> list[Finding]:
 
 
 def data_dirs(states: Sequence[HostState]) -> list[Finding]:
-    """Report data directories that several hosts share, one finding per directory, and those that cannot be written to."""
+    """Report folders that several hosts share, one finding per group of hosts, and data directories that cannot be written to."""
     found = []
     groups: list[list[HostState]] = []
     for state in states:
@@ -273,7 +273,7 @@ def data_dirs(states: Sequence[HostState]) -> list[Finding]:
         if error and state.facts.get("may_write", True):  # else `environment` reports it
             text = f"cannot write to {state.host.data_dir}: {error}"
             found.append(Finding("disk", state.name, "failure", text, "correct the cause, or set cluster_data_dir"))
-        group = next((group for group in groups if any(_share_data_dir(state, other) for other in group)), None)
+        group = next((group for group in groups if any(_shared_folder(state, other) for other in group)), None)
         if group:
             group.append(state)
         else:
@@ -281,18 +281,24 @@ def data_dirs(states: Sequence[HostState]) -> list[Finding]:
     for first, *others in groups:
         if others:
             names = ", ".join(other.name for other in others)
-            text = f"shares its data directory {first.host.data_dir} with {names}"
-            remedy = "set cluster_data_dir to a folder on a local disk of each host, for example /srv/trainyard"
+            if {_shared_folder(first, other) for other in others} <= {"runs", ""}:
+                text = f"shares its folder of runs {first.host.data_dir}/runs with {names}"
+                remedy = (
+                    "replace it by a folder on a local disk of each host, or set cluster_data_dir to another folder"
+                )
+            else:
+                text = f"shares its data directory {first.host.data_dir} with {names}"
+                remedy = "set cluster_data_dir to a folder on a local disk of each host, for example /srv/trainyard"
             found.append(Finding("shared", first.name, "failure", text, remedy))
     return found
 
 
-def _share_data_dir(one: HostState, other: HostState) -> bool:
-    """Return whether two hosts see one data directory, and are not one machine, which `duplicates` reports."""
+def _shared_folder(one: HostState, other: HostState) -> str:
+    """Return which folder two hosts share, see `measure` of the mesh; empty if none, or if both are one machine, which `duplicates` reports."""
     if "boot_id" in one.facts and _identity(one) == _identity(other):
-        return False
-    # The host that ends first has removed its marker by then; the later one may not see it.
-    return other.name in _mesh(one)["shares_with"] or one.name in _mesh(other)["shares_with"]
+        return ""
+    # The host that ends first has removed its markers by then; the later one may not see them.
+    return _mesh(one)["shares_with"].get(other.name) or _mesh(other)["shares_with"].get(one.name, "")
 
 
 def all_reduce(errors: Mapping[str, str]) -> list[Finding]:

@@ -92,8 +92,8 @@ def measure_mesh(
         ports: TCP ports on which every host listens and is reached.
         connect: makes the connection to a host; called in this thread.
         system_python: use the interpreter that Ansible uses, instead of the cluster's.
-        write: create a marker file in the data directory of every host for the time of the measurement, to find hosts
-            that share it.
+        write: create marker files in the data directory and the folder of runs of every host for the time of the
+            measurement, to find hosts that share one.
         services: whether to connect to the Ollama of every host that has one, too.
     """
     machines = list({state.address: state for state in reversed(states)}.values())[::-1]
@@ -122,7 +122,7 @@ def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]
         **first,
         **joined,
         "taken": sorted({*first["taken"], *second["taken"]}),
-        "shares_with": sorted({*first["shares_with"], *second["shares_with"]}),
+        "shares_with": {**first["shares_with"], **second["shares_with"]},
         "write_error": first["write_error"] or second["write_error"],
     }
 

@@ -1,21 +1,19 @@
-"""Detects that hosts share a folder: every host creates a marker in it and looks for those of its peers. Standard library only."""
+"""Detects that hosts share a folder: every host creates markers and looks for those of its peers. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = ".trainyard-preflight-"
 STALE = 600.0  # s after which a marker is left over from a killed preflight; a measurement takes about a minute at most
 
 
-class FolderMarker:
-    """An empty file of this host in its folder of runs, or in the nearest folder above that exists.
-
-    Hosts that share the folder see each other's markers. The name is a digest of a secret, of the host's name, and of the
-    path below the existing folder, so that hosts that share a home but not the path below it see no marker of each other.
+class FolderMarkers:
+    """Empty files of this host in its data directory and in its folder of runs, of which a mount or a link may share one only.
 
     Args:
         data_dir: the host's `cluster_data_dir`.
@@ -23,39 +21,59 @@ class FolderMarker:
     """
 
     def __init__(self, data_dir: str, secret: str) -> None:
-        runs = Path(data_dir, "runs")
-        self.folder = next(folder for folder in (runs, *runs.parents) if folder.is_dir())
-        self.below = str(runs.relative_to(self.folder))
-        self.secret = secret
-        self.path: Path | None = None
+        folders = {"data_dir": Path(data_dir), "runs": Path(data_dir, "runs")}
+        self.markers = {name: Marker.of(folder, secret) for name, folder in folders.items()}
+        self.created: list[Path] = []
 
     def create(self, name: str) -> str:
-        """Create the marker of the host `name`, and remove those of killed measurements; return an error, or an empty string."""
-        path = self._path(name)
+        """Create the markers of the host `name`, and remove those of killed measurements; return an error, or an empty string."""
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
-            self.path = path
-            # Both times come from the clock of the file system, which may be another host's.
-            now = path.lstat().st_mtime
-            for other in self.folder.glob(f"{PREFIX}*"):
-                with contextlib.suppress(OSError):  # another host removes it
-                    if now - other.lstat().st_mtime > STALE:
-                        other.unlink()
+            for marker in self.markers.values():
+                path = marker.path(name)
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
+                self.created.append(path)
+                # Both times come from the clock of the file system, which may be another host's.
+                now = path.lstat().st_mtime
+                for other in path.parent.glob(f"{PREFIX}*"):
+                    with contextlib.suppress(OSError):  # another host removes it
+                        if now - other.lstat().st_mtime > STALE:
+                            other.unlink()
         except OSError as error:
             return error.strerror or str(error)
         return ""
 
-    def sees(self, name: str) -> bool:
-        """Return whether the marker of the host `name` is in the folder of this host."""
+    def shared_with(self, name: str) -> str:
+        """Return which folder of this host the host `name` has marked: "data_dir", "runs" (that one alone), or an empty string."""
         # A lookup of a name that was never looked up: NFS answers a listing from its cache.
-        return os.path.lexists(self._path(name))
+        return next((folder for folder, marker in self.markers.items() if os.path.lexists(marker.path(name))), "")
 
     def remove(self) -> None:
-        """Remove the marker of this host."""
-        if self.path:
+        """Remove the markers of this host."""
+        for path in self.created:
             with contextlib.suppress(OSError):
-                self.path.unlink()
+                path.unlink()
 
-    def _path(self, name: str) -> Path:
+
+@dataclass(frozen=True)
+class Marker:
+    """Where hosts mark a folder: in it, or in the nearest folder above that exists.
+
+    The name is a digest of a secret, of the host's name, and of the path below the existing folder, so that hosts that share
+    a home but not the path below it see no marker of each other.
+    """
+
+    existing: Path
+    below: str
+    secret: str
+
+    @classmethod
+    def of(cls, folder: Path, secret: str) -> Marker:
+        """Return the marker of a folder, which need not exist; links are followed, also to a folder that does not exist yet."""
+        real = Path(os.path.realpath(folder))
+        existing = next(path for path in (real, *real.parents) if path.is_dir())
+        return cls(existing, str(real.relative_to(existing)), secret)
+
+    def path(self, name: str) -> Path:
+        """Return the path of the marker of the host `name`."""
         digest = hashlib.sha256("\0".join((self.secret, name, self.below)).encode()).hexdigest()
-        return self.folder / f"{PREFIX}{digest[:32]}"
+        return self.existing / f"{PREFIX}{digest[:32]}"

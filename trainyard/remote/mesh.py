@@ -11,10 +11,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainyard.remote.folder_marker import FolderMarker
+from trainyard.remote.folder_marker import FolderMarkers
 from trainyard.remote.network import interface_mtu
 
 TOKEN_SIZE = 64  # bytes that both ends of a connection send first
@@ -39,8 +39,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `mtu` of the interface in bytes; `taken`, the ports on which this host could not listen; `reached`, {peer:
         {port: "" or an error}}; `lines`, {peer: {`latency_ms`, `mbit` (to the head), `ping_small` and `ping_large`,
-        `stalled`: an error}}; `services`, {peer: "" or why its Ollama's port is not reached}; `shares_with`, the peers that have the same data directory; `write_error`, why this host
-        cannot write to it, or an empty string.
+        `stalled`: an error}}; `services`, {peer: "" or why its Ollama's port is not reached}; `shares_with`, {peer: "data_dir",
+        or "runs" if this folder alone is shared}; `write_error`, why this host cannot write to one, or an empty string.
     """
     return Mesh(request).run()
 
@@ -66,18 +66,18 @@ class Mesh:
         self.services: dict[str, str] = {}
         self.done: set[str] = set()  # peers that no longer need this host
         self.one_stream = threading.Lock()
-        self.marker = FolderMarker(data_dir, request["token"]) if (data_dir := request["data_dir"]) else None
-        self.shares_with: list[str] = []
+        self.markers = FolderMarkers(data_dir, request["token"]) if (data_dir := request["data_dir"]) else None
+        self.shares_with: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
         """Measure, serve the peers until they are done or the time is up, and return the result; see `measure`."""
-        if not self.marker:
-            return self.measure_network() | {"shares_with": [], "write_error": ""}
+        if not self.markers:
+            return self.measure_network() | {"shares_with": {}, "write_error": ""}
         try:
-            error = self.marker.create(self.name)
-            return self.measure_network() | {"shares_with": sorted(self.shares_with), "write_error": error}
+            error = self.markers.create(self.name)
+            return self.measure_network() | {"shares_with": self.shares_with, "write_error": error}
         finally:
-            self.marker.remove()
+            self.markers.remove()
 
     def measure_network(self) -> dict[str, Any]:
         """Return the measurements of the network. The marker exists while the peers search for it."""
@@ -93,16 +93,19 @@ class Mesh:
             thread.join(self.time_left())
         while self.time_left() and not set(self.peers) <= self.done:
             time.sleep(0.05)
-        # A host that is not a peer has a marker at this point, unless it has ended and checked for ours.
-        if self.marker:
-            others = [name for name in self.names if name not in self.peers and name != self.name]
-            self.shares_with += [name for name in others if self.marker.sees(name)]
+        # A host that is not a peer has its markers at this point, unless it has ended and checked for ours.
+        self.find_shared(name for name in self.names if name not in self.peers and name != self.name)
         answer = {"mtu": self.mtu, "taken": self.taken, "reached": self.reached, "lines": self.lines}
         return answer | {"services": self.services}
 
     def measurements(self) -> tuple[Callable[[str, str], None], ...]:
         """Return what this host measures for each peer, at once; each takes the peer's name and address."""
         return self.measure_peer, self.ping_packets
+
+    def find_shared(self, names: Iterable[str]) -> None:
+        """Note which of these hosts have marked a folder of this host."""
+        if self.markers:
+            self.shares_with |= {name: folder for name in names if (folder := self.markers.shared_with(name))}
 
     def time_left(self) -> float:
         """Return the seconds until the deadline, 0 after it."""
@@ -176,9 +179,8 @@ class Mesh:
                 connection = opened
             elif opened:
                 opened.close()
-        # After a connection or the time limit of all: the peer has created its marker, and keeps it until the "bye".
-        if self.marker and self.marker.sees(name):
-            self.shares_with.append(name)
+        # After a connection or the time limit of all: the peer has created its markers, and keeps them until the "bye".
+        self.find_shared([name])
         if connection:
             with connection:
                 try:

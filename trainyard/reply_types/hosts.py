@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
@@ -77,7 +77,7 @@ class Mesh(OpenReply):
     reached: Annotated[dict[Line, dict[Line, Line]], Field(max_length=RANKS_LIMIT)]
     lines: Annotated[dict[Line, LinkMeasurement], Field(max_length=RANKS_LIMIT)]
     services: NotRequired[Annotated[dict[Line, Line], Field(max_length=RANKS_LIMIT)]]
-    shares_with: Lines
+    shares_with: Annotated[dict[Line, Literal["data_dir", "runs"]], Field(max_length=RANKS_LIMIT)]
     write_error: Line
 
 
