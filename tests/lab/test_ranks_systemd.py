@@ -46,7 +46,8 @@ class Site:
             content.writestr("trainer/distributed/__init__.py", "")
             for name in ("standby", "torchrun"):
                 content.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
-        files = {"trainer.zip": archive.getvalue(), "fake_rank.py": FAKE_RANK.read_bytes(), "env": environment.encode()}
+        files = {"trainer.zip": archive.getvalue(), "env": environment.encode()}
+        files |= {name: FAKE_RANK.with_name(name).read_bytes() for name in ("fake_rank.py", "hiding_rank.py")}
         script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]
         script += [f"base64 -d > {name} <<'.'\n{base64.encodebytes(data).decode()}." for name, data in files.items()]
         for host in self.lab.hosts:
@@ -151,6 +152,13 @@ def site(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[Site]:
 def as_user(lab: Lab, host: Host, command: str) -> str:
     argv = [str(word) for word in lab.ssh(host)]
     return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def ask(lab: Lab, host: Host, verb: str, run_dir: str = RUN_DIR, **request: Any) -> dict[str, Any]:
+    """Return the answer of the supervisor's command line to a request of the login user."""
+    text = json.dumps({"run_dir": run_dir} | request)
+    code = f"PYTHONPATH={run_dir}/trainer.zip {sys.executable} -P -m trainer.supervise {verb} <<'.' || :\n{text}\n."
+    return json.loads(as_user(lab, host, code))
 
 
 def test_system_unit_with_sudo(lab: Lab, site: Site) -> None:
@@ -282,19 +290,39 @@ def test_end_of_a_supervisor_ends_its_unit(lab: Lab, site: Site) -> None:
     assert again.wait(60) == 0, site.read_output()
 
 
+def test_no_process_leaves_the_unit(lab: Lab, site: Site) -> None:
+    """Neither when a rank kills its supervisor, nor when a property of the unit keeps what the supervisor leaves."""
+    host = lab.hosts[0]
+    site.stage(f"PYTHONPATH={RUN_DIR}/trainer.zip\n")
+    command = ["/usr/bin/env", "RANK=0", sys.executable, f"{RUN_DIR}/hiding_rank.py", "2000", "0.05", "orphan"]
+
+    def alive() -> int:
+        """Return how many of the processes live that the rank has hidden and reported; -1 before that."""
+        pids = f"$(tr -d '[],' < {RUN_DIR}/hidden)"
+        count = f"for pid in {pids}; do ! grep -q '^State:.[^Z]' /proc/$pid/status || echo; done | wc -l"
+        return int(lab.inside(host, f"[ ! -e {RUN_DIR}/hidden ] && echo -1 || {count}"))
+
+    assert "pid" in ask(lab, host, "start", command=command)
+    until(lambda: alive() == 0, 20, what="the end of the unit")
+    lab.inside(host, f"rm {RUN_DIR}/hidden")
+    assert "pid" in ask(lab, host, "start", command=command, properties=["KillMode=process"])
+    until(lambda: ask(lab, host, "status")["status"] == "lost", 20, what="the end of the supervisor")
+    assert alive() == 3 and not site.processes(host), "they have no mark of the run"
+    assert [run["left"] for run in ask(lab, host, "list", data_dir=DATA)["runs"]] == [True]
+    assert "still running" in ask(lab, host, "start", command=command)["error"]
+    assert ask(lab, host, "stop", wanted=True)["killed"] == 3
+    assert alive() == 0
+
+
 def test_a_restart_from_the_standby_process_stays_in_its_unit(lab: Lab, site: Site) -> None:
     """Also that another property of the unit needs another unit, and that no unit is left after a stop."""
     host, launcher = lab.hosts[0], [sys.executable, "-m", "trainer.distributed.torchrun", "2000", "0.05"]
     site.stage(f"FAKE_RANK={RUN_DIR}/fake_rank.py\n")
 
-    def ask(verb: str, **request: Any) -> dict[str, Any]:
-        text = json.dumps({"run_dir": RUN_DIR} | request)
-        environment = f"PYTHONPATH={RUN_DIR}/trainer.zip"
-        code = f"{environment} {sys.executable} -P -m trainer.supervise {verb} <<'.'\n{text}\n."
-        return json.loads(as_user(lab, host, code))
-
     def start(**more: Any) -> tuple[int, str]:
-        answer = ask("start", **{"command": launcher, "standby": 60.0, "properties": ["CPUWeight=50"]} | more)
+        answer = ask(
+            lab, host, "start", **{"command": launcher, "standby": 60.0, "properties": ["CPUWeight=50"]} | more
+        )
         site.at_step(0)
         return answer["pid"], show(answer["unit"], "InvocationID")
 
@@ -308,7 +336,7 @@ def test_a_restart_from_the_standby_process_stays_in_its_unit(lab: Lab, site: Si
     first = start(reachable=["10.9.0.1", "10.9.0.2"])
     unit = site.read(host, "node")["unit"]
     fail()
-    assert show(unit, "ActiveState") == "active" and ask("status")["status"] == "failed"
+    assert show(unit, "ActiveState") == "active" and ask(lab, host, "status")["status"] == "failed"
     assert len(site.processes(host).split()) == 2
     assert start(reachable=["10.9.0.1"]) == first
     assert "10.9.0.2" in show(unit, "IPAddressAllow"), "the unit keeps its limit, which has hosts of the run only"
@@ -323,7 +351,7 @@ def test_a_restart_from_the_standby_process_stays_in_its_unit(lab: Lab, site: Si
     third = start(properties=["CPUWeight=60"])
     assert third[1] != second[1] and show(unit, "CPUWeight") == "60" and not show(unit, "IPAddressAllow")
     fail()
-    ask("stop", wanted=True)
+    ask(lab, host, "stop", wanted=True)
     assert show(unit, "ActiveState") == "inactive" and not site.processes(host)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -34,6 +36,15 @@ def is_running(pid: int) -> bool:
     return found is not None and found[0] not in "ZX"
 
 
+def is_own(pid: int) -> bool:
+    """Return whether a process belongs to the user of this one."""
+    try:  # not the owner of the folder: that is root if the process forbids core dumps
+        found = re.search(rb"^Uid:\t(\d+)", Path(f"/proc/{pid}/status").read_bytes(), re.MULTILINE)
+    except OSError:
+        return False
+    return found is not None and int(found[1]) == os.geteuid()
+
+
 def environ(pid: int) -> dict[str, str]:
     """Return the environment with which a process started; empty for a process of another user."""
     try:
@@ -43,16 +54,30 @@ def environ(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def descendants(root: int) -> list[int]:
-    """Return every live process below `root`, in any session or process group."""
+def unit_name(run_dir: Path) -> str:
+    """Return the name of a run's unit. It depends on the folder, because two hosts of an inventory may be one machine."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
+    return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}.service"
+
+
+def units_of(pid: int) -> list[str]:
+    """Return the names in the path of the cgroup of a process, among them that of its systemd unit."""
+    try:
+        return re.split(r"[/\n]", Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return []
+
+
+def descendants(*roots: int) -> list[int]:
+    """Return every live process below `roots`, in any session or process group."""
     children: dict[int, list[int]] = {}
     for pid in all_pids():
         if (found := process_stat(pid)) and found[0] not in "ZX":
             children.setdefault(found[1], []).append(pid)
     result: list[int] = []
-    pending = [root]
+    pending = [*roots]
     while pending:
-        below = children.get(pending.pop(), [])
+        below = children.pop(pending.pop(), [])
         result += below
         pending += below
     return result
@@ -64,9 +89,15 @@ def marked_runs() -> set[str]:
 
 
 def run_processes(run_dir: Path) -> list[int]:
-    """Return every live process of a run: those with its variable in their environment, and their descendants."""
-    marked = [pid for pid in all_pids() if environ(pid).get(RUN_VARIABLE) == str(run_dir) and is_running(pid)]
-    return list({*marked, *(below for pid in marked for below in descendants(pid))})
+    """Return every live process of a run: those with its variable in their environment, their descendants, and all in its unit.
+
+    A process can clear its environment and leave its parents, but not a system unit. Without one, it is found as long as the
+    supervisor lives, to which the kernel gives all orphans.
+    """
+    live = [pid for pid in all_pids() if is_running(pid)]
+    marked = [pid for pid in live if environ(pid).get(RUN_VARIABLE) == str(run_dir)]
+    unit = unit_name(run_dir)
+    return list({*marked, *descendants(*marked), *(pid for pid in live if unit in units_of(pid) and is_own(pid))})
 
 
 def left_processes(run_dir: Path) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from trainer.supervise.files import (
 )
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest
-from trainer.supervise.processes import run_processes, waiting_processes
+from trainer.supervise.processes import run_processes, unit_name, waiting_processes
 from trainer.supervise.sandbox import address_properties, unit_properties
 from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.status import is_active
@@ -282,9 +281,3 @@ def load_gpu_driver() -> None:
     """Create the devices that CUDA needs. By default its setuid helper does this, which a rank cannot run."""
     if helper := shutil.which("nvidia-modprobe"):
         subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-
-
-def unit_name(run_dir: Path) -> str:
-    """Return the unit's name. It depends on the folder, because two hosts of an inventory may be one machine."""
-    name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
-    return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}.service"

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, read_log, read_node
-from trainer.supervise.processes import left_processes, marked_runs, process_stat, waiting_processes
+from trainer.supervise.processes import (
+    all_pids,
+    left_processes,
+    marked_runs,
+    process_stat,
+    unit_name,
+    units_of,
+    waiting_processes,
+)
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
 _OF_ALL_RANKS = ("step_seconds", "comm_share")  # of a heartbeat
@@ -67,9 +75,11 @@ def list_runs(request: dict[str, Any]) -> dict[str, Any]:
     `skipped` are the names of run folders whose state cannot be read.
     """
     runs, skipped, marked = [], [], marked_runs()
+    units = {name for pid in all_pids() for name in units_of(pid)}
     for folder in sorted(Path(request["data_dir"]).glob("runs/*")):
         try:
-            has_processes = os.path.realpath(folder) in marked
+            real = Path(os.path.realpath(folder))
+            has_processes = str(real) in marked or unit_name(real) in units
             if not has_processes:
                 os.lstat(folder / "state/node.json")
             state = read_state(folder, has_processes)

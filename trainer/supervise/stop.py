@@ -13,6 +13,7 @@ from typing import Any
 from trainer.supervise.files import SupervisorError, read_job, read_node, write_json
 from trainer.supervise.processes import (
     RUN_VARIABLE,
+    descendants,
     environ,
     is_running,
     process_stat,
@@ -31,7 +32,7 @@ EXIT_LIMIT = 2.0  # s for a supervisor to exit after its processes have exited
 def stop(request: dict[str, Any]) -> dict[str, Any]:
     """Stop this host's part of a run; return when none of its processes is left. A part that has ended is unchanged.
 
-    This needs nothing that the run wrote: processes are found by their environment, whatever its records and its lock say.
+    This needs nothing that the run wrote: see `run_processes`.
 
     Args:
         request: `run_dir`; `grace`, the seconds that the ranks have to end by themselves (default 60), before SIGTERM
@@ -128,8 +129,10 @@ def kill_processes(run_dir: Path, spare: Collection[int] = ()) -> int:
             raise SupervisorError(
                 f"cannot kill processes {sorted(left)} of run {run_dir.name}: they hang in the kernel; restart the host"
             )
-        for pid in left:
+        # Children first. Those of a supervisor that has ended belong to nobody, and may have no mark of the run.
+        below = {*descendants(*left)} - set(spare)
+        for pid in below or left:
             send_signal(pid, signal.SIGKILL)
-        killed.update(left)
+        killed.update(below or left)
         time.sleep(0.01)
     return len(killed)
