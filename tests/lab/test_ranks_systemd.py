@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import re
@@ -11,147 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with
-from run_hosts import FAKE_RANK, RUN_VARIABLE, TOP, until
+from lab_hosts import NEEDS_LAB, Host, Lab
+from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
+from run_hosts import until
 from testbed import faults
 
+__all__ = ["site"]
+
 pytestmark = NEEDS_LAB
-DATA = "/home/tester/trainyard"
-RUN_DIR = f"{DATA}/runs/r"
-UNIT = "'trainyard-r-*.service'"
-
-
-class Site:
-    """A run of `fake_rank.py` on the hosts of a lab."""
-
-    def __init__(self, lab: Lab, folder: Path) -> None:
-        self.lab, self.folder = lab, folder
-        self.inventory = inventory_with(lab, folder)
-        self.playbooks: list[subprocess.Popen[Any]] = []
-
-    def stage(self, environment: str = "") -> None:
-        """Stage the run: copy the trainer to each host; the user of the hosts owns the files."""
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as content:
-            content.writestr("trainer/__init__.py", "")
-            for source in sorted((TOP / "trainer/supervise").glob("*.py")):
-                content.write(source, f"trainer/supervise/{source.name}")
-            content.writestr("trainer/distributed/__init__.py", "")
-            for name in ("standby", "torchrun"):
-                content.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
-        files = {"trainer.zip": archive.getvalue(), "env": environment.encode()}
-        files |= {name: FAKE_RANK.with_name(name).read_bytes() for name in ("fake_rank.py", "hiding_rank.py")}
-        script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]
-        script += [f"base64 -d > {name} <<'.'\n{base64.encodebytes(data).decode()}." for name, data in files.items()]
-        for host in self.lab.hosts:
-            self.lab.inside(host, "\n".join([*script, f"chown -R tester: {DATA}"]))
-
-    def plan(self, steps: int = 2000, pause: float = 0.1, torchrun: bool = False) -> list[dict[str, Any]]:
-        worker = [f"{RUN_DIR}/fake_rank.py", str(steps), str(pause)]
-        launcher = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1", "--master-port=29471"]
-        where = [f"--master-addr={self.lab.hosts[0].address}"]
-        return [
-            {
-                "host": host.name,
-                "node_rank": rank,
-                "ranks": [rank],
-                "run_dir": RUN_DIR,
-                "command": [sys.executable, *launcher, *where, f"--node-rank={rank}", *worker]
-                if torchrun
-                else ["/usr/bin/env", f"RANK={rank}", sys.executable, *worker],
-            }
-            for rank, host in enumerate(self.lab.hosts)
-        ]
-
-    def play(self, playbook: str, *arguments: str) -> subprocess.Popen[Any]:
-        self.output = self.folder / f"output-{len(self.playbooks)}.txt"
-        with self.output.open("w") as sink:
-            started = subprocess.Popen(
-                [Path(sys.executable).with_name("ansible-playbook"), "-i", self.inventory, *arguments, playbook],
-                cwd=TOP,
-                env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.playbooks.append(started)
-        return started
-
-    def run(self, plan: list[dict[str, Any]], **arguments: Any) -> subprocess.Popen[Any]:
-        """Launch and follow; `backend` is for every host of the plan, the other arguments are launch options."""
-        if "backend" in arguments:
-            backend = arguments.pop("backend")
-            plan = [entry | {"backend": backend} for entry in plan]
-        steps = {name: {"step": name, "session": {"plan": plan}, "options": arguments} for name in ("launch", "follow")}
-        tasks = [
-            {"name": "Launch", "trainyard_run": steps["launch"], "run_once": True, "register": "up"},
-            {"name": "Skew", "ansible.builtin.debug": {"msg": "skew {{ up.skew_seconds }} s"}, "run_once": True},
-            {"name": "Follow", "trainyard_run": steps["follow"], "run_once": True},
-        ]
-        file = self.folder / f"play-{len(self.playbooks)}.yml"
-        file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
-        return self.play(str(file))
-
-    def read_output(self) -> str:
-        return self.output.read_text()
-
-    def error(self) -> str:
-        (line,) = [line for line in self.read_output().splitlines() if line.startswith("error: ")]
-        return line
-
-    def read(self, host: Host, name: str) -> dict[str, Any]:
-        return json.loads(self.lab.inside(host, f"cat {RUN_DIR}/state/{name}.json 2>/dev/null || echo '{{}}'"))
-
-    def at_step(self, rank: int, step: int = 2) -> dict[str, Any]:
-        """Wait until the rank reaches that step, for up to 240 s. Fails if its part of the run ends earlier."""
-
-        def reached_state() -> dict[str, Any] | None:
-            node = self.read(self.lab.hosts[rank], "node")
-            state = self.read(self.lab.hosts[rank], f"rank{rank}")
-            if (state.get("step") or 0) >= step:
-                return state
-            assert not node.get("ended"), f"the run ended before step {step}: {node}, {state}"
-            return None
-
-        return until(reached_state, 240, what=f"step {step} of rank {rank}")
-
-    def processes(self, host: Host) -> str:
-        return self.lab.inside(host, f"grep -lsaz {RUN_VARIABLE}={RUN_DIR} /proc/[0-9]*/environ || true").strip()
-
-    def check_no_processes(self, hosts: list[Host] | None = None) -> None:
-        for host in hosts or self.lab.hosts:
-            assert not self.processes(host), host.name
-
-
-@pytest.fixture
-def site(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[Site]:
-    here = Site(lab, tmp_path)
-    here.stage()
-    yield here
-    for playbook in here.playbooks:
-        if playbook.poll() is None:
-            os.killpg(playbook.pid, signal.SIGKILL)
-            playbook.wait()
-    for host in hosts:
-        faults.undo(lab, host)
-        lab.inside(
-            host,
-            f"for p in $(grep -lsaz {RUN_VARIABLE}={RUN_DIR} /proc/[0-9]*/environ); do kill -9 $(echo $p | cut -d/ -f3); done",
-            False,
-        )
-
-
-def as_user(lab: Lab, host: Host, command: str) -> str:
-    argv = [str(word) for word in lab.ssh(host)]
-    return subprocess.run([*argv, command], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def ask(lab: Lab, host: Host, verb: str, run_dir: str = RUN_DIR, **request: Any) -> dict[str, Any]:
@@ -183,8 +53,9 @@ def test_system_unit_with_sudo(lab: Lab, site: Site) -> None:
 
 
 def test_user_unit_with_lingering(lab: Lab, site: Site) -> None:
+    sudo = "/etc/sudoers.d/90-cloud-init-users"  # with it, a run gets a system unit, which protects more
     for host in lab.hosts:
-        lab.inside(host, "loginctl enable-linger tester")
+        lab.inside(host, f"loginctl enable-linger tester; mv {sudo} /root/sudoers")
     try:
         until(lambda: all(lab.inside(h, "ls /run/user/1000/systemd/private || true").strip() for h in lab.hosts))
         playbook = site.run(site.plan(steps=30, pause=0.05), unit_properties=["MemoryMax=4G"])
@@ -196,7 +67,7 @@ def test_user_unit_with_lingering(lab: Lab, site: Site) -> None:
         site.check_no_processes()
     finally:
         for host in lab.hosts:
-            lab.inside(host, "loginctl disable-linger tester")
+            lab.inside(host, f"loginctl disable-linger tester; mv /root/sudoers {sudo}")
 
 
 @pytest.mark.parametrize("backend", ["process", "systemd"])
@@ -353,79 +224,3 @@ def test_a_restart_from_the_standby_process_stays_in_its_unit(lab: Lab, site: Si
     fail()
     ask(lab, host, "stop", wanted=True)
     assert show(unit, "ActiveState") == "inactive" and not site.processes(host)
-
-
-# Permissions of code in a rank: it prints the outcome of each attempt.
-PROBE = """
-import json, pathlib, socket, subprocess, sys
-
-def attempt(action):
-    try:
-        return str(action() or "works")
-    except (OSError, subprocess.SubprocessError) as error:
-        return type(error).__name__
-
-def connect(address):
-    socket.create_connection((address, 22), 3).close()
-
-home = pathlib.Path.home()
-print(json.dumps({
-    "sudo": attempt(lambda: subprocess.run(["sudo", "-n", "true"], capture_output=True, check=True) and ""),
-    "keys": attempt(lambda: list((home / ".ssh").iterdir()) and ""),
-    "profile": attempt(lambda: (home / ".profile").touch()),
-    "cache": attempt(lambda: (home / ".cache/probe").touch()),
-    "data": attempt(lambda: pathlib.Path("probe").touch()),
-    "bus": attempt(lambda: list(pathlib.Path("/run/dbus").iterdir()) and ""),
-    "shm": attempt(lambda: pathlib.Path("/dev/shm/probe").touch()),
-    "peer": attempt(lambda: connect(sys.argv[1])),
-    "outside": attempt(lambda: connect(sys.argv[2])),
-}))
-"""
-CLOSED = {
-    "sudo": "CalledProcessError",
-    "keys": "PermissionError",
-    "profile": "OSError",
-    "cache": "works",
-    "data": "works",
-}
-CLOSED |= {"bus": "PermissionError", "shm": "works", "peer": "works", "outside": "TimeoutError"}
-
-
-@pytest.mark.parametrize(
-    ("isolated", "properties", "changed"),
-    [
-        (True, [], {}),
-        (False, [], {"outside": "ConnectionRefusedError"}),  # a run with loggers=wandb
-        (True, ["ProtectHome=no", "IPAddressDeny="], {"profile": "works", "outside": "ConnectionRefusedError"}),
-    ],
-    ids=["isolated", "open", "unit_properties"],
-)
-def test_what_a_rank_may_do(
-    lab: Lab, site: Site, isolated: bool, properties: list[str], changed: dict[str, str]
-) -> None:
-    addresses = [host.address for host in lab.hosts]
-    outside = addresses[0].rpartition(".")[0] + ".1"  # the switch, where nothing listens
-    plan = [
-        entry
-        | {"command": [sys.executable, "-c", PROBE, addresses[1 - place], outside]}
-        | {"peers": addresses, "isolated": isolated}
-        for place, entry in enumerate(site.plan()[:2])
-    ]
-    assert site.run(plan, unit_properties=properties).wait(90) == 0, site.read_output()
-    for host, rank in zip(lab.hosts[:2], (0, 1), strict=True):
-        log = lab.inside(host, f"cat {RUN_DIR}/logs/torchrun.{rank}.log").splitlines()
-        assert json.loads(log[-1]) == CLOSED | changed
-
-
-@pytest.mark.parametrize(("isolated", "limit"), [(True, 3.0), (False, 3.5)])
-def test_exposure_of_a_unit(lab: Lab, site: Site, isolated: bool, limit: float) -> None:
-    plan = [site.plan()[0] | {"peers": [lab.hosts[0].address], "isolated": isolated}]
-    site.run(plan)
-    site.at_step(0)
-    found = lab.inside(
-        lab.hosts[0],
-        f"systemd-analyze security --no-pager $(systemctl list-units --plain --no-legend {UNIT} | cut -d' ' -f1)",
-    )
-    exposure = re.search(r"Overall exposure level for .*: ([0-9.]+)", found)
-    assert exposure and float(exposure[1]) < limit, found
-    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()

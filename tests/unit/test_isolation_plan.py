@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.config import RunSpec
 from trainer.distributed.listeners import PEERS, listen, peer_filter, restrict_listeners
-from trainer.supervise import sandbox
 from trainer.supervise.socket_filter import permits_socket_filter
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.network import addresses
 from trainyard.run.errors import PlanError
-from trainyard.run.isolation import choose_isolation, isolation_lines
+from trainyard.run.isolation import choose_isolation, isolation_lines, unit_lines
 from trainyard.run.launch import start_request
 from trainyard.run.plan import environment, plan_nodes
 
@@ -215,47 +211,14 @@ def test_the_plan_names_what_protects_a_run_without_a_socket_filter() -> None:
     assert isolation_lines(isolation, [host("a", "10.0.0.1", socket_filter=False)]) == []
 
 
+def test_the_plan_names_hosts_whose_login_user_nothing_protects() -> None:
+    hosts = [host("a", "10.0.0.1", system_unit=True), host("b", "10.0.0.2", system_unit=False), host("c", "10.0.0.3")]
+    (line,) = unit_lines(hosts)
+    assert line.startswith("b: no system unit protects") and "sudo without a password" in line
+    assert unit_lines([hosts[0], hosts[2]]) == []
+
+
 def test_the_addresses_cannot_be_set_by_run_env() -> None:
     nodes = plan_nodes([host("a", "10.0.0.1")], run="r", port=29500, isolation=choose_isolation("auto", SPEC, True, {}))
     with pytest.raises(PlanError, match=f"run_env: {PEERS} is set by the plan: use isolate=never"):
         environment(nodes[0], {PEERS: "0.0.0.0"})
-
-
-# The properties of a unit -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    user = pwd.getpwuid(os.getuid())
-    entry = pwd.struct_passwd((*user[:5], str(tmp_path / "a home"), user[6]))
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: entry)
-    (tmp_path / "a home/trainyard/runs/r").mkdir(parents=True)
-    return tmp_path / "a home"
-
-
-def test_a_system_unit_keeps_what_a_run_writes_writable(home: Path) -> None:
-    (home / "models").mkdir()
-    env = {"HF_HOME": str(home / "models"), "OTHER": str(home / "missing"), "PATH": "/usr/bin"}
-    run_dir = home / "trainyard/runs/r"
-    found = sandbox.unit_properties(run_dir, system=True, env=env)
-    writable = [entry.partition("=")[2] for entry in found if entry.startswith("ReadWritePaths=")]
-    assert f'"{home}/trainyard"' in writable and f'"-{home}/models"' in writable and f'"-{home}/.cache"' in writable
-    assert not any("missing" in entry for entry in writable)
-    assert (home / ".cache").is_dir()
-    assert f'InaccessiblePaths="-{home}/.ssh"' in found and "NoNewPrivileges=yes" in found
-    assert sandbox.address_properties(["10.0.0.1", "fe80::1%eth0"]) == [
-        "IPAddressDeny=any",
-        "IPAddressAllow=127.0.0.0/8 ::1/128 10.0.0.1 fe80::1",
-    ]
-    assert not any(entry.startswith(("PrivateTmp", "PrivateDevices", "PrivateNetwork", "IPC")) for entry in found)
-
-
-def test_a_run_that_needs_other_machines_has_no_filter_of_addresses(home: Path) -> None:
-    found = sandbox.unit_properties(home / "trainyard/runs/r", system=True, env={})
-    assert not any(entry.startswith("IPAddress") for entry in found) and sandbox.address_properties([]) == []
-
-
-def test_a_unit_of_a_user_has_only_what_needs_no_privileges(home: Path) -> None:
-    found = sandbox.unit_properties(home / "trainyard/runs/r", system=False, env={})
-    assert found == list(sandbox.ANY_UNIT) and "NoNewPrivileges=yes" in found
-    assert not (home / ".cache").exists()

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from trainer.supervise.files import SupervisorError
 from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE
+from trainer.supervise.sandbox import cache_variables
 
+KEPT = ("TMPDIR", "TZ", *cache_variables(Path()))
 IMPORT_ROOT = Path(__file__).parents[2]  # the archive or folder that holds the package `trainer`
 
 
 def clean_environment() -> dict[str, str]:
     """Return the user's identity and the search path; a run inherits nothing else from the login shell."""
     user = pwd.getpwuid(os.getuid())
-    kept = {k: v for k, v in os.environ.items() if k in ("TMPDIR", "TZ") or k.startswith("XDG_")}
+    kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("XDG_")}
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     identity = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": "/bin/sh"}
     # PYTHONUTF8: names of files are UTF-8 also where the locale of the host says otherwise.
@@ -64,8 +66,8 @@ def starts_system_unit() -> bool:
 def choose_backend(wanted: str) -> list[str] | None:
     """Return the start of the systemd-run command that works on this host, or None for a detached process.
 
-    A user unit needs no rights, but it needs lingering: without it the unit ends with the last login. A system unit
-    needs root or sudo without a password.
+    A system unit needs root or sudo without a password. Only it protects what the ranks may not write or read. A user unit
+    needs no rights, but it needs lingering: without it the unit ends with the last login.
 
     Raises SupervisorError if `wanted` is "systemd" and no unit can be started.
     """
@@ -76,12 +78,20 @@ def choose_backend(wanted: str) -> list[str] | None:
         user = pwd.getpwuid(uid).pw_name
         if uid == 0:
             return ["systemd-run"]
+        if may_sudo():
+            return ["sudo", "-n", "systemd-run", f"--uid={uid}", f"--gid={os.getgid()}"]
         if Path(f"/var/lib/systemd/linger/{user}").exists() and Path(f"/run/user/{uid}/systemd/private").exists():
             return ["systemd-run", "--user"]
-        if subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0:
-            return ["sudo", "-n", "systemd-run", f"--uid={uid}", f"--gid={os.getgid()}"]
     if wanted == "systemd":
         raise SupervisorError(
             "cannot start a systemd unit on this host: it needs root, sudo without a password, or lingering"
         )
     return None
+
+
+def may_sudo() -> bool:
+    """Return whether this user may use sudo without a password."""
+    try:
+        return subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False

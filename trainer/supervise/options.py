@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError
@@ -27,6 +28,10 @@ class StartRequest:
     restarts: int = 0  # maximum consecutive restarts of torchrun without progress
     lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
     teaches: bool = False  # the command is the run's teacher and not torchrun; its only "rank" is its number
+    writable: list[str] = field(
+        default_factory=list
+    )  # paths of variables of the ranks; folders stay writable in the unit
+    reads: list[str] = field(default_factory=list)  # paths that the spec names, which the unit shows
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
     stop_seen: bool = (
@@ -38,14 +43,22 @@ class StartRequest:
     settings: str = ""  # digest of the unit's settings but for `reachable`, set by `start`
     script: str = ""  # batch script of Slurm that starts the ranks, with the backend slurm
     unit: str = ""  # the systemd unit, set by `start`
+    data_dir: Path = Path()  # set by `start`
 
     @classmethod
     def from_json(cls, request: dict[str, Any]) -> StartRequest:
         """Return the request. Raises SupervisorError for a field that is missing or unknown."""
-        known = {entry.name for entry in fields(cls)} - {"unit", "settings", "waits"}
+        known = {entry.name for entry in fields(cls)} - {"unit", "settings", "waits", "data_dir"}
         if wrong := sorted({"run_dir", "command"} - set(request)) or sorted(set(request) - known):
             raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
         return cls(**{name: value for name, value in request.items() if value is not None})
+
+    def resolve(self) -> Path:
+        """Replace links in the path of the run folder, and set `data_dir`; return the run folder."""
+        given = Path(self.run_dir)
+        run_dir, self.data_dir = given.resolve(), given.parents[1].resolve()
+        self.run_dir = str(run_dir)
+        return run_dir
 
     def flags(self) -> list[str]:
         """Return the supervisor's arguments for this request."""

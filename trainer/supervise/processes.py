@@ -7,12 +7,14 @@ import hashlib
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
-from trainer.supervise.files import read_json
+from trainer.supervise.files import read_json, run_devices
 
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
 LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the lease
+_UNIT = re.compile(r"trainyard-.+-[0-9a-f]{6}\.service")  # of a run
 
 
 def process_stat(pid: int) -> tuple[str, int, int] | None:
@@ -94,10 +96,13 @@ def run_processes(run_dir: Path) -> list[int]:
     A process can clear its environment and leave its parents, but not a system unit. Without one, it is found as long as the
     supervisor lives, to which the kernel gives all orphans.
     """
-    live = [pid for pid in all_pids() if is_running(pid)]
-    marked = [pid for pid in live if environ(pid).get(RUN_VARIABLE) == str(run_dir)]
-    unit = unit_name(run_dir)
-    return list({*marked, *descendants(*marked), *(pid for pid in live if unit in units_of(pid) and is_own(pid))})
+    marked = [pid for pid in all_pids() if is_running(pid) and belongs(pid, run_dir)]
+    return list({*marked, *descendants(*marked)})
+
+
+def belongs(pid: int, run_dir: Path) -> bool:
+    """Return whether a process of this user names a run in its environment, which no other process can read in some units, or is in its unit."""
+    return environ(pid).get(RUN_VARIABLE) == str(run_dir) or (unit_name(run_dir) in units_of(pid) and is_own(pid))
 
 
 def left_processes(run_dir: Path) -> list[int]:
@@ -127,7 +132,23 @@ def held_gpus(run: str) -> dict[str, str]:
         run_dir = Path(values.get(RUN_VARIABLE, ""))
         if (name := run_dir.name) and name != run and pid not in waiting_processes(run_dir):
             found |= dict.fromkeys(filter(None, values.get("CUDA_VISIBLE_DEVICES", "").split(",")), name)
+    for run_dir in unit_folders():
+        if run_dir.name != run and not waiting_processes(run_dir):
+            found |= dict.fromkeys(run_devices(run_dir), run_dir.name)
     return found
+
+
+def unit_folders() -> list[Path]:
+    """Return the folders of the runs that have a unit of the system's service manager."""
+    units = sorted({name for pid in all_pids() for name in units_of(pid) if _UNIT.fullmatch(name)})
+    if not units:
+        return []
+    show = ["systemctl", "show", "--value", "--property=WorkingDirectory", "--", *units]
+    try:
+        shown = subprocess.run(show, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return []
+    return [Path(line) for line in shown.stdout.splitlines() if line.startswith("/")]
 
 
 def send_signal(pid: int, number: signal.Signals, start_time: int | None = None) -> None:

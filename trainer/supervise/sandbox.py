@@ -1,17 +1,22 @@
 """The restrictions of the systemd unit of a run. Its ranks run code of models and packages, as the login user.
 
+Programs outside of the unit run as the same user, or as root: what they execute, trust or follow must not be writable in the unit.
+So the whole file system is read-only there, but for the run folder, and no name of a folder above it can be exchanged.
+
 A later property replaces an earlier one of the same name, or extends it if it is a list. So `unit_properties` of the launch
 options, which come last, take precedence, as in a drop-in of the unit; see systemd.exec(5).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+
+from trainer.supervise.files import SupervisorError
 
 # Properties without privileges of the service manager, which a user's own manager can also set.
 ANY_UNIT = (
@@ -25,11 +30,11 @@ ANY_UNIT = (
     "SystemCallFilter=@system-service",  # includes mbind and set_mempolicy
     "SystemCallErrorNumber=EPERM",
 )
-# No PrivateDevices and no ProtectClock, which hide GPUs. No PrivateTmp: the caches of torch.compile in /tmp outlive a start,
-# and CUDA MPS has its socket there. No MemoryDenyWriteExecute, which compilers of kernels need.
+# No PrivateDevices and no ProtectClock, which hide GPUs. No MemoryDenyWriteExecute, which compilers of kernels need.
 SYSTEM_UNIT = (
-    "ProtectSystem=full",
+    "ProtectSystem=strict",
     "ProtectHome=read-only",
+    "PrivateTmp=yes",
     "ProtectProc=invisible",
     "ProtectControlGroups=yes",
     "ProtectKernelLogs=yes",
@@ -38,41 +43,117 @@ SYSTEM_UNIT = (
     "KeyringMode=private",
     "LimitMEMLOCK=infinity",  # RDMA registers memory, for which root needs CAP_IPC_LOCK otherwise
 )
-# Folders in a home where libraries keep compiled kernels and downloads.
-CACHES = (".cache", ".nv", ".triton")
-# Control sockets that start processes outside the unit.
-CONTROL_SOCKETS = (
-    "/run/dbus",
-    "/run/docker.sock",
-    "/run/podman/podman.sock",
-    "/run/containerd/containerd.sock",
-    "/run/libvirt",
+# What the unit shows of /run, whose sockets start processes outside: name resolution, drivers of NixOS, the daemon of GPUs.
+SHOWN_IN_RUN = (
+    "NetworkManager/resolv.conf",
+    "connman",
+    "netconfig",
+    "resolvconf",
+    "systemd/resolve",
+    "nscd",
+    "nvidia-persistenced",
+    "opengl-driver",
+    "current-system",
 )
+MPS = Path("/tmp/nvidia-mps")  # sockets of the daemon of CUDA MPS
+# Keys, and sockets and keys to sockets of programs of the login user.
+HIDDEN_IN_HOME = (".ssh", ".gnupg", ".ansible", ".local/share/jupyter/runtime", ".vscode-server")
+HIDDEN_IN_DATA = ("dashboard", "queue")
+KEPT_IN_DATA = {"venv", "python", "store", "leases", "runs", *HIDDEN_IN_DATA}  # that no variable makes writable
+SHARED = (
+    "store/cache",
+    "store/packing",
+)  # of the data folder: encoded datasets and proofs, which ranks of all runs write
+CHECKPOINTS = "checkpoints"  # of the data folder: the shared folder of the role nfs
+CACHE = "cache"  # of the run folder: compiled kernels and downloads
+SYSTEM_FOLDERS = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")
 
 
-def unit_properties(run_dir: Path, *, system: bool, env: Mapping[str, str]) -> list[str]:
+def unit_properties(
+    run_dir: Path, data_dir: Path, *, system: bool, writable: Iterable[str] = (), reads: Iterable[str] = ()
+) -> list[str]:
     """Return the properties of the unit of a run, without `address_properties`.
 
     Args:
-        run_dir: the run folder, two levels below the data folder.
+        run_dir: the run folder, without links.
+        data_dir: the data folder, without links.
         system: whether the system's service manager runs the unit, and not the user's own.
-        env: environment of the ranks. Folders in the home that it names stay writable.
+        writable: paths of variables of the ranks; folders among them stay writable, see `opened`.
+        reads: paths that the spec names; those in folders that the unit hides are shown.
+
+    Raises:
+        SupervisorError: a shared folder of the ranks is a link.
     """
     if not system:
         return list(ANY_UNIT)
-    properties = [*ANY_UNIT, *SYSTEM_UNIT, f"CapabilityBoundingSet={needed_capabilities(run_dir)}"]
-    data_dir, home = run_dir.parents[1], Path(pwd.getpwuid(os.getuid()).pw_dir)
-    named = [Path(value) for value in env.values() if value.startswith(f"{home}/") and Path(value).is_dir()]
-    # Not the run folder itself: the unit may serve another run of the data folder.
-    apart = [path for path in make_caches(home) + named if not path.resolve().is_relative_to(data_dir.resolve())]
-    properties += [f"ReadWritePaths={quote(path, missing_ok=True)}" for path in apart]
-    properties.append(f"ReadWritePaths={quote(data_dir)}")
-    # The controller runs programs of the environment over SSH, where sudo works.
-    environment = Path(sys.prefix).resolve()
-    if data_dir in environment.parents and environment not in run_dir.parents:
-        properties.append(f"ReadOnlyPaths={quote(environment)}")
-    hidden = [home / ".ssh", Path(f"/run/user/{os.getuid()}"), *map(Path, CONTROL_SOCKETS)]
-    return properties + [f"InaccessiblePaths={quote(path, missing_ok=True)}" for path in hidden]
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    capabilities = needed_capabilities(run_dir)
+    properties = [*ANY_UNIT, *SYSTEM_UNIT, f"CapabilityBoundingSet={capabilities}"]
+    if not capabilities and has_user_namespaces():
+        # Else a process of the user outside is open at /proc/PID/root and /proc/PID/mem.
+        properties.append("PrivateUsers=yes")
+    cleared = [Path("/run"), run_dir.parent, *(path for path in [home / ".cache"] if path.is_dir())]
+    # A word of this list is divided at its colons.
+    words = [re.sub(r"([\\:\"'])", r"\\\1", str(path)) for path in cleared]
+    properties += [f"TemporaryFileSystem={quote(f'{word}:ro')}" for word in words]
+    cleared += [Path("/tmp"), Path("/var/tmp")]
+    shown = [data_dir, *map(Path, (sys.prefix, sys.base_prefix)), *(Path(path).resolve() for path in reads)]
+    shown = [path for path in shown if path.exists() and any(path.is_relative_to(top) for top in cleared)]
+    shown = [path for path in shown if not path.is_relative_to(run_dir)]
+    properties += [f"BindReadOnlyPaths={quote(path)}" for path in dict.fromkeys(shown)]
+    properties += [f"BindReadOnlyPaths={quote(Path('/run') / name, missing_ok=True)}" for name in SHOWN_IN_RUN]
+    hidden = [home / name for name in HIDDEN_IN_HOME]
+    hidden += [Path("/var/lib/trainyard"), *(data_dir / name for name in HIDDEN_IN_DATA)]
+    properties += [f"InaccessiblePaths={quote(path, missing_ok=True)}" for path in hidden]
+    shared = [folder_of_ranks(data_dir, name) for name in SHARED]
+    outside = [*shared, MPS, data_dir / CHECKPOINTS, *opened(writable, data_dir, home, hidden)]
+    properties += [f"BindPaths={quote(path, missing_ok=True)}" for path in outside if not awaits_mount(path)]
+    return [*properties, f"BindPaths={quote(run_dir)}"]
+
+
+def folder_of_ranks(data_dir: Path, name: str) -> Path:
+    """Return a folder that ranks of all runs write; create it. Raises SupervisorError if it leads elsewhere."""
+    folder = data_dir / name
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() != folder:
+        raise SupervisorError(f"{folder} is a link; replace it with a folder")
+    return folder
+
+
+def opened(values: Iterable[str], data_dir: Path, home: Path, hidden: Iterable[Path]) -> list[Path]:
+    """Return the folders that variables of the ranks name, but none that programs outside of the unit need unchanged.
+
+    These are folders of the system, hidden ones, those of `data_dir` that a role or trainyard writes, and every folder above these.
+    """
+    kept = [*hidden, *(data_dir / name for name in KEPT_IN_DATA), *map(Path, SYSTEM_FOLDERS), home, Path(sys.prefix)]
+    found = []
+    for path in {Path(value).resolve() for value in values if value.startswith("/")}:
+        inside = [top for top in kept if path.is_relative_to(top) and top != home]
+        if path.is_dir() and not inside and not any(top.is_relative_to(path) for top in kept):
+            found.append(path)
+    return sorted(found)
+
+
+def awaits_mount(path: Path) -> bool:
+    """Return whether the first access to a folder mounts it. That would wait for its server; the unit gets that mount later, as it is."""
+    mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+    kinds = [kind for _, place, kind, *_ in mounts if place.encode().decode("unicode_escape") == str(path)]
+    return kinds[-1:] == ["autofs"]
+
+
+def cache_variables(run_dir: Path) -> dict[str, str]:
+    """Return the variables for which libraries keep compiled kernels and downloads in the run folder.
+
+    The caches of the login user hold code that runs outside of the unit, and keys.
+    """
+    folder = run_dir / CACHE
+    names = {
+        "CUDA_CACHE_PATH": "nv",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "XDG_CACHE_HOME": "",
+    }
+    return {name: str(folder / below) for name, below in names.items()}
 
 
 def address_properties(reachable: Iterable[str]) -> list[str]:
@@ -87,16 +168,15 @@ def needed_capabilities(run_dir: Path) -> str:
     return "CAP_DAC_OVERRIDE" if os.getuid() == 0 and owners != {0} else ""
 
 
-def make_caches(home: Path) -> list[Path]:
-    """Create the folders of caches that a run may need, because it cannot create them in a read-only home."""
-    names = CACHES if Path("/dev/nvidiactl").exists() else CACHES[:1]
-    with contextlib.suppress(OSError):  # a user without a home of its own
-        for name in names:
-            (home / name).mkdir(mode=0o700, exist_ok=True)
-    return [home / name for name in CACHES]
+def has_user_namespaces() -> bool:
+    """Return whether the kernel permits user namespaces."""
+    try:
+        return int(Path("/proc/sys/user/max_user_namespaces").read_text(encoding="utf-8")) > 0
+    except (OSError, ValueError):
+        return False
 
 
-def quote(path: Path, *, missing_ok: bool = False) -> str:
+def quote(path: Path | str, *, missing_ok: bool = False) -> str:
     """Return a path as one word of a property."""
     text = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{"-" if missing_ok else ""}{text}"'

@@ -35,7 +35,7 @@ from trainer.supervise.files import (
 from trainer.supervise.lease import check_lease
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes, unit_name, waiting_processes
-from trainer.supervise.sandbox import address_properties, unit_properties
+from trainer.supervise.sandbox import CACHE, address_properties, cache_variables, unit_properties
 from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.status import is_active
 from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
@@ -59,11 +59,11 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             has claimed the run.
     """
     wanted = StartRequest.from_json(request)
-    run_dir = Path(wanted.run_dir).resolve()
+    run_dir = wanted.resolve()
     if not run_dir.is_dir():
         raise SupervisorError(f"there is no run folder {run_dir}")
     run_environment(run_dir)  # report its errors now
-    for folder in ("state", "logs"):
+    for folder in ("state", "logs", CACHE):
         (run_dir / folder).mkdir(exist_ok=True)
     # One of two simultaneous starts detects the run of the other.
     with one_start(run_dir):
@@ -73,7 +73,6 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             raise SupervisorError(STOPPED)
         consume_claim(run_dir, wanted.claim)
         last = read_node(run_dir) or {}
-        wanted.run_dir = str(run_dir)
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
         for stale in {*(run_dir / "state").iterdir(), run_dir / "stop"} - {run_dir / STATE}:
             stale.unlink(missing_ok=True)
@@ -150,10 +149,9 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
         SupervisorError: the run, or another one, is running on this host, or the supervisor ended.
     """
     wanted = replace(StartRequest.from_json(request), waits=True)
-    run_dir = Path(wanted.run_dir).resolve()
+    run_dir = wanted.resolve()
     if not (run_dir / TRAINER).is_file() or wanted.standby <= 0:
         raise SupervisorError(f"no standby process can be started for {run_dir}")
-    wanted.run_dir = str(run_dir)
     with one_start(run_dir):
         if waiting_supervisor(run_dir):
             return {"waits": True}
@@ -174,7 +172,7 @@ def complete(wanted: StartRequest, run_dir: Path, systemd: list[str] | None) -> 
     """Set the fields of a request that depend on this host; return the properties of the unit."""
     if not systemd:
         return []
-    settings = unit_settings(systemd, run_dir)
+    settings = unit_settings(systemd, wanted, run_dir)
     wanted.unit = unit_name(run_dir)
     wanted.settings = hashlib.sha256("\0".join([*settings, *wanted.properties]).encode()).hexdigest()[:16]
     return settings
@@ -239,12 +237,13 @@ def supervisor_environment(wanted: StartRequest, run_dir: Path) -> dict[str, str
     return import_environment(run_dir, wanted.lease, staged if staged.exists() else IMPORT_ROOT)
 
 
-def unit_settings(systemd: list[str], run_dir: Path) -> list[str]:
+def unit_settings(systemd: list[str], wanted: StartRequest, run_dir: Path) -> list[str]:
     """Return the properties of the unit, without its folder and without the addresses to which it is limited."""
     # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
     # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
     settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec"]
-    return settings + unit_properties(run_dir, system="--user" not in systemd, env=run_environment(run_dir))
+    system, data_dir = "--user" not in systemd, wanted.data_dir
+    return settings + unit_properties(run_dir, data_dir, system=system, writable=wanted.writable, reads=wanted.reads)
 
 
 def systemctl(systemd: list[str]) -> list[str]:
@@ -269,7 +268,8 @@ def start_unit(
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
     folder = f"WorkingDirectory={run_dir}"
     options += [f"--property={setting}" for setting in (folder, *settings, *limits, *wanted.properties)]
-    options += [f"--setenv={key}={value}" for key, value in supervisor_environment(wanted, run_dir).items()]
+    variables = supervisor_environment(wanted, run_dir) | (cache_variables(run_dir) if "--user" not in systemd else {})
+    options += [f"--setenv={key}={value}" for key, value in variables.items()]
     done = subprocess.run(
         [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment
     )

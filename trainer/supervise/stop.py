@@ -12,9 +12,8 @@ from typing import Any
 
 from trainer.supervise.files import SupervisorError, read_job, read_node, write_json
 from trainer.supervise.processes import (
-    RUN_VARIABLE,
+    belongs,
     descendants,
-    environ,
     is_running,
     process_stat,
     run_processes,
@@ -92,7 +91,7 @@ def own_node(run_dir: Path) -> dict[str, Any] | None:
     node = read_node(run_dir)
     if node is None or "pid" not in node or "pid_start" not in node:
         return None
-    return node if not is_running(node["pid"]) or environ(node["pid"]).get(RUN_VARIABLE) == str(run_dir) else None
+    return node if not is_running(node["pid"]) or belongs(node["pid"], run_dir) else None
 
 
 def mark(path: Path) -> None:

@@ -94,6 +94,8 @@ def start_request(
         "claim": entry.get("claim") or "",
         "stop_seen": bool(entry.get("stop_wanted", True)),
         "devices": entry.get("devices") or [],
+        "writable": entry.get("writable") or [],
+        "reads": sorted(_paths(entry.get("spec"))),
         "properties": [*properties, *(entry.get("properties") or [])],
         "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
         "hold": True,
@@ -106,6 +108,14 @@ def start_request(
     if entry.get("replica") is not None:
         request |= {"replica": entry["replica"], "restarts": entry["restarts"], "lighthouse": entry["lighthouse"]}
     return request
+
+
+def _paths(value: Any) -> set[str]:
+    """Return the absolute paths in a value of a spec."""
+    if isinstance(value, str):
+        return {value} if value.startswith("/") else set()
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return set().union(*map(_paths, values))
 
 
 def _begin(connection: HostConnection, entry: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from trainyard.run.weight_files import serves_layers, weight_groups
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
 # Fields of an entry that plan.json does not have. `peers` repeats the addresses of all entries.
-_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script", "peers", "stop_wanted")
+_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script", "peers", "stop_wanted", "writable")
+# Variables that name folders of programs.
+_CODE = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
 
 
 def stage_files(
@@ -45,7 +47,8 @@ def stage_files(
     """Copy what differs to every host of the plan, claim the run, and write the run folder's small files.
 
     Args:
-        entries: the plan; each entry has the node's fields, its `spec` and its `previous` start. Their `claim` is set.
+        entries: the plan; each entry has the node's fields, its `spec` and its `previous` start. Their `claim` is set, and their `writable`: paths
+            of variables.
         environments: environment variables for the ranks, by host.
         token: token of this controller's claim on the run.
         check: compare only.
@@ -86,6 +89,8 @@ def stage_files(
             changed[host] = changed[host] + answer["changed"]
     for entry in entries:
         entry["claim"] = token
+        named = environments.get(entry["host"], {}).items()
+        entry["writable"] = sorted(value for name, value in named if value.startswith("/") and name not in _CODE)
     return changed
 
 

@@ -1,0 +1,227 @@
+"""What code in a rank may write, read and reach, in a unit of the system's service manager."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from lab_hosts import NEEDS_LAB, Host, Lab
+from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
+from run_hosts import until
+
+__all__ = ["site"]
+
+pytestmark = NEEDS_LAB
+
+# It prints the outcome of each attempt: the name of the error, or "works". Processes of other namespaces of users are invisible.
+PROBE = """
+import errno, json, os, pathlib, socket, subprocess, sys
+
+def attempt(action):
+    try:
+        return str(action() or "works")
+    except subprocess.SubprocessError as error:
+        return type(error).__name__
+    except OSError as error:
+        return errno.errorcode[error.errno] if error.errno else type(error).__name__
+
+def connect(address):
+    socket.create_connection((address, 22), 3).close()
+
+def unix(path):
+    socket.socket(socket.AF_UNIX).connect(path)
+
+def edit(path):
+    path.open("r+b").close()
+
+def swap(path):
+    path.rename(path.with_name("other"))
+
+home, run = pathlib.Path.home(), pathlib.Path.cwd()
+data, process = run.parents[1], pathlib.Path("/proc") / sys.argv[3]
+print(json.dumps({
+    "sudo": attempt(lambda: subprocess.run(["sudo", "-n", "true"], capture_output=True, check=True) and ""),
+    "keys": attempt(lambda: list((home / ".ssh").iterdir()) and ""),
+    "profile": attempt(lambda: (home / ".profile").touch()),
+    "new file outside of homes": attempt(lambda: pathlib.Path("/srv/new").touch()),
+    "home cache": attempt(lambda: (home / ".cache/pip/wheel").read_bytes() and ""),
+    "cache": attempt(lambda: (pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "probe").touch()),
+    "run folder": attempt(lambda: pathlib.Path("probe").touch()),
+    "swap run folder": attempt(lambda: swap(run)),
+    "swap venv": attempt(lambda: swap(data / "venv")),
+    "new name": attempt(lambda: (data / "new").touch()),
+    "dashboard": attempt(lambda: edit(data / "dashboard/program/main.py")),
+    "start of another run": attempt(lambda: (data / "dashboard/.trainyard/received/starts/other.json").read_bytes() and ""),
+    "queue": attempt(lambda: edit(data / "queue/.programs/0123/main.py")),
+    "read lease": attempt(lambda: (data / "leases/1").read_bytes() and ""),
+    "lease": attempt(lambda: edit(data / "leases/1")),
+    "trainer": attempt(lambda: edit(data / "store/trainers/0123.zip")),
+    "swap incoming": attempt(lambda: swap(data / "store/incoming")),
+    "encoded datasets": attempt(lambda: (data / "store/cache/probe").touch()),
+    "another run": attempt(lambda: (run.parent / "other/env").read_bytes() and ""),
+    "model of another run": attempt(lambda: (run.parent / "finished/model/config.json").read_bytes() and ""),
+    "write model of another run": attempt(lambda: (run.parent / "finished/model/new").touch()),
+    "folder of run_env": attempt(lambda: (home / "results/probe").touch()),
+    "memory of a process": attempt(lambda: edit(process / "mem")),
+    "environment of a process": attempt(lambda: (process / "environ").read_bytes() and ""),
+    "files of a process": attempt(lambda: list((process / "root/home").iterdir()) and ""),
+    "socket in /tmp": attempt(lambda: unix("/tmp/control")),
+    "service manager": attempt(lambda: unix("/run/systemd/private")),
+    "bus": attempt(lambda: unix("/run/dbus/system_bus_socket")),
+    "shm": attempt(lambda: pathlib.Path("/dev/shm/probe").touch()),
+    "tmp": attempt(lambda: pathlib.Path("/tmp/probe").touch()),
+    "peer": attempt(lambda: connect(sys.argv[1])),
+    "outside": attempt(lambda: connect(sys.argv[2])),
+}))
+"""
+EXPECTED = {
+    "sudo": "CalledProcessError",
+    "keys": "EACCES",
+    "profile": "EROFS",
+    "new file outside of homes": "EROFS",
+    "home cache": "ENOENT",
+    "cache": "works",
+    "run folder": "works",
+    "swap run folder": "EROFS",
+    "swap venv": "EROFS",
+    "new name": "EROFS",
+    "dashboard": "EACCES",
+    "start of another run": "EACCES",
+    "queue": "EACCES",
+    "read lease": "works",
+    "lease": "EROFS",
+    "trainer": "EROFS",
+    "swap incoming": "EROFS",
+    "encoded datasets": "works",
+    "another run": "ENOENT",
+    "model of another run": "works",
+    "write model of another run": "EROFS",
+    "folder of run_env": "works",
+    "memory of a process": "ENOENT",
+    "environment of a process": "ENOENT",
+    "files of a process": "ENOENT",
+    "socket in /tmp": "ENOENT",
+    "service manager": "ENOENT",
+    "bus": "ENOENT",
+    "shm": "works",
+    "tmp": "works",
+    "peer": "works",
+    "outside": "TimeoutError",
+}
+# What lies beside a run, as roles, other runs and the login user have written it.
+FILES = (
+    "dashboard/program/main.py",
+    "dashboard/.trainyard/received/starts/other.json",
+    "queue/.programs/0123/main.py",
+    "leases/1",
+    "store/trainers/0123.zip",
+    "store/incoming/file",
+    "runs/other/env",
+    "runs/finished/model/config.json",
+    "../.cache/pip/wheel",
+    "../results/old",
+    "../.profile",
+)
+OUTSIDE = "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind('/tmp/control'); s.listen(); time.sleep(600)"
+
+
+@pytest.fixture
+def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
+    """Write FILES on two hosts, and start a process of the login user outside of any unit; {host: its pid}."""
+    pids = {}
+    for host in lab.hosts[:2]:
+        lines = [f"install -D -m 600 /etc/hostname {DATA}/{name}" for name in FILES]
+        lines += [f"ln -sfn /usr {DATA}/venv", "rm -f /tmp/control /dev/shm/probe", f"mkdir -p {DATA}/store/models"]
+        lines += [f"ln -sfn {DATA}/runs/finished/model {DATA}/store/models/own"]
+        lab.inside(host, "\n".join(["set -e", *lines, "chown -hR tester: /home/tester"]))
+        command = f'{sys.executable} -c "{OUTSIDE}" >/dev/null 2>&1 </dev/null & echo $!'
+        pids[host] = as_user(lab, host, command)
+        until(lambda host=host: lab.inside(host, "ls /tmp/control || :").strip(), 10, what="the socket")
+    yield pids
+    for host, pid in pids.items():
+        lab.inside(host, f"kill {pid}; rm -rf /tmp/control {DATA}/dashboard {DATA}/queue {DATA}/venv")
+
+
+def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, properties: list[str]) -> list[dict[str, str]]:
+    """Return the outcomes on two hosts."""
+    addresses = [host.address for host in lab.hosts]
+    outside = addresses[0].rpartition(".")[0] + ".1"  # the switch, where nothing listens
+    plan = [
+        entry
+        | {"command": [sys.executable, "-c", PROBE, addresses[1 - place], outside, pids[lab.hosts[place]]]}
+        | {"peers": addresses, "isolated": isolated, "writable": ["/home/tester/results", DATA, "/home", "/etc"]}
+        | {"spec": {"model": f"{DATA}/store/models/own", "dataset": ["/etc/passwd", f"{RUN_DIR}/x"]}}
+        for place, entry in enumerate(site.plan()[:2])
+    ]
+    assert site.run(plan, unit_properties=properties).wait(90) == 0, site.read_output()
+    logs = [lab.inside(host, f"cat {RUN_DIR}/logs/torchrun.{rank}.log") for rank, host in enumerate(lab.hosts[:2])]
+    return [json.loads(log.splitlines()[-1]) for log in logs]
+
+
+@pytest.mark.parametrize(
+    ("isolated", "properties", "changed"),
+    [
+        (True, [], {}),
+        (False, [], {"outside": "ECONNREFUSED"}),  # a run with loggers=wandb
+        (
+            True,
+            ["ReadWritePaths=/home/tester/.profile", "IPAddressDeny="],
+            {"profile": "works", "outside": "ECONNREFUSED"},
+        ),
+    ],
+    ids=["isolated", "open", "unit_properties"],
+)
+def test_what_a_rank_may_do(
+    lab: Lab,
+    site: Site,
+    beside: dict[Host, str],
+    isolated: bool,
+    properties: list[str],
+    changed: dict[str, str],
+) -> None:
+    for found in probe(lab, site, beside, isolated, properties):
+        assert found == EXPECTED | changed
+
+
+@pytest.mark.parametrize(("isolated", "limit"), [(True, 3.0), (False, 3.5)])
+def test_exposure_of_a_unit(lab: Lab, site: Site, isolated: bool, limit: float) -> None:
+    plan = [site.plan()[0] | {"peers": [lab.hosts[0].address], "isolated": isolated}]
+    site.run(plan)
+    site.at_step(0)
+    found = lab.inside(
+        lab.hosts[0],
+        f"systemd-analyze security --no-pager $(systemctl list-units --plain --no-legend {UNIT} | cut -d' ' -f1)",
+    )
+    exposure = re.search(r"Overall exposure level for .*: ([0-9.]+)", found)
+    assert exposure and float(exposure[1]) < limit, found
+    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()
+
+
+def test_a_data_folder_with_special_characters(lab: Lab, site: Site) -> None:
+    run_dir = f'{DATA}/a b:c"d/runs/r'
+    code = f"""
+import pathlib, subprocess, sys
+sys.path.insert(0, {RUN_DIR!r} + "/trainer.zip")
+from trainer.supervise import environment, sandbox
+run_dir = pathlib.Path({run_dir!r})
+run_dir.mkdir(parents=True)
+found = sandbox.unit_properties(run_dir, run_dir.parents[1], system=True)
+command = [*environment.choose_backend("systemd"), "--pipe", "--wait", *(f"--property={{entry}}" for entry in found)]
+subprocess.run([*command, "/bin/sh", "-c", 'touch "$0/in" "$0/../../out"', str(run_dir)])
+print(*run_dir.rglob("in"), *run_dir.parents[1].rglob("out"), sep="\\n")
+"""
+    found = as_user(lab, lab.hosts[0], f"{sys.executable} - <<'.'\n{code}\n.")
+    assert found == f"{run_dir}/in"
+
+
+def test_the_login_user_sees_which_gpus_a_unit_uses(lab: Lab, site: Site) -> None:
+    """Although the environment of its processes is closed."""
+    site.run([site.plan()[0] | {"devices": ["GPU-1"]}])
+    site.at_step(0)
+    code = "from trainer.supervise.processes import held_gpus; print(held_gpus('other'), held_gpus('r'))"
+    found = as_user(lab, lab.hosts[0], f'PYTHONPATH={RUN_DIR}/trainer.zip {sys.executable} -c "{code}"')
+    assert found == "{'GPU-1': 'r'} {}"
+    assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()

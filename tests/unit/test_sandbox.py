@@ -1,0 +1,109 @@
+"""The properties of the systemd unit of a run."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.supervise import sandbox
+from trainer.supervise.files import SupervisorError
+from trainyard.run.launch import start_request
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    user = pwd.getpwuid(os.getuid())
+    entry = pwd.struct_passwd((*user[:5], str(tmp_path / "a home"), user[6]))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: entry)
+    (tmp_path / "a home/trainyard/runs/r").mkdir(parents=True)
+    return tmp_path / "a home"
+
+
+def properties(home: Path, **more: Any) -> list[str]:
+    data_dir = home / "trainyard"
+    return sandbox.unit_properties(data_dir / "runs/r", data_dir, system=True, **more)
+
+
+def written(found: list[str]) -> list[str]:
+    return [
+        entry.removeprefix("BindPaths=").strip('"').lstrip("-") for entry in found if entry.startswith("BindPaths=")
+    ]
+
+
+def test_only_the_run_folder_and_shared_caches_are_writable(home: Path) -> None:
+    found, data_dir = properties(home), home / "trainyard"
+    shared = [f"{data_dir}/store/cache", f"{data_dir}/store/packing", "/tmp/nvidia-mps", f"{data_dir}/checkpoints"]
+    assert written(found) == [*shared, f"{data_dir}/runs/r"]
+    assert {"ProtectSystem=strict", "ProtectHome=read-only", "PrivateTmp=yes", "NoNewPrivileges=yes"} <= {*found}
+    assert f'TemporaryFileSystem="{data_dir}/runs:ro"' in found and f'InaccessiblePaths="-{home}/.ssh"' in found
+    assert not any(entry.startswith(("ReadWritePaths", "PrivateDevices", "PrivateNetwork", "IPC")) for entry in found)
+    assert sandbox.address_properties(["10.0.0.1", "fe80::1%eth0"]) == [
+        "IPAddressDeny=any",
+        "IPAddressAllow=127.0.0.0/8 ::1/128 10.0.0.1 fe80::1",
+    ]
+
+
+def test_a_variable_makes_no_folder_writable_that_programs_outside_need(home: Path) -> None:
+    data_dir = home / "trainyard"
+    for name in ("models", "trainyard/own", ".ssh/x", "trainyard/venv/bin", "trainyard/queue", "trainyard/runs/other"):
+        (home / name).mkdir(parents=True)
+    (home / "link").symlink_to(home / ".ssh")
+    refused = [home, data_dir, data_dir / "store", home / "trainyard/../.ssh/x", home / "link", Path("/"), Path("/etc")]
+    refused += [data_dir / "venv/bin", data_dir / "queue", data_dir / "runs/other", Path(sys.prefix), home / "missing"]
+    named = [home / "models", data_dir / "own"]
+    before = written(properties(home))
+    added = written(properties(home, writable=map(str, [*refused, *named])))
+    assert sorted({*added} - {*before}) == sorted(map(str, named))
+
+
+def test_a_unit_shows_what_the_spec_names_in_hidden_folders(home: Path) -> None:
+    data_dir = home / "trainyard"
+    (data_dir / "runs/other/merged").mkdir(parents=True)
+    (data_dir / "store/models").mkdir(parents=True)
+    (data_dir / "store/models/m").symlink_to(data_dir / "runs/other/merged")
+    reads = [f"{data_dir}/store/models/m", "/etc/hostname", f"{data_dir}/runs/r/x", f"{data_dir}/runs/missing"]
+    before = properties(home)
+    assert [*{*properties(home, reads=reads)} - {*before}] == [f'BindReadOnlyPaths="{data_dir}/runs/other/merged"']
+
+
+def test_a_shared_folder_that_leads_elsewhere_is_refused(home: Path) -> None:
+    (home / ".ssh").mkdir()
+    (home / "trainyard/store").mkdir()
+    (home / "trainyard/store/cache").symlink_to(home / ".ssh")
+    with pytest.raises(SupervisorError, match="store/cache is a link"):
+        properties(home)
+
+
+def test_root_with_folders_of_others_has_no_users_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its capability to open them holds for users of the host only."""
+    monkeypatch.setattr(sandbox, "has_user_namespaces", lambda: True)
+    for capability, private in (("", True), ("CAP_DAC_OVERRIDE", False)):
+        monkeypatch.setattr(sandbox, "needed_capabilities", lambda _, found=capability: found)
+        assert ("PrivateUsers=yes" in properties(home)) is private
+    monkeypatch.setattr(sandbox, "needed_capabilities", lambda _: "")
+    monkeypatch.setattr(sandbox, "has_user_namespaces", lambda: False)
+    assert "PrivateUsers=yes" not in properties(home)
+
+
+def test_a_run_that_needs_other_machines_has_no_filter_of_addresses(home: Path) -> None:
+    assert not any(entry.startswith("IPAddress") for entry in properties(home))
+    assert sandbox.address_properties([]) == []
+
+
+def test_a_unit_of_a_user_has_only_what_needs_no_privileges(home: Path) -> None:
+    data_dir = home / "trainyard"
+    found = sandbox.unit_properties(data_dir / "runs/r", data_dir, system=False)
+    assert found == list(sandbox.ANY_UNIT) and "NoNewPrivileges=yes" in found
+    assert not (data_dir / "store").exists()
+
+
+def test_the_request_names_the_paths_of_the_spec_and_of_variables() -> None:
+    spec = {"model": "/d/store/m", "dataset": [{"path": "/d/store/x", "weight": 1}, "org/name"], "teacher": ""}
+    entry = {"run_dir": "/d/runs/r", "node_rank": 0, "ranks": [0], "command": ["a"], "spec": spec, "writable": ["/out"]}
+    request = start_request(entry, ["a"], [])
+    assert request["reads"] == ["/d/store/m", "/d/store/x"] and request["writable"] == ["/out"]
