@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec, read_spec
+from trainer.connection import end_with_connection
 from trainer.data.corpus import Corpus, split
 from trainer.data.encode import encoded_dataset
 from trainer.data.order import held_out
@@ -356,6 +357,7 @@ def _logprob(model: Any, prompt: list[int], answer: list[int]) -> float:
 
 def main() -> int:
     """Carry out the request on standard input; print the result, or `{"error": ...}`."""
+    end_with_connection()
     try:
         request = read_request(json.load(sys.stdin))
         result = vote(request) if request.method == "vote" else merge(request)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from lab_hosts import NEEDS_LAB, Host, Lab
 from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
-from run_hosts import until
+from run_hosts import TOP, until
+
+from trainer.files import sha256_file
+from trainyard.remote_archive import remote_command, remote_input
 
 __all__ = ["site"]
 
@@ -198,6 +206,98 @@ def test_exposure_of_a_unit(lab: Lab, site: Site, isolated: bool, limit: float) 
     exposure = re.search(r"Overall exposure level for .*: ([0-9.]+)", found)
     assert exposure and float(exposure[1]) < limit, found
     assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()
+
+
+# Programs that read what ranks wrote: merge and export -----------------------------------------------------------------------
+
+APART = """
+import json, pathlib, sys, time
+from trainer.connection import end_with_connection
+
+end_with_connection()
+request = json.load(sys.stdin)
+
+def attempt(action):
+    try:
+        return str(action() or "works")
+    except OSError as error:
+        return type(error).__name__
+
+run = pathlib.Path(request["run_dir"])
+home = pathlib.Path.home()
+answer = {
+    "output": attempt(lambda: (run / "merged.txt").touch()),
+    "part": attempt(lambda: (run.parent / "finished/model/config.json").read_bytes() and ""),
+    "write part": attempt(lambda: (run.parent / "finished/model/new").touch()),
+    "another run": attempt(lambda: (run.parent / "other/env").read_bytes() and ""),
+    "keys": attempt(lambda: list((home / ".ssh").iterdir()) and ""),
+    "store": attempt(lambda: (run.parents[1] / "store/new").touch()),
+}
+(run / "began").touch()
+time.sleep(request["seconds"])
+print(json.dumps(answer))
+"""
+ENCLOSED = {
+    "output": "works",
+    "part": "works",
+    "write part": "OSError",
+    "another run": "FileNotFoundError",
+    "keys": "PermissionError",
+    "store": "OSError",
+}
+
+
+@pytest.fixture
+def merge(lab: Lab, site: Site, beside: dict[Host, str], tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Return a function that begins the verb `merge` on the first host, with APART in place of the trainer."""
+    archive, stored = tmp_path / "trainer.zip", f"{DATA}/store/trainers/{'1' * 16}.zip"
+    with zipfile.ZipFile(archive, "w") as content:
+        content.writestr("trainer/__init__.py", "")
+        content.writestr("trainer/__main__.py", APART)
+        content.write(TOP / "trainer/connection.py", "trainer/connection.py")
+    encoded = base64.b64encode(archive.read_bytes()).decode()
+    lab.inside(lab.hosts[0], f"rm -rf {DATA}/runs/merged; base64 -d > {stored} <<'.'\n{encoded}\n.")
+
+    def begin(seconds: float = 0, limit: int = 60, digest: str = "") -> subprocess.Popen[str]:
+        run_dir, part = f"{DATA}/runs/merged", f"{DATA}/runs/finished"
+        request = {"trainer": stored, "digest": digest or sha256_file(archive), "run_dir": run_dir, "reads": [part]}
+        request |= {"backend": "auto", "limit": limit, "input": {"run_dir": run_dir, "seconds": seconds}}
+        with tempfile.TemporaryFile() as source:
+            source.write(remote_input(request, "merge"))
+            source.seek(0)
+            command = [*map(str, lab.ssh(lab.hosts[0])), remote_command("merge", sys.executable)]
+            return subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return begin
+
+
+def units(lab: Lab) -> str:
+    return lab.inside(lab.hosts[0], "systemctl list-units --plain --no-legend --all 'trainyard-apart-*'").strip()
+
+
+def test_a_merge_writes_its_output_only(lab: Lab, merge: Callable[..., subprocess.Popen[str]]) -> None:
+    out, err = merge().communicate(timeout=60)
+    assert out, err
+    assert json.loads(out) == ENCLOSED and not units(lab)
+
+
+def test_a_merge_with_an_edited_trainer_is_refused(merge: Callable[..., subprocess.Popen[str]]) -> None:
+    out, _ = merge(digest="0" * 64).communicate(timeout=60)
+    assert "has changed; remove it" in json.loads(out)["error"]
+
+
+@pytest.mark.parametrize("end", ["connection", "limit"])
+def test_a_merge_ends_with_its_connection_or_its_limit(
+    lab: Lab, merge: Callable[..., subprocess.Popen[str]], end: str
+) -> None:
+    client = merge(seconds=300, limit=300 if end == "connection" else 4)
+    until(lambda: lab.inside(lab.hosts[0], f"ls {DATA}/runs/merged/began || :").strip(), 30, what="the merge")
+    assert "running" in units(lab)
+    if end == "connection":
+        client.kill()
+    until(lambda: not units(lab), 15, what="the end of the unit")
+    out, _ = client.communicate(timeout=15)
+    assert not out
 
 
 def test_a_data_folder_with_special_characters(lab: Lab, site: Site) -> None:

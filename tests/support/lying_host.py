@@ -40,11 +40,11 @@ class LyingTransport:
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         verb = "begin" if command.startswith(": >") else shlex.split(command)[-1]
         request: dict[str, Any] = {}
-        if stdin and verb == "trainer.gguf.export":
-            verb, request = "gguf_export", json.loads(stdin)
-        elif stdin:
+        if stdin:
             size, _, rest = stdin.partition(b"\n")
             request = json.loads(rest[int(size) :])
+        if verb == "gguf_export":
+            request = request["input"]
         if verb == "ollama":  # one verb with several steps, each with its own reply
             verb = f"ollama_{request['step']}"
         self.asked.append((verb, request))

@@ -15,11 +15,12 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
+from trainer.connection import end_with_connection
+from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
 from trainer.gguf.fields import adds_bos, is_byte_level
@@ -28,7 +29,6 @@ from trainer.greedy_answers import greedy_answers, known_answers
 
 QUANTIZATIONS = ("f16", "q8_0")
 _SHOWN = 500  # characters of a child's error
-_STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
 
 
 def export(request: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,6 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
     (run_dir / "deploy").mkdir(exist_ok=True)
     with (run_dir / "deploy" / "lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _remove_stale_archives()
         gguf = _known_gguf(run_dir, request) or (_write_plain(run_dir, request) if quantize else None)
         if quantize and gguf is None and not request["converter"]:
             return {"answers": None, "gguf": None, "needs_converter": True}
@@ -118,15 +117,6 @@ def _keep(aside: Path, target: Path, first: bool) -> dict[str, Any]:
     return described
 
 
-def _remove_stale_archives() -> None:
-    """Remove the archives of trainer and converter that earlier deployments have sent, unless they are used now."""
-    mine = Path(__file__).parents[1]  # this program runs from its archive
-    for file in mine.parent.glob("*.zip") if mine.suffix == ".zip" else ():
-        with contextlib.suppress(OSError):
-            if file != mine and time.time() - file.stat().st_mtime > _STALE:
-                file.unlink()
-
-
 def _compute(run_dir: Path, request: dict[str, Any]) -> None:
     """Compute missing data in a child process. Raises UserError."""
     with tempfile.TemporaryDirectory(dir=run_dir / "deploy") as work:
@@ -135,6 +125,7 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
             capture_output=True,
             text=True,
             errors="replace",
+            preexec_fn=die_with_launcher,
         )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -211,6 +202,7 @@ def main() -> None:
             return compute(json.loads(sys.argv[1]), Path(sys.argv[2]))
         except UserError as error:
             sys.exit(str(error))
+    end_with_connection()
     sink = os.dup(1)
     os.dup2(2, 1)  # libraries print to standard output
     try:

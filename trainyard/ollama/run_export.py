@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,16 +37,24 @@ class RunExport:
         """
         what = "convert the model and answer" if quantize else "answer"
         self._report(f"{run.host.name}: {what} {Path(run.folder).name}")
-        connection = self._connect(run.host)
+        connection, archive = self._connect(run.host), trainer_archive(self._work.parent)
 
         def ask(trainer: str, converter: str = "") -> dict[str, Any]:
-            request = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
-            request |= {"converter": converter, "converter_id": CONVERTER}
-            command = f"PYTHONPATH={shlex.quote(trainer)} exec {shlex.quote(run.host.python)} -P -m trainer.gguf.export"
-            return connection.run(command, json.dumps(request).encode(), "gguf_export")
+            values = {"run_dir": run.folder, "weights": run.weights, "quantize": quantize}
+            values |= {"converter": converter, "converter_id": CONVERTER}
+            request = {
+                "trainer": trainer,
+                "digest": sha256_file(archive),
+                "run_dir": run.folder,
+                "reads": [],
+                "backend": run.host.backend,
+                "limit": EXPORT_LIMIT,
+                "input": values,
+            }
+            return connection.call("gguf_export", request)
 
         def work() -> dict[str, Any]:
-            trainer = _put(connection, trainer_archive(self._work.parent))
+            trainer = _put(connection, archive)
             reply = ask(trainer)
             if reply["needs_converter"]:
                 reply = ask(trainer, _put(connection, converter_archive(self._work)))

@@ -37,6 +37,8 @@ VERBS = {
     "queue_change": ("trainyard.remote.queue", "change"),
     "checkpoints": ("trainyard.remote.checkpoints", "checkpoints"),
     "lease": ("trainyard.remote.lease", "lease"),
+    "merge": ("trainyard.remote.apart", "merge"),
+    "gguf_export": ("trainyard.remote.apart", "gguf_export"),
     "run_start": ("trainer.supervise.start", "start"),
     "run_prepare": ("trainer.supervise.start", "prepare"),
     "run_status": ("trainer.supervise.status", "status"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -128,7 +126,7 @@ def merge_runs(
             copy_to_hosts(
                 [entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8), transfer=launch.transfer
             )
-        request = {
+        values = {
             "parts": parts,
             "method": options.method,
             "weights": list(options.weights),
@@ -138,13 +136,16 @@ def merge_runs(
             "prompts": prompts,
             "max_tokens": options.max_tokens,
         }
-        command = (
-            f"PYTHONPATH={shlex.quote(f'{target.data_dir}/{trainer}')} HF_HUB_OFFLINE=1 "
-            f"exec {shlex.quote(target.python)} -P -m trainer merge"
-        )
-        result = in_time(
-            connection, lambda: connection.run(command, json.dumps(request).encode(), "merge"), MERGE_LIMIT
-        )
+        request = {
+            "trainer": f"{target.data_dir}/{trainer}",
+            "digest": digest,
+            "run_dir": folder,
+            "reads": [part["folder"] for part in parts],
+            "backend": target.backend,
+            "limit": MERGE_LIMIT,
+            "input": values,
+        }
+        result = in_time(connection, lambda: connection.call("merge", request), MERGE_LIMIT)
     except RemoteError as error:
         raise RunError(f"{target.name}: {error}") from None
     return {"changed": True, "result": result, "lines": merge_lines(options, result, target.name)}

@@ -1,0 +1,93 @@
+"""Programs of the trainer that read what ranks wrote: merge and export. They run in a unit like that of a run, where one is possible.
+
+The program replaces this process, so its streams are those of the connection; it ends with the connection, see trainer/connection.py.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.supervise.environment import choose_backend, clean_environment, systemctl_environment
+from trainer.supervise.sandbox import cache_variables, unit_properties
+from trainyard.remote.digests import sha256_file
+
+STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
+
+
+def merge(request: dict[str, Any]) -> NoReturn:
+    """Run `trainer merge`; see `run_apart`."""
+    run_apart(request, ["trainer", "merge"])
+
+
+def gguf_export(request: dict[str, Any]) -> NoReturn:
+    """Run `trainer.gguf.export`; see `run_apart`."""
+    remove_stale(Path(request["trainer"]))
+    run_apart(request, ["trainer.gguf.export"])
+
+
+def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
+    """Become a program of the trainer, whose last line of output is the answer.
+
+    Args:
+        request: `trainer`, its archive in the store, and `digest`, its SHA-256; `run_dir`, the only folder that it writes; `reads`, further
+            folders; `backend`, that of the host; `limit`, in seconds; `input` of the program.
+
+    Raises:
+        ValueError: the archive is not the one that the controller has sent.
+    """
+    trainer, run_dir = Path(request["trainer"]), Path(request["run_dir"])
+    if sha256_file(trainer) != request["digest"]:
+        raise ValueError(f"{trainer} has changed; remove it and run the same command again")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    limit, data_dir = int(request["limit"]), run_dir.parents[1].resolve()
+    variables = {"PYTHONPATH": str(trainer), "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
+    command = [sys.executable, "-P", "-m", *module]
+    systemd = choose_backend(request["backend"])
+    if systemd is None:
+        signal.alarm(limit)  # survives execve(2)
+        environment = clean_environment()
+    else:
+        system = "--user" not in systemd
+        reads = [*request["reads"], *map(str, linked_models(data_dir))]
+        settings = unit_properties(run_dir.resolve(), data_dir, system=system, reads=reads)
+        settings += [f"RuntimeMaxSec={limit}", f"WorkingDirectory={run_dir}"]
+        variables |= cache_variables(run_dir.resolve()) if system else {}
+        options = ["--quiet", "--no-ask-password", "--pipe", "--wait", "--collect", "--service-type=exec"]
+        options += [f"--unit=trainyard-apart-{secrets.token_hex(6)}", *(f"--property={entry}" for entry in settings)]
+        command = [
+            *systemd,
+            *options,
+            *(f"--setenv={name}={value}" for name, value in variables.items()),
+            "--",
+            *command,
+        ]
+        environment = systemctl_environment()
+    source = os.memfd_create("request")
+    os.write(source, json.dumps(request["input"]).encode())
+    os.lseek(source, 0, os.SEEK_SET)
+    os.dup2(source, 0)
+    os.execvpe(command[0], command, environment | variables)
+
+
+def linked_models(data_dir: Path) -> list[Path]:
+    """Return the links that the controller has made in the store: a base model may lie in the folder of another run."""
+    with contextlib.suppress(OSError):
+        return [path for path in (data_dir / "store/models").iterdir() if path.is_symlink()]
+    return []
+
+
+def remove_stale(trainer: Path) -> None:
+    """Remove the archives of trainer and converter that earlier deployments have sent. `trainer` is used now."""
+    for file in trainer.parent.glob("*.zip"):
+        with contextlib.suppress(OSError):
+            if file != trainer and time.time() - file.stat().st_mtime > STALE:
+                file.unlink()
