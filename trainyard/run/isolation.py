@@ -77,6 +77,17 @@ def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[st
     ]
 
 
+def unit_lines(hosts: Sequence[HostState]) -> list[str]:
+    """Return the sentence of the plan about hosts on which no unit keeps ranks from the files of the login user."""
+    bare = [host.name for host in hosts if host.facts.get("system_unit") is False and host.host.backend != "process"]
+    if not bare:
+        return []
+    return [
+        f"{', '.join(bare)}: no system unit protects what the login user has from code in a rank: that needs systemd, and root or "
+        "sudo without a password"
+    ]
+
+
 def _unfiltered_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[str]:
     """Return what protects a run on hosts whose kernel permits no socket filter, and a warning where nothing does."""
     if len({host.address for host in hosts}) == 1:

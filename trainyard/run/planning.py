@@ -31,7 +31,7 @@ from trainyard.run.gather import (
     own_torchrun,
     usable_hosts,
 )
-from trainyard.run.isolation import choose_isolation, isolation_lines
+from trainyard.run.isolation import choose_isolation, isolation_lines, unit_lines
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import Node, check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.spec_files import PreparedRun, spec_of
@@ -154,7 +154,7 @@ def plan_run(
             lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
             if teacher:
                 lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
-    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered))
+    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered) + unit_lines(ordered))
 
 
 def data_lines(prepared: PreparedRun) -> list[str]:
