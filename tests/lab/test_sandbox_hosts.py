@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lab_hosts import NEEDS_LAB, Host, Lab
+from fault_trial import questions
+from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with, run_playbook
+from queued_runs import tiny_spec
 from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
 from run_hosts import TOP, until
 
@@ -325,3 +327,35 @@ def test_the_login_user_sees_which_gpus_a_unit_uses(lab: Lab, site: Site) -> Non
     found = as_user(lab, lab.hosts[0], f'PYTHONPATH={RUN_DIR}/trainer.zip {sys.executable} -c "{code}"')
     assert found == "{'GPU-1': 'r'} {}"
     assert site.play("playbooks/stop.yml", "-e", "run=r", "-e", "force=true").wait(60) == 0, site.read_output()
+
+
+@pytest.mark.long
+def test_runs_are_trained_merged_and_exported_in_units(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
+    inventory = inventory_with(lab, tmp_path)
+    stored = run_playbook("site.yml", inventory, {}, "--tags", "storage")
+    assert stored.rc == 0, stored.stdout
+    for run in ("one", "two"):
+        spec = tiny_spec(run, questions(tmp_path), 3) | {"lora_r": 4}
+        trained = run_playbook("train.yml", inventory, spec, "--limit", "node1")
+        assert trained.rc == 0, trained.stdout
+    merged = run_playbook("playbooks/merge.yml", inventory, {"runs": "one,two", "run": "both"})
+    assert merged.rc == 0 and "merged 2 runs by cat" in merged.stdout, merged.stdout
+    first = hosts[0]
+    assert lab.inside(first, f"ls {DATA}/runs/both/adapter/adapter_model.safetensors").strip()
+    assert "inductor" not in lab.inside(first, "ls -a /home/tester /home/tester/.cache || :")
+    stored_trainer = lab.inside(first, f"ls -t {DATA}/store/trainers/*.zip | head -1").strip()
+    digest = lab.inside(first, f"sha256sum {stored_trainer}").split()[0]
+    weights = lab.inside(first, f"sha256sum {DATA}/runs/one/adapter/adapter_model.safetensors").split()[0]
+    wanted = {
+        "run_dir": f"{DATA}/runs/one",
+        "weights": weights,
+        "quantize": "f16",
+        "converter": "",
+        "converter_id": "x",
+    }
+    request = {"trainer": stored_trainer, "digest": digest, "run_dir": f"{DATA}/runs/one", "reads": []}
+    request |= {"backend": "auto", "limit": 300, "input": wanted}
+    command = [*map(str, lab.ssh(first)), remote_command("gguf_export", sys.executable)]
+    done = subprocess.run(command, input=remote_input(request, "gguf_export"), capture_output=True, timeout=300)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["gguf"]["bytes"] and answer["answers"]["prompts"], (answer, done.stderr)
