@@ -175,8 +175,9 @@ def packed(content: bytes) -> str:
 
 
 def request_of(folder: Path, token: str, **more: Any) -> dict[str, Any]:
-    (folder / "trainer").write_bytes(b"zip")
-    base = {"run_dir": str(folder / "runs/r"), "token": token, "trainer": str(folder / "trainer")}
+    (folder / "store").mkdir(exist_ok=True)
+    (folder / "store/trainer").write_bytes(b"zip")
+    base = {"run_dir": str(folder / "runs/r"), "token": token, "trainer": str(folder / "store/trainer")}
     return (
         base
         | {"contents": {"spec.yml": [0o644, packed(b"a")]}, "previous": None, "stop_wanted": False, "stale": False}

@@ -91,14 +91,16 @@ class _Relay:
         if self.request["next"]:
             sender.start()
         try:
-            self._receive(digests)
-        except (OSError, ValueError) as error:
-            self._fail(_reason(error))
-        if self.request["next"]:
-            sender.join()
-        for file in self.files:
-            if file.source != "here" and not file.installed:
-                file.temporary.remove(missing_ok=True)
+            try:
+                self._receive(digests)
+            except (OSError, ValueError) as error:
+                self._fail(_reason(error))
+            if self.request["next"]:
+                sender.join()
+        finally:  # also when the controller is gone
+            for file in self.files:
+                if file.source != "here" and not file.installed:
+                    file.temporary.remove(missing_ok=True)
         digests.keep()
         installed = [str(file.target) for file in self.files if file.installed]
         return {"installed": installed, "receive_error": self.failed, "send_error": self.send_error}
