@@ -77,7 +77,6 @@ def _snapshot(request: dict[str, Any], cache: Path) -> Path:
         patterns = [*patterns, *request["weights"]]
     hidden = [".*", "*/.*"]
     wanted = list(filter_repo_objects(siblings, allow_patterns=patterns, ignore_patterns=hidden))
-    cache.mkdir(parents=True, exist_ok=True)
     needed, free = sum(siblings[file] for file in wanted), shutil.disk_usage(cache).free
     if needed + RESERVE > free:
         raise OSError(f"{name} has {needed >> 20} MiB, and {cache} has {free >> 20} MiB free: free disk space")

@@ -43,7 +43,7 @@ def records(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any
     if request["file"] not in RECORDS:
         raise ValueError(f"{request['file']!r} has no records")
     try:
-        file = (_run_dir(runs_dir, request) / request["file"]).open()
+        file = (_run_dir(runs_dir, request) / request["file"]).open_read()
     except FileNotFoundError:
         return {"lines": [], "offset": 0, "inode": 0, "more": False, "reset": True}
     with file:
