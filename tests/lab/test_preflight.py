@@ -69,7 +69,9 @@ def unshare(lab: Lab) -> None:
     """Undo `share` and `share_runs`."""
     for host in lab.hosts:
         folders = f"{DATA} {DATA}/runs /srv/runs"
-        lab.inside(host, f"for f in {folders}; do ! mountpoint -q $f || umount $f; done; rm -rf /dev/shared {DATA}/runs")
+        lab.inside(
+            host, f"for f in {folders}; do ! mountpoint -q $f || umount $f; done; rm -rf /dev/shared {DATA}/runs"
+        )
     for line in machine.run("losetup", "--associated", lab.folder / SHARED).splitlines():
         machine.run("losetup", "--detach", line.partition(":")[0])
     (lab.folder / SHARED).unlink(missing_ok=True)

@@ -19,6 +19,7 @@ import pytest
 
 from trainer.supervise.files import SupervisorError, is_locked, write_json
 from trainer.supervise.lease import check_lease
+from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import LEASE_VARIABLE, is_running
 from trainer.supervise.start import check_idle
 from trainyard.connection import Host, Login
@@ -190,12 +191,12 @@ def test_leased_runs_share_processors_but_no_gpu(tmp_path: Path) -> None:
     with (beside / "lock").open("ab") as running:
         fcntl.flock(running, fcntl.LOCK_EX)
         write_json(beside / "state/node.json", {"devices": ["GPU-1"], "lease": "/x/leases/1"})
-        check_idle(tmp_path / "runs/r", ["GPU-2"], "/x/leases/2")
-        check_idle(tmp_path / "runs/r", [], "/x/leases/2")
+        check_idle(link_free(tmp_path / "runs/r"), ["GPU-2"], "/x/leases/2")
+        check_idle(link_free(tmp_path / "runs/r"), [], "/x/leases/2")
         with pytest.raises(SupervisorError, match="uses GPU-1"):
-            check_idle(tmp_path / "runs/r", ["GPU-1"], "/x/leases/2")
+            check_idle(link_free(tmp_path / "runs/r"), ["GPU-1"], "/x/leases/2")
         with pytest.raises(SupervisorError, match="busy"):
-            check_idle(tmp_path / "runs/r", [])
+            check_idle(link_free(tmp_path / "runs/r"), [])
 
 
 def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:

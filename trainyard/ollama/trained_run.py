@@ -47,7 +47,7 @@ def find_run(
     folders = {name: f"{host.data_dir}/runs/{run}" for name, host in hosts.items()}
     asked = FanOut(
         {
-            name: functools.partial(connections[name].call, "read_files", request | {"folder": folder})
+            name: functools.partial(connections[name].call, "read_files", request | {"run_dir": folder})
             for name, folder in folders.items()
         }
     ).wait(_LIMIT)

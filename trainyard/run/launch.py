@@ -119,9 +119,10 @@ def _paths(value: Any) -> set[str]:
 
 
 def _begin(connection: HostConnection, entry: dict[str, Any]) -> dict[str, Any]:
-    # A shell command, because Python would take longer to start and the ranks would start further apart.
+    # A shell command, because Python would take longer to start and the ranks would start further apart. The file
+    # must not exist (set -C): code of a rank could make it a link.
     file = shlex.quote(f"{entry['run_dir']}/state/go")
-    return connection.run(f": >{file} && date '+{{\"now\": %s.%N}}'", verb="begin")
+    return connection.run(f"set -C; : >{file} && date '+{{\"now\": %s.%N}}'", verb="begin")
 
 
 def stop_parts(

@@ -121,7 +121,7 @@ def with_absent_replicas(
     Raises:
         RunError: the head does not answer, or its plan is not valid.
     """
-    head, request = parts[0].host, {"folder": parts[0].run_dir, "text": ["plan.json"]}
+    head, request = parts[0].host, {"run_dir": parts[0].run_dir, "text": ["plan.json"]}
     asked = FanOut({head: functools.partial(connect(head).call, "read_files", request)}).wait(limit)
     if head in asked.errors:
         raise RunError(f"{head}: {asked.errors[head]}")
