@@ -49,7 +49,7 @@ def exchange(request: dict[str, Any]) -> dict[str, Any]:
     for path, name in request.get("take", {}).items():
         target = path_below(root, f"{root}/{path}")
         target.parent.make_folder()
-        (folder / name).replace(target)
+        (folder / name).move_to(target)
     if request.get("end"):
         remove_tree(folder)
     return {}

@@ -58,7 +58,7 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
     if not request["check"]:
         for path in links:
             link(stored(path), Path(request["links"][path][0]))
-    lacking = [path for path, digest in request["files"].items() if digests.of(stored(path)) != digest]
+    lacking = [path for path, digest in request["files"].items() if not is_held(stored(path), digest, digests)]
     if request["check"]:
         return {"lacking": lacking, "changed": links + lacking}
     digests.keep()
@@ -68,7 +68,8 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
     changed += links
     for path, mode in modes.items():
         with contextlib.suppress(PermissionError):  # another user's file, which has the same contents
-            restrict(stored(path), mode)
+            if not read_link(stored_entry(stored(path))):
+                restrict(stored(path), mode)
     return {"lacking": [], "changed": changed}
 
 
@@ -99,9 +100,31 @@ def install(temporary: LinkFreePath, target: LinkFreePath, digest: str, digests:
     if found != digest:
         temporary.remove(missing_ok=True)
         raise ValueError(f"{target} arrived damaged; run the same command again")
+    if read_link(entry := stored_entry(target)) and entry != target:
+        entry.remove()
     target.parent.make_folder()
     temporary.move_to(target)
     digests.record(target, digest)
+
+
+def stored_entry(path: LinkFreePath) -> LinkFreePath:
+    """Return the model or dataset of the store that a file belongs to: the only name that may be a link, see `link`."""
+    return LinkFreePath(path.root, *path.names[:2])
+
+
+def read_link(path: LinkFreePath) -> str:
+    """Return what a link names; empty if it is no link."""
+    with contextlib.suppress(OSError), path.in_folder() as folder:
+        return os.readlink(path.name, dir_fd=folder)
+    return ""
+
+
+def is_held(path: LinkFreePath, digest: str, digests: Digests) -> bool:
+    """Return whether the store has a file with this digest, also where an earlier run has linked what the host had."""
+    if digests.of(path) == digest:
+        return True
+    source = read_link(stored_entry(path))
+    return bool(source) and digests.of(Path(source, *path.names[2:])) == digest
 
 
 def needs_link(target: LinkFreePath, source: Path, digest: str, digests: Digests) -> bool:
@@ -112,8 +135,8 @@ def needs_link(target: LinkFreePath, source: Path, digest: str, digests: Digests
         raise ValueError(f"{source} {what}; run the same command again")
     if not target.exists():
         return True
-    with contextlib.suppress(OSError), target.in_folder() as folder:  # an error if it is no link
-        return os.readlink(target.name, dir_fd=folder) != str(source)
+    if found := read_link(target):
+        return found != str(source)
     if content_digest(target, digests) == digest:  # an earlier run copied it
         return False
     if target.is_folder():
