@@ -32,7 +32,11 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainer/supervise/network.py": {"": KERNEL},
     "trainer/supervise/process_environment.py": {"": KERNEL},
     "trainer/supervise/processes.py": {"": KERNEL},
-    "trainer/supervise/sandbox.py": {"make_caches": "caches in the home, before the unit of a run starts"},
+    "trainer/supervise/sandbox.py": {
+        "folder_of_ranks": "creates a folder of the store, which is no link afterwards",
+        "awaits_mount": KERNEL,
+        "has_user_namespaces": KERNEL,
+    },
     "trainer/supervise/standby.py": {"installed_packages": "the packages of the interpreter"},
     "trainer/supervise/status.py": {"why_lost": KERNEL},
     "trainer/supervise/supervisor.py": {"oom_kills": KERNEL},
