@@ -49,7 +49,9 @@ def mount(lab: Lab, host: Host, folders: tuple[str, str]) -> None:
         lab.inside(
             each,
             f"""mknod /dev/shared b 7 {device.removeprefix("/dev/loop")}
-            runuser -u tester mkdir -p {DATA}; mkdir -p {folder}; mount /dev/shared {folder}""",
+            [ -d {DATA} ] || runuser -u tester mkdir {DATA}
+            [ -d {folder} ] || mkdir {folder}
+            mount /dev/shared {folder}""",
         )
     lab.inside(host, f"touch -d '1 day ago' {folders[1]}/.trainyard-preflight-killed")
 
@@ -69,7 +71,9 @@ def unshare(lab: Lab) -> None:
     """Undo `share` and `share_runs`."""
     for host in lab.hosts:
         folders = f"{DATA} {DATA}/runs /srv/runs"
-        lab.inside(host, f"for f in {folders}; do ! mountpoint -q $f || umount $f; done; rm -rf /dev/shared {DATA}/runs")
+        lab.inside(
+            host, f"for f in {folders}; do ! mountpoint -q $f || umount $f; done; rm -rf /dev/shared {DATA}/runs"
+        )
     for line in machine.run("losetup", "--associated", lab.folder / SHARED).splitlines():
         machine.run("losetup", "--detach", line.partition(":")[0])
     (lab.folder / SHARED).unlink(missing_ok=True)
