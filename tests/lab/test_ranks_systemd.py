@@ -178,7 +178,7 @@ def test_no_process_leaves_the_unit(lab: Lab, site: Site) -> None:
     lab.inside(host, f"rm {RUN_DIR}/hidden")
     assert "pid" in ask(lab, host, "start", command=command, properties=["KillMode=process"])
     until(lambda: ask(lab, host, "status")["status"] == "lost", 20, what="the end of the supervisor")
-    assert alive() == 3 and not site.processes(host), "they have no mark of the run"
+    assert alive() == 3, "the unit outlives its supervisor"
     assert [run["left"] for run in ask(lab, host, "list", data_dir=DATA)["runs"]] == [True]
     assert "still running" in ask(lab, host, "start", command=command)["error"]
     assert ask(lab, host, "stop", wanted=True)["killed"] == 3
