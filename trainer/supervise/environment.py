@@ -11,11 +11,28 @@ from pathlib import Path
 from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE
-from trainer.supervise.sandbox import cache_variables
 
-KEPT = ("TMPDIR", "TZ", *cache_variables(Path()))
+CACHE = "cache"  # of the run folder: compiled kernels and downloads
 ENV_LIMIT = 4 << 20  # bytes of the variables of a run
 IMPORT_ROOT = Path(__file__).parents[2]  # the archive or folder that holds the package `trainer`
+
+
+def cache_variables(run_dir: Path) -> dict[str, str]:
+    """Return the variables for which libraries keep compiled kernels and downloads in the run folder.
+
+    The caches of the login user hold code that runs outside of the unit, and keys.
+    """
+    folder = run_dir / CACHE
+    names = {
+        "CUDA_CACHE_PATH": "nv",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "XDG_CACHE_HOME": "",
+    }
+    return {name: str(folder / below) for name, below in names.items()}
+
+
+KEPT = ("TMPDIR", "TZ", *cache_variables(Path()))
 
 
 def clean_environment() -> dict[str, str]:

@@ -14,7 +14,9 @@ from typing import Any
 
 from trainer.supervise.claim import START_LOCK, consume_claim
 from trainer.supervise.environment import (
+    CACHE,
     IMPORT_ROOT,
+    cache_variables,
     choose_backend,
     clean_environment,
     import_environment,
@@ -35,7 +37,7 @@ from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes, unit_name, waiting_processes
-from trainer.supervise.sandbox import CACHE, address_properties, cache_variables, unit_properties
+from trainer.supervise.sandbox import address_properties, unit_properties
 from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.status import is_active
 from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor

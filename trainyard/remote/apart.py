@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.supervise.environment import choose_backend, clean_environment, systemctl_environment
+from trainer.supervise.environment import cache_variables, choose_backend, clean_environment, systemctl_environment
 from trainer.supervise.link_free import LinkFreePath, link_free, run_folder
-from trainer.supervise.sandbox import cache_variables, unit_properties
+from trainer.supervise.sandbox import unit_properties
 from trainyard.remote.digests import sha256_file
 
 STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
