@@ -61,6 +61,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainyard/remote/receive.py": {"prepare_incoming": ROOT},
     "trainyard/remote/relay.py": {"_umask": KERNEL},
     "trainyard/remote/slurm.py": {"_inspect_nodes": ROOT},
+    "trainyard/remote/verified_tree.py": {"": "programs of the queue, which no rank can reach"},
     "trainyard/queue/carry.py": {
         "": "the folder of the queue, which no rank can reach; hosts are reached through verbs"
     },
