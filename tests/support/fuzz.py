@@ -48,6 +48,7 @@ from fuzz_inputs import (
     text,
     value,
 )
+from fuzz_runs import fuzz_runs, fuzz_verbs
 
 from trainer import __main__ as command_line
 from trainer.config import FIELDS, RunSpec, make_spec, read_spec
@@ -59,12 +60,14 @@ from trainer.errors import UserError
 from trainer.planner.model_shape import layer_class, read_shape, shape_of
 from trainer.strategy import STRATEGIES
 from trainer.supervise.environment import run_environment
+from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import link_free
 from trainyard import extra_vars
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.discovery import replies
 from trainyard.discovery.http import BadReply, get
 from trainyard.provision.addresses import address_errors
+from trainyard.replies import ReplyError
 from trainyard.run.errors import RunError
 from trainyard.run.options import OPTIONS, make_options, options_from_variables
 from trainyard.run.plan import Node, environment
@@ -75,7 +78,7 @@ TOP = Path(__file__).resolve().parents[2]
 LIMIT = 20.0  # seconds for one input, which takes milliseconds on an idle machine
 MAX_MESSAGE = 2000  # characters of an error message
 MEMORY = 1 << 30  # bytes that all inputs of a target may add to the process
-EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply)
+EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply, ReplyError, SupervisorError)
 SEED = 14
 
 
@@ -372,6 +375,11 @@ class Canned:
     def fetch(self, source: str, target: str) -> None: ...
 
 
+def connection(out: bytes) -> HostConnection:
+    """Return a connection to a host that answers with this output."""
+    return HostConnection(HOST, Canned(out))
+
+
 TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "spec": fuzz_spec,
     "flags": fuzz_flags,
@@ -380,6 +388,8 @@ TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "template": fuzz_template,
     "replies": fuzz_replies,
     "settings": fuzz_settings,
+    "runs": lambda rng, folder: fuzz_runs(rng, folder, special_file, connection),
+    "verbs": lambda rng, folder: fuzz_verbs(rng, folder, special_file, connection),
 }
 
 
