@@ -100,6 +100,7 @@ class Outcome:
     accepted: int = 0
     refused: int = 0
     seconds: float = 0.0
+    slowest: float = 0.0
     hangs: list[str] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
 
@@ -107,7 +108,7 @@ class Outcome:
         """Return the counts as one line."""
         return (
             f"{self.target:<9} seed {self.seed}: {self.inputs} inputs, {self.accepted} accepted, {self.refused} refused, "
-            f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {self.seconds:.1f} s"
+            f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {self.seconds:.1f} s, slowest {self.slowest:.2f} s"
         )
 
 
@@ -393,7 +394,11 @@ TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
 }
 
 
-SLOW = {"table": 20, "template": 8}  # a process for each input: they get this part of the inputs
+SLOW = {
+    "table": 20,
+    "template": 8,
+    "runs": 5,
+}  # a process for each input, or a look at all processes: they get this part of the inputs
 
 
 # Runner ---------------------------------------------------------------------------------------------------------------
@@ -441,6 +446,7 @@ def run_target(target: str, count: int, seed: int = SEED) -> Outcome:
 def run_input(outcome: Outcome, label: str, folder: Path) -> None:
     """Give one input to its target, and count what happens."""
     outcome.inputs += 1
+    start = time.perf_counter()
     try:
         with alarm(LIMIT):
             TARGETS[outcome.target](random.Random(label), folder)
@@ -457,6 +463,7 @@ def run_input(outcome: Outcome, label: str, folder: Path) -> None:
         if isinstance(error, KeyboardInterrupt):
             raise
         outcome.tracebacks.append(f"{label}: {''.join(traceback.format_exc().splitlines(keepends=True)[-8:])}"[:3000])
+    outcome.slowest = max(outcome.slowest, time.perf_counter() - start)
 
 
 def main(count: int, seed: int) -> int:
@@ -471,7 +478,10 @@ def main(count: int, seed: int) -> int:
     for failure in failures[:3]:
         print(failure)
     total = sum(outcome.inputs for outcome in outcomes)
-    print(f"{total} inputs, {len(failures)} tracebacks or hangs, {sum(o.seconds for o in outcomes):.1f} s")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(
+        f"{total} inputs, {len(failures)} tracebacks or hangs, {sum(o.seconds for o in outcomes):.1f} s, peak {peak} MiB"
+    )
     return 1 if failures else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -17,6 +18,8 @@ from fuzz_inputs import change, dumps, mutate
 
 from trainer.checkpoint import find_defect
 from trainer.supervise.claim import claimed_by_another
+from trainer.supervise.files import SupervisorError
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.start import check_idle
 from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.records import RunRecords
@@ -96,17 +99,20 @@ def fuzz_runs(rng: random.Random, folder: Path, special: Special, connect: Conne
         show_samples(folder)
     else:
         verb, request = rng.choice(VERB_REQUESTS)
-        module, name = VERBS[verb]
+        module, name, _ = VERBS[verb]
         request = {"run_dir": str(run_dir), "folder": str(run_dir), "data_dir": str(folder), **request}
-        answer = getattr(importlib.import_module(module), name)(request)
+        try:
+            answer = getattr(importlib.import_module(module), name)(request)
+        except (SupervisorError, OSError, ValueError) as error:  # as the entry point of the archive does
+            answer = {"error": " ".join(str(error).split())}
         show(verb, connect(b"noise\n" + json.dumps(answer).encode() + b"\n").run("true", verb=verb))
 
 
 def read_on_host(folder: Path, run_dir: Path) -> None:
     """Read what no verb alone returns."""
-    run_state(run_dir)
-    claimed_by_another(run_dir, "t")
-    check_idle(run_dir)
+    for read in (run_state, check_idle, functools.partial(claimed_by_another, token="t")):
+        with contextlib.suppress(SupervisorError, OSError, ValueError):
+            read(LinkFreePath(run_dir.parent, run_dir.name))
     find_defect(run_dir / STEP)
     digests = Digests(folder / "store/digests.json")
     digests.of(run_dir / STEP / "state.pt")
@@ -118,7 +124,8 @@ def show_samples(folder: Path) -> None:
     """Send the run to a dashboard, with the answers to its queries."""
     sent, cluster = io.StringIO(), Cluster([Host("h", "127.0.0.1", str(folder), "/usr/bin/python3")])
     reader = sampler.Sampler.__new__(sampler.Sampler)
-    reader.runs_dir, reader._known, reader._sent, reader._alive = folder / "runs", {}, {}, set()
+    runs_dir = LinkFreePath(folder / "runs")
+    reader.runs_dir, reader._known, reader._sent, reader._alive = runs_dir, {}, {}, set()
     with contextlib.redirect_stdout(sent):
         reader._send_runs(every=True)
     for line in sent.getvalue().splitlines():
@@ -133,12 +140,12 @@ def show_samples(folder: Path) -> None:
         ("search", {"file": "rank0.log", "text": "a"}),
     ):
         with contextlib.suppress(OSError):
-            checked_reply(f"query {query}", QUERIES[query](folder / "runs", {"run": "r"} | more))
+            checked_reply(f"query {query}", QUERIES[query](runs_dir, {"run": "r"} | more))
     records = RunRecords("r")
 
     class Stream:
         async def ask(self, query: str, **request: Any) -> dict[str, Any]:
-            return checked_reply(f"query {query}", QUERIES[query](folder / "runs", request))
+            return checked_reply(f"query {query}", QUERIES[query](runs_dir, request))
 
     for file, add in (("metrics.jsonl", records._add_step), ("evals.jsonl", records._add_eval)):
         with contextlib.suppress(OSError, ReplyError):
