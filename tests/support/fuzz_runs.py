@@ -177,6 +177,6 @@ def show(verb: str, answer: dict[str, Any]) -> None:
     elif verb == "read_files":
         if result := parse_result("h", answer["text"].get("result.json")):
             summary(result | {"run": "r"}, PLAN[0] | {"spec": {}}, 1, HostConnection(Host("h", "::1", "/d", "p"), None))  # type: ignore[arg-type]
-        planned_parts(
-            checked_reply("plan.json", {"entries": untrusted_json(answer["text"].get("plan.json") or "[]")})["entries"]
-        )
+        text = answer["text"].get("plan.json") or "[]"
+        entries = checked_reply("plan.json", {"entries": untrusted_json(text)})["entries"]
+        planned_parts(entry | {"run_dir": "/data/runs/r"} for entry in entries)  # the folder comes from the inventory
