@@ -48,6 +48,7 @@ from fuzz_inputs import (
     text,
     value,
 )
+from fuzz_runs import fuzz_runs, fuzz_verbs
 
 from trainer import __main__ as command_line
 from trainer.config import FIELDS, RunSpec, make_spec, read_spec
@@ -59,12 +60,14 @@ from trainer.errors import UserError
 from trainer.planner.model_shape import layer_class, read_shape, shape_of
 from trainer.strategy import STRATEGIES
 from trainer.supervise.environment import run_environment
+from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import link_free
 from trainyard import extra_vars
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.discovery import replies
 from trainyard.discovery.http import BadReply, get
 from trainyard.provision.addresses import address_errors
+from trainyard.replies import ReplyError
 from trainyard.run.errors import RunError
 from trainyard.run.options import OPTIONS, make_options, options_from_variables
 from trainyard.run.plan import Node, environment
@@ -75,7 +78,7 @@ TOP = Path(__file__).resolve().parents[2]
 LIMIT = 20.0  # seconds for one input, which takes milliseconds on an idle machine
 MAX_MESSAGE = 2000  # characters of an error message
 MEMORY = 1 << 30  # bytes that all inputs of a target may add to the process
-EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply)
+EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply, ReplyError, SupervisorError)
 SEED = 14
 
 
@@ -97,6 +100,7 @@ class Outcome:
     accepted: int = 0
     refused: int = 0
     seconds: float = 0.0
+    slowest: float = 0.0
     hangs: list[str] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
 
@@ -104,7 +108,7 @@ class Outcome:
         """Return the counts as one line."""
         return (
             f"{self.target:<9} seed {self.seed}: {self.inputs} inputs, {self.accepted} accepted, {self.refused} refused, "
-            f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {self.seconds:.1f} s"
+            f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {self.seconds:.1f} s, slowest {self.slowest:.2f} s"
         )
 
 
@@ -372,6 +376,11 @@ class Canned:
     def fetch(self, source: str, target: str) -> None: ...
 
 
+def connection(out: bytes) -> HostConnection:
+    """Return a connection to a host that answers with this output."""
+    return HostConnection(HOST, Canned(out))
+
+
 TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "spec": fuzz_spec,
     "flags": fuzz_flags,
@@ -380,10 +389,16 @@ TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "template": fuzz_template,
     "replies": fuzz_replies,
     "settings": fuzz_settings,
+    "runs": lambda rng, folder: fuzz_runs(rng, folder, special_file, connection),
+    "verbs": lambda rng, folder: fuzz_verbs(rng, folder, special_file, connection),
 }
 
 
-SLOW = {"table": 20, "template": 8}  # a process for each input: they get this part of the inputs
+SLOW = {
+    "table": 20,
+    "template": 8,
+    "runs": 5,
+}  # a process for each input, or a look at all processes: they get this part of the inputs
 
 
 # Runner ---------------------------------------------------------------------------------------------------------------
@@ -431,6 +446,7 @@ def run_target(target: str, count: int, seed: int = SEED) -> Outcome:
 def run_input(outcome: Outcome, label: str, folder: Path) -> None:
     """Give one input to its target, and count what happens."""
     outcome.inputs += 1
+    start = time.perf_counter()
     try:
         with alarm(LIMIT):
             TARGETS[outcome.target](random.Random(label), folder)
@@ -447,6 +463,7 @@ def run_input(outcome: Outcome, label: str, folder: Path) -> None:
         if isinstance(error, KeyboardInterrupt):
             raise
         outcome.tracebacks.append(f"{label}: {''.join(traceback.format_exc().splitlines(keepends=True)[-8:])}"[:3000])
+    outcome.slowest = max(outcome.slowest, time.perf_counter() - start)
 
 
 def main(count: int, seed: int) -> int:
@@ -461,7 +478,10 @@ def main(count: int, seed: int) -> int:
     for failure in failures[:3]:
         print(failure)
     total = sum(outcome.inputs for outcome in outcomes)
-    print(f"{total} inputs, {len(failures)} tracebacks or hangs, {sum(o.seconds for o in outcomes):.1f} s")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(
+        f"{total} inputs, {len(failures)} tracebacks or hangs, {sum(o.seconds for o in outcomes):.1f} s, peak {peak} MiB"
+    )
     return 1 if failures else 0
 
 

@@ -30,7 +30,7 @@ PATTERNS = {
     "standby": "[t]rainer.distributed.standby",
     "supervisor": "[t]rainer.supervise run",
     "verb": "[t]rainer.supervise (start|stop|status)",
-    "session": "[s]shd.*tester@notty",
+    "session": "[s]shd.*tester",
 }
 
 
@@ -83,8 +83,9 @@ class Trials:
     def kill(self, victim: str, client: subprocess.Popen[str]) -> bool:
         """Kill one process with SIGKILL; return whether there was one."""
         if victim == "client":
+            running = client.poll() is None
             client.kill()
-            return True
+            return running
         if victim == "torchrun":
             find = f"ps -o ppid= -p $(pgrep -f -d, '{PATTERNS['rank']}')"
         else:
