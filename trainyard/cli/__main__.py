@@ -15,6 +15,7 @@ from pathlib import Path
 from trainer.errors import UserError, memory_failure, nearest
 from trainer.formats import quoted
 from trainer.utf8 import require_utf8
+from trainyard import front_end
 from trainyard.cli.output import Output
 
 INTERRUPTED = 99
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         require_utf8()
         _set_locale()
-        return _dispatch(words)
+        with front_end.serving_program():
+            return _dispatch(words)
     except UserError as error:
         output.error(error)
         return 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainyard import front_end
 from trainyard.cli.call import Call
 
 # Exit codes of ansible-playbook: after Ctrl-C, and for a wrong option.
@@ -50,7 +51,7 @@ def run_playbook(call: Call, playbook: str, values: Mapping[str, Any] | None = N
         # ansible-core 2.19 ends with another code and a traceback if the signal comes while it starts a worker.
         if code == _INTERRUPTED or interrupted:
             raise KeyboardInterrupt
-        raise PlaybookError(playbook, 2 if code == _OPTIONS_ERROR else 1)
+        raise PlaybookError(front_end.playbook(call.command), 2 if code == _OPTIONS_ERROR else 1)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
