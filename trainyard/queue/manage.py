@@ -15,7 +15,6 @@ from trainer.errors import UserError, nearest
 from trainer.formats import counted, quoted
 from trainyard import front_end
 from trainyard.cluster import Cluster
-from trainyard.extra_vars import check_names, check_pairs
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.queue.client import Job, QueueClient, QueueState
 from trainyard.queue.history import ENDED, list_history, list_queue, run_state, state_words
@@ -215,7 +214,6 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
         value.
         RunError: the queue host or Slurm refuses the request, or fails.
     """
-    check_pairs(values)
     verb = check_verb(values.get("do"))
     given = {name: value for name, value in values.items() if name != "do"}
     runs: list[NewRun] = []
@@ -223,7 +221,6 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
     if verb == "add":
         runs = read_runs(given, cluster.launch_of, top, report)
     else:
-        check_names(given, top, [*CHANGE_OPTIONS])
         options = change_options(verb, given)
     site = open_queue(cluster, top, report, check)
     if verb in ("list", "history"):
