@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.data.report import DataReport
 from trainer.formats import counted
+from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.copy_files import Exchange, copy_artifacts, fetch_file, lent_files, split_run
@@ -229,7 +230,7 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
     if result.get("tensorboard"):
         folder = f"{head['run_dir']}/tensorboard"
         lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection.host)}"]
-    lines.append("to start another run, change an option; -e run=NAME sets its name")
+    lines.append(f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name")
     return lines
 
 
@@ -246,7 +247,7 @@ def script_summary(result: dict[str, Any], head: dict[str, Any], hosts: int) -> 
         f"  result       {head['run_dir']}/result.json{where}",
         f"  logs         {head['run_dir']}/logs",
     ]
-    return [*lines, "to start another run, change an option; -e run=NAME sets its name"]
+    return [*lines, f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name"]
 
 
 def with_base_model(name: str, config: bytes) -> bytes:
