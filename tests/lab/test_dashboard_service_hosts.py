@@ -227,11 +227,14 @@ def test_only_the_program_that_was_added_drives_a_queued_run(cluster: tuple[Lab,
         lab.wait(lambda: state()["phase"] == "running", "the run does not start", 150)
         assert "planted" not in lab.inside(head, f"cat {package}")
         press(lab, "/queue/queued/cancel")
-        lab.wait(lambda: button in shown(lab, "/queue"), "the run has not ended", 120)
+        lab.wait(lambda: state()["phase"] == "cancelled", "the run has not ended", 120)
+        ended = f"squeue -h; pgrep -f 'queue[.]driver {folder}' || :"
+        lab.wait(lambda: lab.inside(head, ended) == "", "its driver or its job has not ended", 120)
+        lab.wait(lambda: button in shown(lab, "/queue"), "the page does not show that the run has ended", 120)
         add = f"import zipfile; zipfile.ZipFile('{folder}/program.zip', 'a').writestr('sitecustomize.py', \"{plant}\")"
         lab.inside(head, f"runuser -u {USER} -- python3 - <<'P'\n{add}\nP")
         press(lab, button)
-        lab.wait(lambda: state()["phase"] == "failed", "the run is not refused", 60)
+        lab.wait(lambda: state()["phase"] == "failed", "the run is not refused", 150)
     line = f"run queued: {folder}/program.zip was changed after the run was added: add the run again on the controller"
     assert state()["exit"]["reason"] in line
     journal = lab.inside(head, "journalctl --no-pager -o cat -u trainyard-queue").splitlines()
@@ -263,7 +266,7 @@ def test_a_cluster_of_the_version_before_is_converted(cluster: tuple[Lab, Path],
     """Programs in the data folder, and queued runs without a record of their programs."""
     lab, inventory = cluster
     head = lab.hosts[0]
-    kept = f"cd {FOLDER} && sha256sum password config.json .trainyard/dashboard/tls.pem .trainyard/received/starts/*"
+    kept = f"cd {FOLDER} && sha256sum password config.json .trainyard/dashboard/tls.pem; find . -path '*/received/*' -type f | sort | xargs -r sha256sum"
     before = lab.inside(head, kept)
     old = f"{FOLDER}/program-1 {FOLDER}/packages-2-cpython-311 {DATA_DIR}/queue/.programs/3"
     files = f"{FOLDER}/program-1.zip {FOLDER}/requirements.txt {FOLDER}/constraints.txt"

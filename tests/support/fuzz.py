@@ -426,6 +426,18 @@ def alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let this process grow by MEMORY at most: an input that needs more gets a MemoryError, and not the memory of the machine."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def run_target(target: str, count: int, seed: int = SEED) -> Outcome:
     """Give `count` inputs to a target; input i depends on the seed, the target and i alone."""
     outcome = Outcome(target, seed)
@@ -448,7 +460,7 @@ def run_input(outcome: Outcome, label: str, folder: Path) -> None:
     outcome.inputs += 1
     start = time.perf_counter()
     try:
-        with alarm(LIMIT):
+        with alarm(LIMIT), limited_memory():
             TARGETS[outcome.target](random.Random(label), folder)
         outcome.accepted += 1
     except EXPECTED as error:

@@ -78,7 +78,7 @@ def write_folder(rng: random.Random, folder: Path, special: Special) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = rng.randrange(8) if name in hostile else 8
-        if kind == 0:
+        if kind == 0 and not name.startswith(".trainyard"):  # what the user of the controller has written
             with contextlib.suppress(OSError, ValueError):
                 special(rng, path.parent).rename(path)
         elif kind == 1:
